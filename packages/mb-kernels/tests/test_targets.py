@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from mb_kernels.activation import Activation
+from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import SMALLEST_BLOCK_M
-from mb_kernels.targets import TARGETS, TILES, gate
+from mb_kernels.targets import TARGETS, TILES, GateCase, gate
+from mb_kernels.targets.cover import cover
 from mb_kernels.targets.gate import kernel_modules, main
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import _amd_target, _nvidia_target
@@ -35,6 +36,16 @@ def problems(run: subprocess.CompletedProcess[str], case: str, target: str) -> l
     assert run.stdout, run.stderr
     builds = {(b["case"], b["target"]): b for b in json.loads(run.stdout)}
     return builds[case, target]["problems"]
+
+
+def test_the_gate_compiles_the_case_that_needs_more_registers():
+    plain, gated = (
+        GateCase(name=name, kernel=None, signature={"x": "*bf16"}, constexprs={"ACTIVATION": kind})
+        for name, kind in (("gelu", parse("gelu")), ("swiglu", parse("swiglu")))
+    )
+    biased = GateCase(name="bias", kernel=None, signature={"x": "*bf16", "b": "*bf16"})
+    assert cover([plain, gated], depth=0) == [gated]
+    assert cover([plain, biased], depth=0) == [biased]
 
 
 def test_kernels_read_fields_of_an_activation_alone() -> None:

@@ -53,12 +53,12 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("names to be a tuple of names", lambda: freeze_in_bits(dMoE(PLAIN).experts, 8, names="w1")),
     *(
         (
-            rf"finite valid_tokens of at least 0, got {v!r}",
+            rf"finite valid_tokens >= 0, got {v!r}",
             lambda v=v: dMoE(PLAIN)(X, valid_tokens=v),
         )
         for v in ("3", True, float("inf"))
     ),
-    *((f"finite rate of at least 0, got {v!r}", lambda v=v: rate(v)) for v in ("1", NAN, -0.1)),
+    *((f"finite rate >= 0, got {v!r}", lambda v=v: rate(v)) for v in ("1", NAN, -0.1)),
     (r"of shape \(4,\), got a list", lambda: rate(0.1, [1, 2, 3, 4])),
     *(
         (f"iterations to be .*, got {v}", lambda v=v: SinkhornRouter(PLAIN, iterations=v))

@@ -178,5 +178,5 @@ def test_valid_tokens_may_be_any_one_number(balance_over: str) -> None:
 
 @pytest.mark.parametrize("number", [-1, float("nan")])
 def test_valid_tokens_that_are_no_number_of_tokens_are_named(number: float) -> None:
-    with pytest.raises(ValueError, match="valid_tokens of at least 0, got"):
+    with pytest.raises(ValueError, match="valid_tokens >= 0, got"):
         build()(torch.randn(3, 16, dtype=torch.float64), valid_tokens=number)

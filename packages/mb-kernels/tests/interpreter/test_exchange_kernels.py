@@ -196,6 +196,11 @@ def test_what_does_not_fit_the_layout_is_refused():
             memory.push("tokens", **arguments)
     with pytest.raises(ValueError, match=r"x: expected torch.float32 \(6, 8\)"):
         memory.push("home", x, counts)
+    # It would have been stored over that of "tokens", which the backward reads.
+    with pytest.raises(ValueError, match='payload: expected "tokens" or "home"; got "grads"'):
+        memory.push("grads", x, counts, order_N=order, payload=torch.zeros(3, 2))
+    with pytest.raises(ValueError, match='got "grads"'):
+        memory.payload("grads")
     peers = torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"inverse_N: expected .*\(3,\)"):
         memory.sum_home(memory.rows("home"), peers, order[:2], order)

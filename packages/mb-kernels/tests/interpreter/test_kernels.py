@@ -1,6 +1,7 @@
 """The kernels of the expert MLP, run by Triton's interpreter."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mb_kernels import (
     topk_ids,
     topk_softmax,
 )
+from mb_kernels.expert_mlp import steps
 from mb_kernels.runtime import registration
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.plan import Plan, assume, plan_of
@@ -204,6 +206,26 @@ def test_recompute_changes_nothing():
     )
     for name, value in saved.items():
         assert torch.equal(value, recomputed[name]), name
+
+
+def test_activations_that_come_with_recomputed_h_are_let_go(monkeypatch):
+    """The backward takes the memory of as many again right after."""
+    made = []
+    up, dact = steps.up, steps.dact
+
+    def watched_up(*args, **options):
+        h, a = up(*args, **options)
+        made.append(weakref.ref(a))
+        return h, a
+
+    def watched_dact(*args, **options):
+        assert [a() for a in made] == [None, None]
+        return dact(*args, **options)
+
+    monkeypatch.setattr(steps, "up", watched_up)
+    monkeypatch.setattr(steps, "dact", watched_dact)
+    run_expert_mlp(expert_mlp, make_inputs(CASES[0], dtype=torch.float32), recompute=True)
+    assert len(made) == 2  # forward and backward
 
 
 @pytest.mark.usefixtures("operands")

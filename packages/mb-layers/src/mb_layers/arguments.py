@@ -23,7 +23,7 @@ def at_least_0(**numbers: Any) -> None:
     """Check finite numbers, given by the names of the arguments."""
     for name, number in numbers.items():
         if not (_is_finite(number) and number >= 0):
-            raise ValueError(f"expected a finite {name} of at least 0, got {number!r}")
+            raise ValueError(f"expected a finite {name} >= 0, got {number!r}")
 
 
 def finite(**numbers: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Literal, get_args
 
 from mb_kernels.activation import is_glu, parse
 
+from mb_layers import arguments
+
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
 DropPolicy = Literal["position", "probability"]
@@ -141,8 +143,12 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
-            _check_positive_int(name, getattr(self, name))
+        arguments.at_least_1(
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+        )
         if self.top_k > self.num_choices:
             raise ValueError(
                 f"expected top_k <= num_experts, got top_k={self.top_k} with "
@@ -177,16 +183,14 @@ class MoEConfig:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
             )
-        for name in (
-            "load_balancing_loss_weight",
-            "z_loss_weight",
-            "init_method_std",
-            "num_zero_experts",
-            "min_capacity",
-        ):
-            _check_not_negative(name, getattr(self, name))
-        if self.output_init_std is not None:
-            _check_not_negative("output_init_std", self.output_init_std)
+        arguments.at_least_0(
+            load_balancing_loss_weight=self.load_balancing_loss_weight,
+            z_loss_weight=self.z_loss_weight,
+            init_method_std=self.init_method_std,
+            output_init_std=self.output_init_std or 0.0,
+            num_zero_experts=self.num_zero_experts,
+            min_capacity=self.min_capacity,
+        )
         if not (math.isfinite(self.routed_scaling_factor) and self.routed_scaling_factor > 0):
             raise ValueError(
                 f"expected a finite routed_scaling_factor > 0, got {self.routed_scaling_factor}"
@@ -232,7 +236,7 @@ class MoEConfig:
 
     def _check_shared_expert(self) -> None:
         if self.shared_expert_hidden_size is not None:
-            _check_positive_int("shared_expert_hidden_size", self.shared_expert_hidden_size)
+            arguments.at_least_1(shared_expert_hidden_size=self.shared_expert_hidden_size)
             return
         for name in ("gate", "weighted_sum", "bias"):
             if getattr(self, f"shared_expert_{name}"):
@@ -287,8 +291,11 @@ class MoEConfig:
                 "expected num_expert_groups and top_k_groups together, got "
                 f"num_expert_groups={self.num_expert_groups}, top_k_groups={self.top_k_groups}"
             )
-        for name in ("num_expert_groups", "top_k_groups", "group_score_top"):
-            _check_positive_int(name, getattr(self, name))
+        arguments.at_least_1(
+            num_expert_groups=self.num_expert_groups,
+            top_k_groups=self.top_k_groups,
+            group_score_top=self.group_score_top,
+        )
         if self.num_experts % self.num_expert_groups:
             raise ValueError(
                 f"expected num_expert_groups to divide num_experts, got {self.num_expert_groups} "
@@ -326,16 +333,6 @@ def _check_type(name: str, value: object, annotation: str) -> None:
             f"expected {name} to be {kind if kind in _TYPES else 'str'}"
             f"{' or None' if optional else ''}, got {value!r} of type {type(value).__name__}"
         )
-
-
-def _check_positive_int(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"expected a finite {name} >= 0, got {value}; 0 turns it off")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

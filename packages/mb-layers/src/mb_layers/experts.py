@@ -25,8 +25,8 @@ from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
 from mb_layers.factored import LoRA, base_of, map_weight, weight_of
 from mb_layers.frozen import FrozenWeight
-from mb_layers.losses import at_least_fp32
 from mb_layers.steps import expert_mlp_in_steps
+from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 
 
 class _StackedMLP(nn.Module):
@@ -291,35 +291,3 @@ class SharedExpert(_StackedMLP):
             return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))
         x_TD, gate = cast_alike(x_TD, to_plain(self.gate, 1))
         return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
-
-
-def to_plain(weight: Tensor, num_experts: int) -> Tensor:
-    """Return the weights of the `num_experts` experts on this rank as a plain tensor.
-
-    `num_experts` is the length of the result's first dimension. A DTensor sharded over the experts,
-    of which this rank computes just its shard, is unwrapped. Any other DTensor is gathered, and its
-    gradient summed over the mesh: each rank brings its own tokens.
-    """
-    if type(weight) in (Tensor, nn.Parameter):
-        return weight
-    # Imported late: it takes as long to import as torch itself.
-    from torch.distributed.tensor import DTensor, Partial
-
-    if not isinstance(weight, DTensor):
-        return weight
-    if weight.shape[0] != num_experts:
-        return weight.to_local()
-    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
-
-
-def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return x and the weights in the dtype to compute in: autocast's if it is on, else that of x.
-
-    So fp32 master weights serve bf16 activations, and get fp32 gradients. Autocast leaves fp64 as
-    it is, as in torch's own layers.
-    """
-    dtype = x.dtype
-    wide = dtype == torch.float64
-    if not (wide or x.is_meta) and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))

@@ -26,13 +26,13 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mb_layers import arguments
+from mb_layers.tensors import at_least_fp32, without_autocast
 
 
 def load_balancing_loss(
@@ -160,26 +160,6 @@ def mean_over_tokens(
     if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1
         return values.sum(dim=0) / torch.where(num_tokens > 0, num_tokens, 1)
     return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """Return x in fp32, or as it is if it is fp64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which x's device computes in the dtypes it is given."""
-    # The meta device has shapes alone, and autocast does not know it.
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is under way: a forward is then a checkpoint's recomputation."""
-    if torch.compiler.is_compiling():  # tracing is always a forward pass, and could not ask
-        return False
-    return torch._C._current_graph_task_id() != -1
 
 
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mb_layers import arguments
 from mb_layers.balance import reduced
-from mb_layers.losses import attach_aux_loss, in_backward
+from mb_layers.losses import attach_aux_loss
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import Router, update_balancing_bias
 
@@ -97,6 +97,13 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     if not layers:
         raise ValueError("expected a model with dMoE or MoE layers, found none")
     return layers
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way: a forward is then a checkpoint's recomputation."""
+    if torch.compiler.is_compiling():  # tracing is always a forward pass, and could not ask
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from torch.utils._pytree import _register_namedtuple
 from mb_layers.balance import reduced, router_losses
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.experts import Experts, SharedExpert, to_plain
+from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput
+from mb_layers.tensors import to_plain
 
 
 class MoEOutput(NamedTuple):

@@ -26,8 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from mb_layers.losses import in_backward
-from mb_layers.model import moe_layers
+from mb_layers.model import in_backward, moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import Router, RouterOutput
 

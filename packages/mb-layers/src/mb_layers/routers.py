@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from mb_layers import arguments
 from mb_layers.config import MoEConfig
-from mb_layers.experts import to_plain
-from mb_layers.losses import without_autocast
 from mb_layers.router import Router, RouterOutput, linear_fp32
+from mb_layers.tensors import to_plain, without_autocast
 
 
 class ExpertChoiceRouter(Router):

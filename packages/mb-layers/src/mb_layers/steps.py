@@ -31,7 +31,7 @@ from mb_layers.factored import (
     unflatten,
     weight_gradients,
 )
-from mb_layers.losses import at_least_fp32
+from mb_layers.tensors import at_least_fp32
 
 Activate = Callable[[Tensor], Tensor]
 

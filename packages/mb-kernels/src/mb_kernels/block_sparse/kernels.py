@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels.block_sparse.descriptors import dsd_tma_kernel, sdd_tma_kernel
 from mb_kernels.block_sparse.pointers import dsd_kernel, sdd_kernel
-from mb_kernels.block_sparse.reference import BLOCK, Topology
+from mb_kernels.block_sparse.reference import BLOCK, Topology, empty_stack
 from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv, launch
@@ -123,13 +123,6 @@ def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed:
         PRECISION=plan_of(data).precision,
         **tile.launch_options,
     )
-
-
-def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major: bool) -> Tensor:
-    """An uninitialised [groups, rows / groups, columns], each matrix row- or column-major."""
-    if column_major:
-        return like.new_empty((groups, columns, rows // groups)).transpose(1, 2)
-    return like.new_empty((groups, rows // groups, columns))
 
 
 def _addressable(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mb_kernels.activation import parse
 from mb_kernels.bins import Bins
 from mb_kernels.block_sparse.mlp_reference import (
+    empty_topology,
     make_pattern,
     pad_indices,
     padded_rows,
@@ -168,13 +169,6 @@ def _check_width(name: str, size: int) -> None:
         )
 
 
-def _topology_fake(padded_offsets: Tensor, block_rows: int, width: int) -> tuple[Tensor, ...]:
-    experts = padded_offsets.shape[0] - 1
-    blocks = block_rows * width
-    sizes = (blocks, blocks, block_rows + 1, experts * width + 1, blocks, blocks)
-    return tuple(padded_offsets.new_empty(size) for size in sizes)
-
-
 registration.register(
     "pad_indices(Tensor order, Tensor inverse, Tensor offsets, SymInt rows) -> "
     "(Tensor, Tensor, Tensor)",
@@ -192,5 +186,5 @@ registration.register(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=lambda *arguments: tuple(topology_indices(*arguments)),
     kernels="mb_kernels.block_sparse.mlp_kernels",
-    fake=_topology_fake,
+    fake=empty_topology,
 )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.block_sparse.mlp_reference import empty_topology
 from mb_kernels.block_sparse.reference import BLOCK
 from mb_kernels.runtime.launch import launch, power_of_two
 
@@ -119,9 +120,7 @@ def pad_indices(
 def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tuple[Tensor, ...]:
     """Launch: one program per block row or expert, whichever are more."""
     experts = padded_offsets.numel() - 1
-    sizes = (block_rows * width,) * 2 + (block_rows + 1, experts * width + 1)
-    sizes += (block_rows * width,) * 2
-    out = tuple(padded_offsets.new_empty(size) for size in sizes)
+    out = empty_topology(padded_offsets, block_rows, width)
     if block_rows == 0:
         return tuple(t.zero_() for t in out)
     launch(

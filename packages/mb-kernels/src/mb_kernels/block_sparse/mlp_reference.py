@@ -73,6 +73,13 @@ def pad_indices(
     return order, inverse, padded.to(offsets_E1.dtype)
 
 
+def empty_topology(padded_offsets: Tensor, block_rows: int, width: int) -> tuple[Tensor, ...]:
+    """Uninitialised tensors of the sizes that ``topology_indices`` returns."""
+    experts, blocks = padded_offsets.shape[0] - 1, block_rows * width
+    sizes = (blocks, blocks, block_rows + 1, experts * width + 1, blocks, blocks)
+    return tuple(padded_offsets.new_empty(size) for size in sizes)
+
+
 def topology_indices(padded_offsets_E1: Tensor, block_rows: int, width: int) -> Topology:
     """Expert e's rows times its own ``width`` block columns: blocks on a ragged diagonal."""
     starts = padded_offsets_E1.long() // BLOCK

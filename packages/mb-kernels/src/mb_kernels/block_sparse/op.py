@@ -28,6 +28,7 @@ from mb_kernels.block_sparse.reference import BLOCK as BLOCK
 from mb_kernels.block_sparse.reference import (
     Topology,
     dsd_blocks,
+    empty_stack,
     sdd_blocks,
     topology_of,
     with_data,
@@ -205,10 +206,8 @@ def _dsd_reference(data: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def _dsd_fake(data: Tensor, b: Tensor, *rest: Any) -> Tensor:
     *topology, transposed, groups, column_major = rest
     t = Topology(*topology)
-    rows = ((t.offsets_t if transposed else t.offsets).shape[0] - 1) * BLOCK // groups
-    if column_major:
-        return b.new_empty((groups, b.shape[2], rows)).transpose(1, 2)
-    return b.new_empty((groups, rows, b.shape[2]))
+    rows = ((t.offsets_t if transposed else t.offsets).shape[0] - 1) * BLOCK
+    return empty_stack(b, groups, rows, b.shape[2], column_major)
 
 
 def _sdd_flops(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mb_kernels.runtime.precision import wide_dtype
+
 if TYPE_CHECKING:
     import stk
 
@@ -119,7 +121,7 @@ def sdd_blocks(a_GMK: Tensor, b_GKN: Tensor, topology: Topology) -> Tensor:
     b_QKB = b_GKN.transpose(1, 2).flatten(0, 1).unflatten(0, (-1, BLOCK)).transpose(1, 2)
     used = _used(topology)
     rows, columns = topology.row_indices[:used].long(), topology.column_indices[:used].long()
-    accumulator = _accumulator(a_GMK)
+    accumulator = wide_dtype(a_GMK)
     product = torch.bmm(a_RBK[rows].to(accumulator), b_QKB[columns].to(accumulator))
     unused = product.new_zeros(topology.row_indices.numel() - used, BLOCK, BLOCK)
     return torch.cat([product, unused]).to(a_GMK.dtype)
@@ -134,16 +136,19 @@ def dsd_blocks(data: Tensor, b_GKN: Tensor, topology: Topology, transposed: bool
     if transposed:
         rows, columns, blocks = columns, rows, blocks.transpose(1, 2)
         out_blocks = topology.offsets_t.numel() - 1
-    accumulator = _accumulator(data)
+    accumulator = wide_dtype(data)
     b_QBN = b_GKN.flatten(0, 1).unflatten(0, (-1, BLOCK))
     products = torch.bmm(blocks.to(accumulator), b_QBN[columns].to(accumulator))
     out = products.new_zeros(out_blocks, BLOCK, b_GKN.shape[2]).index_add(0, rows, products)
     return out.flatten(0, 1).to(data.dtype)
 
 
+def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major: bool) -> Tensor:
+    """An uninitialised [groups, rows / groups, columns], each matrix row- or column-major."""
+    if column_major:
+        return like.new_empty((groups, columns, rows // groups)).transpose(1, 2)
+    return like.new_empty((groups, rows // groups, columns))
+
+
 def _used(topology: Topology) -> int:
     return int(topology.offsets[-1])
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32

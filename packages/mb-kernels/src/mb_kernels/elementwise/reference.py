@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from mb_kernels import activation as functions
+from mb_kernels.runtime.precision import wide
 
 
 def activation(h: Tensor, name: str) -> Tensor:
     """h [R, L], or [R, 2L] gate before up, to [R, L]."""
-    return functions.activate(_wide(h), name).to(h.dtype)
+    return functions.activate(wide(h), name).to(h.dtype)
 
 
 def activation_backward(d_a: Tensor, h: Tensor, name: str) -> Tensor:
-    return functions.activate_backward(_wide(d_a), _wide(h), name).to(h.dtype)
+    return functions.activate_backward(wide(d_a), wide(h), name).to(h.dtype)
 
 
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
@@ -29,7 +30,3 @@ def gated_activation_backward(
     d_h = activation_backward(d_a, torch.cat([gate, up], dim=1), name)
     d_gate, d_up = d_h.chunk(2, dim=1)
     return d_gate, d_up
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)

@@ -139,8 +139,9 @@ class PeerMemory:
     def payload(self, buffer: Buffer, words: int | None = None) -> Tensor:
         """The payload of "tokens" or "home", fp32 [P M, words], a view of this rank's arena.
 
-        words: as pushed; None: W.
+        words: as pushed; None: W. ValueError for "grads", which have no payload.
         """
+        _require_payload(buffer)
         shape = (self.layout.rows, self.layout.words if words is None else words)
         return self._view(self._at[buffer][1], shape, torch.float32)
 
@@ -163,10 +164,11 @@ class PeerMemory:
             counts_P: int32, rows for each peer, at most M. For "tokens" they are sent along.
             order_N: slots (token times columns plus choice) sorted by destination.
             columns: C.
-            payload: fp32 [T or P M, W], or with fewer words.
+            payload: fp32 [T or P M, W], or with fewer words; None for "grads".
 
         Raises:
-            ValueError: a tensor of another shape, dtype or device than the layout's.
+            ValueError: a tensor of another shape, dtype or device than the layout's; a payload for
+                "grads".
         """
         layout, words = self.layout, self.layout.words
         rows = layout.rows if order_N is None or x is None else x.shape[0]
@@ -176,6 +178,7 @@ class PeerMemory:
             raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
         _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
         if payload is not None:
+            _require_payload(buffer)
             words = max(min(payload.shape[-1], words), 1)
             _require("payload", payload, (rows, words), torch.float32, self.arena)
         if order_N is not None:
@@ -254,6 +257,14 @@ def _aligned(nbytes: int) -> int:
 
 def _kernels() -> Any:
     return importlib.import_module("mb_kernels.exchange.kernels")
+
+
+def _require_payload(buffer: Buffer) -> None:
+    if buffer == "grads":
+        raise ValueError(
+            'payload: expected "tokens" or "home"; got "grads", which come in the same rows as the '
+            'tokens and have none. Read that of "tokens".'
+        )
 
 
 def _require(

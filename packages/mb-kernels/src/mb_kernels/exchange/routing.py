@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mb_kernels.exchange import routing_reference as reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide
 
 
 class PackedRouting(NamedTuple):
@@ -58,8 +59,9 @@ def pack_routing(
     checks.require_floating("weights_TK", weights_TK)
     checks.require_indices("weights_TK", weights_TK, expert_ids_TK=expert_ids_TK)
     _require_sizes(num_experts, ranks)
-    weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-    words, peers, counts = torch.ops.mb.pack_routing(weights_TK, expert_ids_TK, num_experts, ranks)
+    words, peers, counts = torch.ops.mb.pack_routing(
+        wide(weights_TK), expert_ids_TK, num_experts, ranks
+    )
     return PackedRouting(words, peers, counts[:-1], counts[-1])
 
 

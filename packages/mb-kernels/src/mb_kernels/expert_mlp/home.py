@@ -38,7 +38,7 @@ class ExpertMLPHome(torch.autograd.Function):
                 _, *grads = steps.expert_mlp_backward(*arguments, home=ctx.home_P)
             return (_elsewhere(do), *grads)
 
-        return (*op.gradients(ctx, do, compute), None)
+        return op.gradients(ctx, do, compute)
 
 
 def _elsewhere(like: Tensor) -> Tensor:

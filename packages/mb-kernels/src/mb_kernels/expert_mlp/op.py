@@ -170,6 +170,11 @@ class Given(NamedTuple):
         return w1.mT if first else w1, w2.mT if second else w2
 
 
+# The op's inputs begin with these fields: first so many tensors, some of them with a gradient.
+_TENSORS = Given._fields.index("transposed")
+_LEARNED = [Given._fields.index(n) for n in ("x", "w1", "w2", "weights", "b1", "b2")]
+
+
 def _given(args: Sequence[Any]) -> tuple[Given, Sequence[Any]]:
     """The op's arguments: those that forward and backward share, and the others."""
     count = len(Given._fields)
@@ -243,18 +248,20 @@ def gradients(
     ctx: Any, do: Tensor | None, compute: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the op's inputs, by ``compute``, as ``mb::expert_mlp_backward``."""
-    if do is None:
-        return (None,) * 13
     needed = ctx.needs_input_grad
-    needs = [needed[i] for i in (0, 1, 2, 6, 7, 8)]
+    of_inputs: list[Tensor | None] = [None] * len(needed)
+    if do is None:
+        return tuple(of_inputs)
+    needs = [needed[i] for i in _LEARNED]
     saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
-    tensors, tiles, kept = saved[:9], saved[9], saved[10:]
+    tensors, (tiles, *kept) = saved[:_TENSORS], saved[_TENSORS:]
     h = kept[0]
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
     grads = compute(*(do, *tensors, ctx.transposed, h, tiles, ctx.activation, ctx.in_rows, needs))
-    dx, dw1, dw2, *others = (g if n else None for g, n in zip(grads, needs, strict=True))
-    return dx, dw1, dw2, None, None, None, *others, None, None, None, None
+    for i, grad, need in zip(_LEARNED, grads, needs, strict=True):
+        of_inputs[i] = grad if need else None
+    return tuple(of_inputs)
 
 
 def _products(shapes: Any) -> tuple[int, int]:

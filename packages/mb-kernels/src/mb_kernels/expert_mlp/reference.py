@@ -24,6 +24,7 @@ from mb_kernels.elementwise.reference import activation as _activate
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
+from mb_kernels.runtime.precision import wide_dtype
 
 
 def expert_mlp(
@@ -87,7 +88,7 @@ def _add_bias(rows_NC: Tensor, bias_EC: Tensor | None, bins: Bins) -> Tensor:
     """Rows plus their experts' biases, in fp32 (fp64 for fp64), rounded once."""
     if bias_EC is None:
         return rows_NC
-    wide = torch.float64 if rows_NC.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(rows_NC)
     return (rows_NC.to(wide) + _rows_of(bias_EC.to(wide), bins)).to(rows_NC.dtype)
 
 
@@ -131,7 +132,7 @@ def expert_mlp_backward(
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)
-    wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(x_TD)
     s_N1 = weights_TK.flatten()[order_N, None].to(wide)
     a_NF = _activate(h_NF, activation)
     q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(wide)

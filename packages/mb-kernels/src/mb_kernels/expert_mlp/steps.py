@@ -66,25 +66,17 @@ def expert_mlp(
         kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
         return torch.zeros_like(x), h, row_tiles, kept
     tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
-    source = spread(x, inverse, top_k, rows) if plan.in_rows else x
-    h, a = up(
-        source,
-        w1,
-        b1,
-        row_tiles,
-        plan.activation,
+    indices = (order, inverse, offsets)
+    h, a, source = _up(
+        *(x, w1, b1, plan, row_tiles, indices, top_k),
         transposed=transposed[0],
-        order=None if plan.in_rows else order,
-        top_k=top_k,
+        in_rows=False,
         save_h=save_h,
-        tile=plan.up,
     )
     kept = source if keep_rows else _nothing(x)
     del source
     y = _to_tokens(
-        *(a, w2, b2, plan, tiles, (order, inverse, offsets), top_k, weights),
-        transpose=not transposed[1],
-        home=home,
+        *(a, w2, b2, plan, tiles, indices, top_k, weights), transpose=not transposed[1], home=home
     )
     return y, h, row_tiles, kept
 
@@ -124,21 +116,14 @@ def expert_mlp_backward(
         )
     plan = expert_plan(plan_of(x), activation, rows, experts, keep_rows=in_rows)
     tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
+    indices = (order, inverse, offsets)
     if h.numel() == 0:
-        source = spread(x, inverse, top_k, rows) if plan.in_rows and not in_rows else x
-        h, _ = up(
-            source,
-            w1,
-            b1,
-            row_tiles,
-            plan.activation,
+        h = _up(  # [0]: of the three it alone stays in memory
+            *(x, w1, b1, plan, row_tiles, indices, top_k),
             transposed=transposed[0],
-            order=None if plan.in_rows else order,
-            top_k=top_k,
+            in_rows=in_rows,
             save_h=True,
-            tile=plan.up,
-        )
-        del source
+        )[0]
 
     tile = plan.dact
     listed = tiles(tile.block_m)
@@ -163,7 +148,6 @@ def expert_mlp_backward(
     if need_w2:
         d_w2 = _weight_gradient(do_rows, a, offsets, plan, transposed[1])
     del a, do_rows
-    indices = (order, inverse, offsets)
     if need_x:
         dx = _to_tokens(
             *(dh, w1, None, plan, tiles, indices, top_k, None), transpose=transposed[0], home=home
@@ -175,8 +159,39 @@ def expert_mlp_backward(
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Stands for a gradient that is not needed."""
+    """Stands for what is not kept, or for a gradient that is not needed."""
     return x.new_empty(0)
+
+
+def _up(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    plan: ExpertPlan,
+    row_tiles: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor],
+    top_k: int,
+    *,
+    transposed: bool,
+    in_rows: bool,
+    save_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pre-activations, activations, and x as it was read: copied to rows where the plan wants it.
+
+    ``in_rows``: x is in rows already.
+    """
+    order, inverse, _ = indices
+    if plan.in_rows and not in_rows:
+        x = spread(x, inverse, top_k, order.shape[0])
+    h, a = up(
+        *(x, w1, b1, row_tiles, plan.activation),
+        transposed=transposed,
+        order=None if plan.in_rows else order,
+        top_k=top_k,
+        save_h=save_h,
+        tile=plan.up,
+    )
+    return h, a, x
 
 
 def _weight_gradient(

@@ -18,6 +18,7 @@ from torch import Tensor
 from mb_kernels.linear_cross_entropy import reference, slices
 from mb_kernels.linear_cross_entropy.slices import Needs, scaled
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -71,7 +72,7 @@ def linear_cross_entropy(
     """
     _check(x, weight_VD, labels, weights, bias_V, reduction, shard)
     x_TD, labels_T = x.reshape(labels.numel(), x.shape[-1]), labels.reshape(-1).long().contiguous()
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     valid_T = labels_T >= 0
     weights_T = valid_T.to(wide)
     if weights is not None:
@@ -188,6 +189,8 @@ class _Sharded(torch.autograd.Function):
 
 
 def _finish_shard(shard: VocabularyShard, needs: Needs) -> slices.Finish:
+    """What ends each slice: the ranks' sums put together, each rank's gradient from these."""
+
     def finish(logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
         if registration.use_triton(logits_RV):
             from mb_kernels.linear_cross_entropy import kernels as steps
@@ -218,14 +221,9 @@ def _reference(
     weights_T: Tensor,
     *needs: bool,
 ) -> tuple[Tensor, ...]:
-    def finish(logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-        peak_R, total_R, score_R = reference.row_statistics(logits_RV, labels_R, 0).unbind(1)
-        lse_R = peak_R + total_R.log()
-        losses_R = torch.where(labels_R >= 0, lse_R - score_R, 0)
-        if any(needs):
-            logits_RV = reference.row_gradients(logits_RV, labels_R, lse_R, weights_R, 0)
-        return losses_R, logits_RV
-
+    # The whole vocabulary is the share of one rank.
+    whole = VocabularyShard(0, weight_VD.shape[0], gather=lambda statistics_R3: statistics_R3[None])
+    finish = _finish_shard(whole, Needs(*needs))
     # Tokens without a label cost nothing here; a kernel would have to ask how many there are.
     (counted_R,) = (labels_T >= 0).nonzero(as_tuple=True)
     x_RD, labels_R, weights_R = (t[counted_R] for t in (x_TD, labels_T, weights_T))
@@ -241,7 +239,7 @@ def _reference(
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor, *needs: bool
 ) -> tuple[Tensor, ...]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     need_x, need_weight, need_bias = needs
     grads = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0),

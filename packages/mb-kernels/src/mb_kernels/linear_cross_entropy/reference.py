@@ -6,6 +6,8 @@ Letters: T tokens, R tokens of a slice, D hidden, V vocabulary.
 import torch
 from torch import Tensor
 
+from mb_kernels.runtime.precision import wide
+
 
 def linear_cross_entropy(
     x: Tensor,
@@ -23,7 +25,7 @@ def linear_cross_entropy(
     logits_TV = x_TD @ weight_VD.to(x.dtype).t()
     if bias_V is not None:
         logits_TV = logits_TV + bias_V.to(x.dtype)
-    log_probs_TV = torch.log_softmax(at_least_fp32(logits_TV), dim=1)
+    log_probs_TV = torch.log_softmax(wide(logits_TV), dim=1)
     losses_T = -log_probs_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
     losses_T = torch.where(valid_T, losses_T, 0)
     if reduction == "none":
@@ -53,7 +55,7 @@ def row_statistics(logits_RV: Tensor, labels_R: Tensor, start: int) -> Tensor:
         logits_RV: scores of the labels from `start` on.
         labels_R: in [start, start + V), or elsewhere: then the label's score is 0.
     """
-    wide_RV = at_least_fp32(logits_RV)
+    wide_RV = wide(logits_RV)
     # Finite where a share of the vocabulary is all padding, of scores -inf.
     peak_R = wide_RV.amax(1).clamp(min=torch.finfo(wide_RV.dtype).min)
     total_R = (wide_RV - peak_R[:, None]).exp_().sum(1)
@@ -67,12 +69,8 @@ def row_gradients(
     logits_RV: Tensor, labels_R: Tensor, lse_R: Tensor, weights_R: Tensor, start: int
 ) -> Tensor:
     """weights (softmax - one-hot) in the dtype of the logits, which may be overwritten."""
-    grad_RV = (at_least_fp32(logits_RV) - lse_R[:, None]).exp_()
+    grad_RV = (wide(logits_RV) - lse_R[:, None]).exp_()
     here_R = (labels_R >= start) & (labels_R < start + logits_RV.shape[1])
     index_R1 = torch.where(here_R, labels_R - start, 0)[:, None]
     grad_RV.scatter_add_(1, index_R1, -here_R[:, None].to(grad_RV.dtype))
     return (grad_RV * weights_R[:, None]).to(logits_RV.dtype)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

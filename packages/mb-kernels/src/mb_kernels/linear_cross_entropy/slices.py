@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mb_kernels.runtime.precision import wide_dtype
+
 # Logits of a slice on a GPU, 1 GB of them in bf16, and its tokens at most: large products are what
 # is fast there. On a CPU a slice stays within its caches' reach.
 _GPU_LOGITS, _GPU_ROWS = 2**29, 8192
@@ -47,7 +49,7 @@ def run(
     The loss of a label that no vocabulary of the given size (None: the weight's rows) has is NaN.
     """
     tokens = x_TD.shape[0]
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    wide = wide_dtype(x_TD)
     w_VD = weight_VD.to(x_TD.dtype)
     b_V = None if bias_V is None else bias_V.to(x_TD.dtype)
     losses_T = x_TD.new_empty(tokens, dtype=wide)

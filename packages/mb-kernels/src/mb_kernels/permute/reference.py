@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.bins import Bins
+from mb_kernels.runtime.precision import wide_dtype
 
 
 def gather(x_TD: Tensor, bins: Bins, top_k: int) -> Tensor:
@@ -19,7 +20,7 @@ def combine(rows_ND: Tensor, bins: Bins, weights_TK: Tensor | None, top_k: int =
     """Twin of ``mb_kernels.combine``; ``weights_TK=None`` with ``top_k`` sums unweighted."""
     k = top_k if weights_TK is None else weights_TK.shape[1]
     inverse_TK = bins.inverse_N.view(-1, k).long()
-    accumulator = torch.float64 if rows_ND.dtype is torch.float64 else torch.float32
+    accumulator = wide_dtype(rows_ND)
     y_TD = torch.zeros(
         inverse_TK.shape[0], rows_ND.shape[1], dtype=accumulator, device=rows_ND.device
     )
@@ -39,7 +40,7 @@ def combine_backward(
     top_k = weights_TK.shape[1]
     taken_N1 = _taken(bins)[:, None]
     order_N = bins.order_N.long().clamp(min=0)
-    accumulator = torch.float64 if rows_ND.dtype is torch.float64 else torch.float32
+    accumulator = wide_dtype(rows_ND)
     dy_ND = torch.where(taken_N1, dy_TD[order_N // top_k].to(accumulator), 0)
     d_rows_ND = dy_ND * weights_TK.flatten()[order_N, None].to(accumulator)
     d_rows_ND = torch.where(taken_N1, d_rows_ND, 0).to(rows_ND.dtype)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.quantize.reference import GROUP_SIZE, largest_code
+from mb_kernels.quantize.reference import GROUP_SIZE, empty_quantized, largest_code
 from mb_kernels.runtime.launch import cdiv, launch
 
 # 4096 elements, 32 per thread of 4 warps: eight 16-byte loads in flight each.
@@ -97,15 +97,12 @@ def dequantize_kernel(
 
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Launch for x [..., C] contiguous."""
-    columns = x.shape[-1]
-    groups = cdiv(columns, GROUP_SIZE)
-    code_dtype = torch.int8 if bits == 8 else torch.uint8
-    codes = x.new_empty((*x.shape[:-1], columns * bits // 8), dtype=code_dtype)
-    scales = x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
+    codes, scales = empty_quantized(x, bits)
     if x.numel():
+        columns = x.shape[-1]
         rows = x.numel() // columns
         sizes = {**_sizes(bits, columns), "LARGEST": largest_code(bits)}
-        grid = (cdiv(rows, _BLOCK_R) * groups,)
+        grid = (cdiv(rows, _BLOCK_R) * scales.shape[-1],)
         launch(quantize_kernel, grid, x, codes, scales, rows, **sizes)
     return codes, scales
 

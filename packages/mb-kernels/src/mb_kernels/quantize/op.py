@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mb_kernels.quantize.reference import GROUP_SIZE as GROUP_SIZE
 from mb_kernels.quantize.reference import dequantize as dequantize_reference
+from mb_kernels.quantize.reference import empty_quantized
 from mb_kernels.quantize.reference import quantize as quantize_reference
 from mb_kernels.runtime import checks, registration
 
@@ -103,19 +104,11 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits: expected 4 or 8; got {bits!r} of type {type(bits).__name__}.")
 
 
-def _quantize_fake(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty(
-        (*x.shape[:-1], x.shape[-1] * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8
-    )
-    groups = (x.shape[-1] + GROUP_SIZE - 1) // GROUP_SIZE
-    return codes, x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
-
-
 registration.register(
     "quantize(Tensor x, int bits) -> (Tensor, Tensor)",
     reference=quantize_reference,
     kernels="mb_kernels.quantize.kernels",
-    fake=_quantize_fake,
+    fake=empty_quantized,
 )
 registration.register(
     "dequantize(Tensor codes, Tensor scales, int bits, ScalarType dtype) -> Tensor",

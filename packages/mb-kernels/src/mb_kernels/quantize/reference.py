@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP_SIZE = 128
-"""Columns that share one scale: 2 bits (8-bit: 3 %, 4-bit: 6 %) of a row go into fp32 scales."""
+"""Columns that share one fp32 scale, which adds 3 % to 8-bit codes and 6 % to those of 4 bits."""
 
 
 def largest_code(bits: int) -> int:
@@ -37,6 +37,15 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     columns = values.shape[-1]
     scaled_GC = _groups(values.float()) * scales[..., None]
     return scaled_GC.flatten(-2)[..., :columns].to(dtype)
+
+
+def empty_quantized(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes and scales, as ``quantize`` returns them."""
+    *rows, columns = x.shape
+    code_dtype = torch.int8 if bits == 8 else torch.uint8
+    codes = x.new_empty((*rows, columns * bits // 8), dtype=code_dtype)
+    groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
+    return codes, x.new_empty((*rows, groups), dtype=torch.float32)
 
 
 def _groups(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mb_kernels.relative_attention import reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide_dtype
 
 _WIDEST = 128
 
@@ -88,12 +89,8 @@ def relative_attention(
     return y_THC
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=wide_dtype(q))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -117,7 +114,7 @@ def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
 def _backward_fake(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    d_bias = bias.new_empty(bias.shape if rest[-1] else (0,), dtype=_wide(q))
+    d_bias = bias.new_empty(bias.shape if rest[-1] else (0,), dtype=wide_dtype(q))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mb_kernels.runtime.precision import wide
+
 
 def relative_attention(
     q_THC: Tensor,
@@ -107,10 +109,7 @@ def _segments(offsets_N1: Tensor, bias_HA: Tensor, tokens: int) -> Iterator[slic
 
 def _by_head(heads: int, *tensors: Tensor) -> list[Tensor]:
     """[H, L, C] of each, keys and values once for each query head of a group; fp32 at least."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return [
-        x.to(wide).transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0) for x in tensors
-    ]
+    return [wide(x).transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0) for x in tensors]
 
 
 def _places(length: int, distances: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from mb_kernels.router_losses.reference import divisor
 from mb_kernels.router_losses.reference import router_losses as reference_losses
 from mb_kernels.router_losses.reference import router_losses_backward as reference_backward
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide, wide_dtype
 
 
 def router_losses(
@@ -60,7 +61,9 @@ def router_losses(
     _check(logits_TE, probs_TE, score_function, mask_T)
     balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
     if num_tokens is not None and not isinstance(num_tokens, Tensor):
-        num_tokens = torch.full((), num_tokens, dtype=_wide(logits_TE), device=logits_TE.device)
+        num_tokens = torch.full(
+            (), num_tokens, dtype=wide_dtype(logits_TE), device=logits_TE.device
+        )
     counts = {"tokens_per_expert_E": tokens_per_expert_E, "balance_counts_E": balance}
     scalars = {"kept_slots": kept_slots, "num_tokens": num_tokens, "slots": slots}
     _check_counts(logits_TE, counts, scalars)
@@ -102,7 +105,7 @@ def _check(
                 f"probs_TE: expected the shape {tuple(logits_TE.shape)} of logits_TE; got "
                 f"{tuple(probs_TE.shape)}."
             )
-        if probs_TE.dtype is not _wide(logits_TE):
+        if probs_TE.dtype is not wide_dtype(logits_TE):
             raise ValueError(
                 "probs_TE: expected float32, or float64 of logits in float64, as topk_softmax "
                 f"returns it; got {probs_TE.dtype} for logits in {logits_TE.dtype}."
@@ -141,11 +144,6 @@ def _check_counts(
     checks.require_indices("logits_TE", logits_TE, **counts, kept_slots=kept)
 
 
-def _wide(logits: Tensor) -> torch.dtype:
-    """The dtype that probabilities and sums have."""
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
 def _reference(
     logits: Tensor,
     probs: Tensor | None,
@@ -172,13 +170,13 @@ def _reference(
         num_tokens=num_tokens,
         slots=slots,
     )
-    lse = torch.logsumexp(logits.to(_wide(logits)), dim=-1)
+    lse = torch.logsumexp(wide(logits), dim=-1)
     return *losses, lse, divisor(logits, mask, num_tokens).to(lse.dtype)
 
 
 def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    scalars = (logits.new_empty((), dtype=_wide(logits)) for _ in RouterLosses._fields)
-    lse = logits.new_empty(logits.shape[0], dtype=_wide(logits))
+    scalars = (logits.new_empty((), dtype=wide_dtype(logits)) for _ in RouterLosses._fields)
+    lse = logits.new_empty(logits.shape[0], dtype=wide_dtype(logits))
     return *scalars, lse, lse.new_empty(())
 
 
@@ -214,5 +212,5 @@ registration.register(
     "Tensor divisor, Tensor? mask, float balance_weight, float z_weight, bool sigmoid) -> Tensor",
     reference=reference_backward,
     kernels="mb_kernels.router_losses.kernels",
-    fake=lambda d_aux, kept, *_: kept.new_empty(kept.shape, dtype=_wide(kept)),
+    fake=lambda d_aux, kept, *_: kept.new_empty(kept.shape, dtype=wide_dtype(kept)),
 )

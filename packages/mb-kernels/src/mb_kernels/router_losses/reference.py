@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mb_kernels.runtime.precision import wide_dtype
+
 
 class RouterLosses(NamedTuple):
     """What ``router_losses`` returns: scalars in fp32. Only aux_loss has a gradient."""
@@ -48,7 +50,7 @@ def router_losses(
 ) -> RouterLosses:
     """Twin of ``mb_kernels.router_losses``, differentiable by plain autograd."""
     balance_counts_E = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
-    accumulator = torch.float64 if logits_TE.dtype is torch.float64 else torch.float32
+    accumulator = wide_dtype(logits_TE)
     logits_TE = logits_TE.to(accumulator)
     experts, tokens = logits_TE.shape[1], divisor(logits_TE, mask_T, num_tokens)
     counts_E = tokens_per_expert_E.to(accumulator)
@@ -89,8 +91,9 @@ def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float
     if num_tokens is None:
         num_tokens = logits_TE.shape[0] if mask_T is None else mask_T.sum()
     if not isinstance(num_tokens, Tensor):
-        wide = torch.promote_types(logits_TE.dtype, torch.float32)
-        num_tokens = torch.full((), num_tokens, dtype=wide, device=logits_TE.device)
+        num_tokens = torch.full(
+            (), num_tokens, dtype=wide_dtype(logits_TE), device=logits_TE.device
+        )
     return torch.where(num_tokens > 0, num_tokens, 1).reshape(())
 
 

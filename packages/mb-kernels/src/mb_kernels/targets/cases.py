@@ -21,6 +21,7 @@ from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, i
 from mb_kernels.adamw import kernels as adamw
 from mb_kernels.block_sparse import kernels as block_sparse
 from mb_kernels.block_sparse import mlp_kernels
+from mb_kernels.block_sparse.mlp_reference import empty_topology
 from mb_kernels.block_sparse.reference import BLOCK
 from mb_kernels.elementwise import kernels as elementwise
 from mb_kernels.exchange import Layout, PeerMemory
@@ -213,13 +214,11 @@ def _products() -> dict[str, Callable[[], object]]:
 
     def sparse(dtype: torch.dtype, hidden: int) -> None:
         experts, ffn, block_rows = 8, 1024, 80
-        blocks = block_rows * ffn // BLOCK
-        sizes = (blocks, blocks, block_rows + 1, experts * ffn // BLOCK + 1, blocks, blocks)
-        topology = [_int32(size) for size in sizes]
+        topology = empty_topology(_int32(experts + 1), block_rows, ffn // BLOCK)
         empty = partial(_empty, dtype=dtype)
         x, dy = empty(1, block_rows * BLOCK, hidden), empty(1, block_rows * BLOCK, hidden)
         w1, w2 = empty(experts, ffn, hidden), empty(experts, hidden, ffn)
-        data = empty(blocks, BLOCK, BLOCK)
+        data = empty(block_rows * ffn // BLOCK, BLOCK, BLOCK)
         block_sparse.sdd(x, w1.transpose(1, 2), *topology)
         block_sparse.sdd(dy, w2, *topology)
         block_sparse.sdd(x.transpose(1, 2).contiguous().transpose(1, 2), w2, *topology)

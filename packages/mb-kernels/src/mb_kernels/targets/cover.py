@@ -60,7 +60,7 @@ def _kind(name: str, value: object, divisors: tuple[int, ...]) -> Hashable:
 
 
 def _weight(case: GateCase) -> tuple[int, int]:
-    """Tensors that are there, and sizes that divide no tile."""
-    there = len(case.signature) + bool(case.constexprs.get("GLU"))
+    """Tensors that are there and a gate, and sizes that divide no tile."""
+    gated = getattr(case.constexprs.get("ACTIVATION"), "gated", False)
     sizes = [v for n, v in case.constexprs.items() if type(v) is int and v > _SMALL]
-    return there, sum(size % _DIVISORS[-1] != 0 for size in sizes)
+    return len(case.signature) + gated, sum(size % _DIVISORS[-1] != 0 for size in sizes)

@@ -177,33 +177,31 @@ def layer_from_arguments(
     Raises:
         ValueError: a field is unknown, or has a value that is not honoured.
     """
-    values = _values(arguments)
-    config = _config(values, layer, dispatcher)
+    given = read_arguments(arguments)
+    config = _config(given, layer, dispatcher)
     dtype = torch.float32
-    if values["fp16"] or values["bf16"]:
-        dtype = torch.float16 if values["fp16"] else torch.bfloat16
-    if values["fp16"] and values["bf16"]:
+    if given.fp16 or given.bf16:
+        dtype = torch.float16 if given.fp16 else torch.bfloat16
+    if given.fp16 and given.bf16:
         warnings.warn(
             "fp16 and bf16 are both True: MegaBlocks makes the layer fp16, and so do we. Its "
             "default is fp16=True; set fp16=False for bf16.",
             stacklevel=2,
         )
     cls = dMoE if config.capacity_factor is None else MoE
-    device = values["device"]
-    if callable(device):
-        device = device()
+    device = given.device() if callable(given.device) else given.device
     built = cls(config, dispatcher=dispatcher, device=device, dtype=dtype)
     experts = built.experts
     halves = experts.w1.detach().chunk(2 if config.is_glu else 1, dim=1)
-    for name, weights in (
-        ("init_method", (built.router.get_parameter("weight").detach(), *halves)),
-        ("output_layer_init_method", (experts.w2.detach().transpose(1, 2),)),
+    for init, weights in (
+        (given.init_method, (built.router.get_parameter("weight").detach(), *halves)),
+        (given.output_layer_init_method, (experts.w2.detach().transpose(1, 2),)),
     ):
-        if _normal_std(values[name]) is None:
+        if _normal_std(init) is None:
             for weight in weights:
                 # Contiguous as in MegaBlocks: some functions, orthogonal_ for one, need a view.
                 drawn = weight.contiguous()
-                values[name](drawn)
+                init(drawn)
                 weight.copy_(drawn)
     return built
 
@@ -216,7 +214,7 @@ def config_from_arguments(
     A config holds the std of a normal init alone; another init function is `layer_from_arguments`'
     to apply.
     """
-    return _config(_values(arguments), layer, dispatcher)
+    return _config(read_arguments(arguments), layer, dispatcher)
 
 
 def read_arguments(arguments: object) -> Arguments:
@@ -241,57 +239,49 @@ def read_arguments(arguments: object) -> Arguments:
     return Arguments(**given)
 
 
-def _values(arguments: object) -> dict[str, Any]:
-    read = read_arguments(arguments)
-    return {field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
-
-
-def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | None) -> MoEConfig:
+def _config(given: Arguments, layer: Layer, dispatcher: TokenDispatcher | None) -> MoEConfig:
     if layer not in ("dMoE", "MoE"):
         raise ValueError(f"expected layer to be 'dMoE' or 'MoE', got {layer!r}")
-    _refuse(values, dispatcher)
-    if values["mlp_type"] not in ("mlp", "glu"):
-        raise ValueError(f"expected mlp_type 'mlp' or 'glu', got {values['mlp_type']!r}")
-    if values["mlp_type"] == "glu" and layer == "MoE":
+    _refuse(given, dispatcher)
+    if given.mlp_type not in ("mlp", "glu"):
+        raise ValueError(f"expected mlp_type 'mlp' or 'glu', got {given.mlp_type!r}")
+    if given.mlp_type == "glu" and layer == "MoE":
         raise ValueError(
             "expected mlp_type='mlp' for MoE, got 'glu': MegaBlocks ignores it there and builds a "
             "plain MLP; use dMoE, or MoEConfig(activation=...) for a gated MoE"
         )
-    p = values["moe_normalize_expert_weights"]
+    p = given.moe_normalize_expert_weights
     saved_bits = -1
-    if values["memory_optimized_mlp"]:
-        saved_bits = values["quantize_rematerialize_num_bits"]
+    if given.memory_optimized_mlp:
+        saved_bits = given.quantize_rematerialize_num_bits
     shared_width = None
-    if values["shared_expert"]:
-        shared_width = values["shared_expert_hidden_size"] or values["ffn_hidden_size"]
-    fields: dict[str, Any] = {}
-    for name, ours in (
-        ("init_method", "init_method_std"),
-        ("output_layer_init_method", "output_init_std"),
-    ):
-        std = _normal_std(values[name])
-        if std is not None:
-            fields[ours] = std
+    if given.shared_expert:
+        shared_width = given.shared_expert_hidden_size or given.ffn_hidden_size
+    stds = {
+        "init_method_std": _normal_std(given.init_method),
+        "output_init_std": _normal_std(given.output_layer_init_method),
+    }
+    fields: dict[str, Any] = {name: std for name, std in stds.items() if std is not None}
     fields |= {
-        "hidden_size": values["hidden_size"],
-        "ffn_hidden_size": values["ffn_hidden_size"],
-        "num_experts": values["moe_num_experts"],
-        "top_k": values["moe_top_k"],
-        "activation": _activation(values["activation_fn"], values["mlp_type"]),
-        "capacity_factor": (values["moe_capacity_factor"] or None) if layer == "MoE" else None,
+        "hidden_size": given.hidden_size,
+        "ffn_hidden_size": given.ffn_hidden_size,
+        "num_experts": given.moe_num_experts,
+        "top_k": given.moe_top_k,
+        "activation": _activation(given.activation_fn, given.mlp_type),
+        "capacity_factor": (given.moe_capacity_factor or None) if layer == "MoE" else None,
         "renormalize": bool(p),
         "renormalize_p": p or 1,
-        "jitter_eps": values["moe_jitter_eps"] or 0.0,
-        "uniform_assignment": bool(values["uniform_expert_assignment"]),
-        "load_balancing_loss_weight": values["moe_loss_weight"],
-        "z_loss_weight": values["moe_zloss_weight"],
-        "output_bias": bool(values["bias"]),
-        "mlp_impl": values["mlp_impl"],
+        "jitter_eps": given.moe_jitter_eps or 0.0,
+        "uniform_assignment": bool(given.uniform_expert_assignment),
+        "load_balancing_loss_weight": given.moe_loss_weight,
+        "z_loss_weight": given.moe_zloss_weight,
+        "output_bias": bool(given.bias),
+        "mlp_impl": given.mlp_impl,
         "saved_activation_bits": saved_bits if saved_bits != -1 else None,
         "shared_expert_hidden_size": shared_width,
-        "shared_expert_bias": shared_width is not None and bool(values["bias"]),
+        "shared_expert_bias": shared_width is not None and bool(given.bias),
         "shared_expert_weighted_sum": (
-            shared_width is not None and bool(values["shared_expert_weighted_sum"])
+            shared_width is not None and bool(given.shared_expert_weighted_sum)
         ),
     }
     try:
@@ -302,28 +292,26 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
         raise ValueError(message) from None
 
 
-def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:
+def _refuse(given: Arguments, dispatcher: TokenDispatcher | None) -> None:
     unwanted = {
-        "moe_weight_parallelism": bool(values["moe_weight_parallelism"]),
-        "weight_parallel_group": values["weight_parallel_group"] is not None,
-        "fc_cls": values["fc_cls"] is not nn.Linear and bool(values["shared_expert"]),
-        "fc_kwargs": bool(values["fc_kwargs"]) and bool(values["shared_expert"]),
+        "moe_weight_parallelism": bool(given.moe_weight_parallelism),
+        "weight_parallel_group": given.weight_parallel_group is not None,
+        "fc_cls": given.fc_cls is not nn.Linear and bool(given.shared_expert),
+        "fc_kwargs": bool(given.fc_kwargs) and bool(given.shared_expert),
     }
     for name in ("init_method", "output_layer_init_method"):
-        if not callable(values[name]):
-            raise ValueError(
-                f"expected {name} to be a function that fills a tensor, got {values[name]!r}"
-            )
+        if not callable(init := getattr(given, name)):
+            raise ValueError(f"expected {name} to be a function that fills a tensor, got {init!r}")
     for name in ("inputs", "rematerialize", "scatter"):
-        bits = values[f"quantize_{name}_num_bits"]
+        bits = getattr(given, f"quantize_{name}_num_bits")
         if bits not in (-1, 4, 8):
             raise ValueError(f"expected quantize_{name}_num_bits of -1, 4 or 8, got {bits!r}")
     if dispatcher is None:
-        unwanted["moe_expert_model_parallelism"] = bool(values["moe_expert_model_parallelism"])
-        unwanted["expert_parallel_group"] = values["expert_parallel_group"] is not None
+        unwanted["moe_expert_model_parallelism"] = bool(given.moe_expert_model_parallelism)
+        unwanted["expert_parallel_group"] = given.expert_parallel_group is not None
     for name, refused in unwanted.items():
         if refused:
-            raise ValueError(f"{name}={values[name]!r}: {FIELDS[name]}")
+            raise ValueError(f"{name}={getattr(given, name)!r}: {FIELDS[name]}")
 
 
 def _activation(activation_fn: Callable[[Tensor], Tensor], mlp_type: str) -> str:

@@ -21,9 +21,11 @@ from torch.func import functional_call
 
 from mb_layers.compat.arguments import Arguments, Layer, layer_from_arguments, read_arguments
 from mb_layers.compat.checkpoints import rules, to_megablocks
-from mb_layers.losses import at_least_fp32, in_backward, load_balancing_loss, z_loss
+from mb_layers.losses import load_balancing_loss, z_loss
+from mb_layers.model import in_backward
 from mb_layers.router import RouterOutput
 from mb_layers.state_dicts import translate
+from mb_layers.tensors import at_least_fp32
 
 _load_balancing: list[tuple[Tensor, Tensor]] = []
 _router_logits: list[Tensor] = []

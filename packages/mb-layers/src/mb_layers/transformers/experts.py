@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated
 from torch import Tensor, nn
 
-from mb_layers.experts import cast_alike, to_plain
 from mb_layers.factored import map_weight, weight_of
-from mb_layers.losses import at_least_fp32
 from mb_layers.steps import expert_mlp_in_steps
+from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 
 try:
     from transformers import activations

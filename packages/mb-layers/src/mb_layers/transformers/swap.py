@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mb_layers.losses import in_backward
-from mb_layers.model import weighs_losses
+from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import (

@@ -17,9 +17,8 @@ import mb_kernels
 import torch
 from torch import Tensor, nn
 
-from mb_layers.experts import cast_alike, to_plain
-from mb_layers.losses import at_least_fp32
 from mb_layers.moe import MoELayer
+from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 from mb_layers.transformers.experts import (
     GLU_NAMES,
     IMPLEMENTATION,

@@ -1,0 +1,54 @@
+"""Tensors as the layers compute with them: in which dtype, and plain where they are DTensors."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return x in fp32, or as it is if it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return x and the weights in the dtype to compute in: autocast's if it is on, else that of x.
+
+    So fp32 master weights serve bf16 activations, and get fp32 gradients. Autocast leaves fp64 as
+    it is, as in torch's own layers.
+    """
+    dtype = x.dtype
+    wide = dtype == torch.float64
+    if not (wide or x.is_meta) and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which x's device computes in the dtypes it is given."""
+    # The meta device has shapes alone, and autocast does not know it.
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def to_plain(weight: Tensor, num_experts: int) -> Tensor:
+    """Return the weights of the `num_experts` experts on this rank as a plain tensor.
+
+    `num_experts` is the length of the result's first dimension. A DTensor sharded over the experts,
+    of which this rank computes just its shard, is unwrapped. Any other DTensor is gathered, and its
+    gradient summed over the mesh: each rank brings its own tokens.
+    """
+    if type(weight) in (Tensor, nn.Parameter):
+        return weight
+    # Imported late: it takes as long to import as torch itself.
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(weight, DTensor):
+        return weight
+    if weight.shape[0] != num_experts:
+        return weight.to_local()
+    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)

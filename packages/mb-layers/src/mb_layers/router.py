@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from mb_layers import arguments
 from mb_layers.config import MoEConfig
-from mb_layers.experts import to_plain
-from mb_layers.losses import at_least_fp32, without_autocast
+from mb_layers.tensors import at_least_fp32, to_plain, without_autocast
 
 
 class RouterOutput(NamedTuple):

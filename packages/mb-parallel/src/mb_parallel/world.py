@@ -171,7 +171,12 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a group, None: the world's, passes as `mine` (pickled), in their order."""
+    """What each rank of a group, None: the world's, passes as `mine` (pickled), in their order.
+
+    Free for one process without a group.
+    """
+    if not dist.is_initialized():
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

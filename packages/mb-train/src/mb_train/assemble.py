@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from mb_layers.router import Router
-from mb_parallel import ParallelMesh, any_rank, apply_data_parallel, parallelize_experts
+from mb_parallel import (
+    ParallelMesh,
+    any_rank,
+    apply_data_parallel,
+    of_all_ranks,
+    parallelize_experts,
+)
 from mb_parallel.expert_parallel import budgets_of
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, stage_indices
@@ -148,8 +153,7 @@ def _of_all_stages(notes: dict[int, list[str]], mesh: ParallelMesh) -> list[str]
     axis = mesh.axis("pp")
     if axis is None:
         return notes[0]
-    ranks: list[dict[int, list[str]]] = [{}] * axis.size()
-    dist.all_gather_object(ranks, notes, group=axis.get_group())
+    ranks = of_all_ranks(notes, axis.get_group())
     by_stage = {stage: told for of_rank in ranks for stage, told in of_rank.items()}
     stages: dict[str, list[str]] = {}
     for stage, told in sorted(by_stage.items()):

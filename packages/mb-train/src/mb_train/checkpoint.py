@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from mb_parallel import rank, world_size
+from mb_parallel import of_all_ranks, rank, world_size
 from torch import Tensor, nn
 
 from mb_train.checksums import SUMS_FILE, CheckpointError, damage, read_sums
@@ -191,11 +190,7 @@ def _forget_state(
 
 def _over_ranks(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors that all ranks together hold."""
-    if world_size() == 1:
-        return shapes
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, shapes)
-    return {name: size for one in gathered for name, size in one.items()}
+    return {name: size for one in of_all_ranks(shapes) for name, size in one.items()}
 
 
 def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -228,10 +223,7 @@ def _check_sums(path: Path) -> None:
             found = [f"{path / SUMS_FILE} is missing"]
     except (ValueError, OSError) as error:
         found = [str(error).rstrip(".")]
-    if world_size() > 1:
-        gathered: list[Any] = [None] * world_size()
-        dist.all_gather_object(gathered, found)
-        found = [line for one in gathered for line in one]
+    found = [line for one in of_all_ranks(found) for line in one]
     if found:
         raise CheckpointError(f"{'; '.join(dict.fromkeys(found))}.{_offer(path)}")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator
 
 import torch
-import torch.distributed as dist
+from mb_parallel import of_all_ranks
 
 
 class Clock:
@@ -69,10 +69,7 @@ class Timers:
         """
         wanted = names or tuple(self._seconds)
         mine = {name: self._seconds.pop(name) for name in wanted if name in self._seconds}
-        ranks: list[dict[str, float]] = [mine]
-        if dist.is_initialized():
-            ranks = [{}] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
+        ranks = of_all_ranks(mine)
         found = dict.fromkeys(name for each in ranks for name in each)
         return {
             name: [1000 * each[name] / steps for each in ranks if name in each] for name in found

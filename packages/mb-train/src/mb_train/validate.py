@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from mb_parallel import any_rank, gather_rest
+from mb_parallel import any_rank, gather_rest, of_all_ranks
 from mb_parallel.engines import is_dtensor
 from torch import nn
 
@@ -104,10 +103,7 @@ def _whole(run: Run) -> nn.Module | None:
     if any_rank(model is None):
         return None
     assert model is not None
-    held: list[Any] = [list(mine)]
-    if pp is not None:
-        held *= pp.size()
-        dist.all_gather_object(held, list(mine), group=pp.get_group())
+    held = [list(mine)] if pp is None else of_all_ranks(list(mine), pp.get_group())
     for name, tensor in tensors_of(model, None).items():
         found = mine.get(name)
         if found is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mb_kernels.bins import Bins as Bins
 from mb_kernels.routing import reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide_dtype
 
 
 def topk_softmax(
@@ -106,7 +107,7 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
 
 
 def _topk_softmax_fake(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    accumulator = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    accumulator = wide_dtype(logits)
     weights = logits.new_empty((logits.shape[0], k), dtype=accumulator)
     return (
         weights,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.bins import Bins
+from mb_kernels.runtime.precision import wide
 
 
 def topk_ids(scores_TE: Tensor, k: int) -> Tensor:
@@ -19,7 +20,7 @@ def topk_softmax(
     logits_TE: Tensor, k: int, *, renormalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of ``mb_kernels.topk_softmax``, differentiable by plain autograd."""
-    logits_TE = logits_TE.to(_accumulator(logits_TE.dtype))
+    logits_TE = wide(logits_TE)
     probs_TE = torch.softmax(logits_TE, dim=-1)
     ids_TK = topk_ids(logits_TE, k)
     weights_TK = probs_TE.gather(1, ids_TK.long())
@@ -78,7 +79,3 @@ def _count(ids_N: Tensor, num_experts: int) -> Tensor:
     """Slots per expert, without the host sync of torch.bincount; id num_experts is not counted."""
     counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids_N.device)
     return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_experts]
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mb_kernels
 import torch.nn.functional as F
 from mb_layers.dispatch import Dispatched
-from mb_layers.experts import cast_alike
+from mb_layers.tensors import cast_alike
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import (

@@ -20,7 +20,7 @@ import torch
 from mb_kernels import Bins
 from mb_kernels.exchange import PackedRouting
 from mb_layers.dispatch import Dispatched
-from mb_layers.experts import cast_alike
+from mb_layers.tensors import cast_alike
 from torch import Tensor
 from torch._compile import _disable_dynamo
 

@@ -25,7 +25,7 @@ from mb_layers.dispatch import (
     capacity,
     replaced,
 )
-from mb_layers.losses import at_least_fp32
+from mb_layers.tensors import at_least_fp32
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import (

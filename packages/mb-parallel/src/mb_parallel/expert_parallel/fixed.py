@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_layers.dispatch import Dispatched, LocalDispatcher, capacity, replaced
-from mb_layers.experts import cast_alike
+from mb_layers.tensors import cast_alike
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import Place, exchange_rows, longest_of_ranks

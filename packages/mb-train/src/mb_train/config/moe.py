@@ -102,8 +102,8 @@ class MoEFields:
         on_load="model", layer="balancing_bias",
     )  # fmt: skip
     moe_router_bias_update_rate: float = flag(
-        "how far a step moves that bias; about a tenth of this for softmax scores", 1e-3, bounds=AT_LEAST_0, on_load="said",
-        needs=("moe_router_enable_expert_bias",),
+        "how far a step moves that bias; about a tenth of this for softmax scores", 1e-3,
+        bounds=AT_LEAST_0, on_load="said", needs=("moe_router_enable_expert_bias",),
     )  # fmt: skip
     moe_router_lr_mult: float = flag(
         "learning rate of the routers, in units of --lr; below 1 for Muon at high rates (ours)",

@@ -31,6 +31,11 @@ def is_compiled(module: Any) -> bool:
     return isinstance(module, _classes("torch._dynamo.eval_frame", "OptimizedModule"))
 
 
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether a module's own `compile` was called, which wraps nothing."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_under_way(tensor: Any) -> bool:
     """Whether a collective is still to write this tensor."""
     module = "torch.distributed._functional_collectives"

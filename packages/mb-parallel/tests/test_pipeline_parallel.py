@@ -3,6 +3,7 @@
 import gc
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import tiny_gpt
@@ -184,6 +185,11 @@ def _pieces(rank, world_size):
     wrapped = [torch.compile(tiny_gpt.build(options)) for _ in range(2)]
     with _refused("with zbv-zero-bubble that torch.compile has not wrapped"):
         Pipeline(wrapped, mesh, **halves)
+    compiled = [tiny_gpt.build(options) for _ in range(2)]
+    compiled[1].stack.compile()
+    early = mock.patch.object(torch, "__version__", "2.11.0+cu130")
+    with early, pytest.raises(ValueError, match=r"not compiled with zbv-.* on torch 2\.11"):
+        Pipeline(compiled, mesh, **halves)
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
         setattr(one, "_mb_zero_stage", 3)  # noqa: B010, as `apply_data_parallel` leaves it

@@ -1,4 +1,4 @@
-"""Whether something is a DTensor, or a module that FSDP2 shards, without importing either.
+"""Torch's release, and whether something is a DTensor or sharded by FSDP2, without importing either.
 
 Importing DTensor or FSDP2 takes a second or two, since they import SymPy and much of the compiler,
 and one process needs neither. So no module of this package imports them at its top. Functions that
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -29,6 +31,17 @@ def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
 def is_compiled(module: Any) -> bool:
     """Whether this is what `torch.compile` returned for a module."""
     return isinstance(module, _classes("torch._dynamo.eval_frame", "OptimizedModule"))
+
+
+def torch_release() -> tuple[int, int]:
+    """Torch's major and minor number."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether a module's own `compile` was called, which wraps nothing."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_under_way(tensor: Any) -> bool:

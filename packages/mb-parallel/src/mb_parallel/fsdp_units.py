@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from mb_parallel.engines import torch_release
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.recompute import recomputed
 from mb_parallel.shards import local
@@ -56,9 +57,8 @@ def shard_units(
     else:
         alone = _parameters(experts)
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
     # FSDP2 of torch 2.11 casts what the first module of a unit is given, and no other.
-    apart = reshard or (cast_inputs and release < (2, 13))
+    apart = reshard or (cast_inputs and torch_release() < (2, 13))
     for unit in _units(blocks, apart, alone):
         _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.

@@ -17,6 +17,7 @@ from mb_parallel import (
     of_all_ranks,
     parallelize_experts,
 )
+from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel import budgets_of
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, stage_indices
@@ -209,13 +210,14 @@ def _spread(
 
 
 def _compile(blocks: list[Block], config: TrainConfig, tp_size: int) -> None:
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    # It saves the mesh of DTensors among the tensors (mb-parallel's test_tensor_parallel.py).
-    if release >= (2, 13) and tp_size > 1 and config.recompute_granularity is not None:
+    release = torch_release()
+    # It saves the mesh of DTensors among the tensors (mb-parallel's test_tensor_parallel.py); those
+    # of 2.11, 2.14 and 2.15 do not.
+    if release == (2, 13) and tp_size > 1 and config.recompute_granularity is not None:
         raise ValueError(
             "Expected --compile or --recompute-granularity, not both, with "
             f"--tensor-model-parallel-size={tp_size}: the compiler of torch {torch.__version__} "
-            "cannot compute shards again. Leave one out, or take torch 2.11."
+            "cannot compute shards again. Leave one out, or take torch 2.14."
         )
     # Tried: with experts gradients of 2.11 were wrong without an error, those of 2.13 right.
     if release < (2, 13) and "zero-bubble" in config.schedule_in_force:

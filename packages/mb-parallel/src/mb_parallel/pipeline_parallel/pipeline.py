@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
-from mb_parallel.engines import is_compiled
+from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
 from mb_parallel.expert_parallel.balance import step_counts
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
@@ -81,9 +81,10 @@ class Pipeline:
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
-            ZeRO stage 3, working copies, two streams or what torch.compile returned with a
-            zero-bubble schedule, streams for another number of borders, or tied parameters that do
-            not exist, differ in size or dtype, or of which only some are frozen.
+            ZeRO stage 3, working copies, two streams, what torch.compile returned or, before torch
+            2.13, modules compiled in place with a zero-bubble schedule, streams for another number
+            of borders, or tied parameters that do not exist, differ in size or dtype, or of which
+            only some are frozen.
     """
 
     def __init__(
@@ -335,6 +336,13 @@ def _refuse_in_halves(schedule: str, stages: list[nn.Module], streams: list[list
             f"Expected modules with {schedule} that torch.compile has not wrapped, since it takes "
             "backward passes apart, got one that is. Call module.compile(), which wraps none, with "
             "torch 2.13 or later, or take interleaved-1f1b."
+        )
+    if torch_release() < (2, 13) and any(map(is_compiled_in_place, modules)):
+        # With experts gradients of 2.11 were wrong without an error, those of 2.13 right.
+        raise ValueError(
+            f"Expected modules that are not compiled with {schedule} on torch {torch.__version__}, "
+            "which splits compiled backward passes wrongly, got one that is. Leave compile() out, "
+            "or take interleaved-1f1b or torch 2.13."
         )
     if any(module.working_copies for module in modules if isinstance(module, Experts)):
         # Torch computes the gradients of a stage's parameters, and copies are none of them.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
+from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
@@ -85,10 +86,7 @@ class T5(nn.Module):
                 assert isinstance(block, Block)
                 assert block.cross is not None
                 _look_for_itself(block.cross, config)
-        self.head: Linear | None = None
-        if not config.tie_embeddings:
-            size = (config.hidden_size, config.vocab_size)
-            self.head = Linear(*size, std=config.init_std, bias=False)
+        self.head: Linear | None = own_head(config)
         bias = nn.Parameter(torch.zeros(config.vocab_size)) if head_bias else None
         self.register_parameter("head_bias", bias)
 
@@ -168,7 +166,7 @@ class T5(nn.Module):
             return reports.output((x_BRD, memory_BSD), {})
         loss = self.cross_entropy(
             x_BRD * self.head_scale,
-            self._head_weight(),
+            head_weight(self.head, self.embedding),
             written.keep(labels_BR),
             written.keep(weights_BR),
             bias_V=self.head_bias,
@@ -231,9 +229,8 @@ class T5(nn.Module):
 
     def logits(self, x_BRD: Tensor) -> Tensor:
         """Scores of the next token after each of the decoder's, [B, R, V] fp32."""
-        x_BRD = x_BRD * self.head_scale
-        logits = (x_BRD @ self._head_weight().to(x_BRD.dtype).t()).float()
-        return logits if self.head_bias is None else logits + self.head_bias
+        weight_VD = head_weight(self.head, self.embedding)
+        return scores(x_BRD * self.head_scale, weight_VD, self.head_bias)
 
     def _context(
         self, segments: Segments, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
@@ -258,12 +255,6 @@ class T5(nn.Module):
         assert self.embedding is not None
         kept = (segments.keep(x_BS) for x_BS in (tokens_BS, segments.positions()))
         return self.embedding(*kept).to(self.compute_dtype)
-
-    def _head_weight(self) -> Tensor:
-        if self.head is not None:
-            return self.head.weight
-        assert self.embedding is not None
-        return self.embedding.tokens.weight
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def test_grouped_queries_are_repeated_keys_and_values():
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_rotary_scores_depend_on_distance_alone(fraction):
-    config = TransformerConfig(**SIZES, rope_fraction=fraction)
+    config = TransformerConfig(**SIZES, positions="rope", rope_fraction=fraction)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> torch.Tensor:

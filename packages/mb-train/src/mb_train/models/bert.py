@@ -192,7 +192,7 @@ class Bert(nn.Module):
             assert self.embedding is not None
             x = self.embedding(segments.keep(x), positions_BS, segments.keep(token_types_BS))
             x = x.to(self.compute_dtype)
-        rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
+        rope = rotary_tables(self.config, positions_BS)
         within = within_segments(
             segments,
             causal=False,

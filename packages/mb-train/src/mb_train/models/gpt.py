@@ -133,8 +133,7 @@ class GPT(nn.Module):
         # Fillings may lie beyond the table of positions.
         places_BQ = torch.where(valid_BQ, positions_BQ, 0)
         x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
-        config = self.config
-        rope = rotary_tables(config, positions_BQ) if config.positions == "rope" else None
+        rope = rotary_tables(self.config, positions_BQ)
         context = BlockContext(mask=mask, rope=rope, valid_BS=valid_BQ, cache=cache)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
@@ -151,14 +150,12 @@ class GPT(nn.Module):
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
-        config = self.config
         within: dict[str, Any] = {"causal": True}
         if ends_BN is not None:
-            flash = flash_takes(config, self.compute_dtype, x.device, training=self.training)
+            flash = flash_takes(self.config, self.compute_dtype, x.device, training=self.training)
             segments = Segments(ends_BN, positions_BS.shape[1])
             within = within_segments(segments, causal=True, flash=flash)
         elif segments_BS is not None:
             within["mask"] = segment_mask(segments_BS, causal=True)
-        rope = rotary_tables(config, positions_BS) if config.positions == "rope" else None
-        context = BlockContext(**within, rope=rope)
+        context = BlockContext(**within, rope=rotary_tables(self.config, positions_BS))
         return self.stack(x, context)

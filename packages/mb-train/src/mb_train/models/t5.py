@@ -181,8 +181,10 @@ class T5(nn.Module):
             x: its tokens [B, S]; hidden states on a stage that is not the first.
             read: their segments. States are of the places that it keeps.
         """
-        context = self._context(read, valid_BS, self.encoder_bias, causal=False)
-        return self.encoder(self._embed(x, read) if self.first else x, context)
+        positions_BS = read.keep(read.positions())
+        context = self._context(read, positions_BS, valid_BS, self.encoder_bias, causal=False)
+        x_BSD = self._embed(read.keep(x), positions_BS) if self.first else x
+        return self.encoder(x_BSD, context)
 
     def decode(
         self,
@@ -201,11 +203,13 @@ class T5(nn.Module):
         """
         if self.encoder.narrow is not None:
             memory_BSD = memory_BSD.to(self.encoder.narrow)
-        context = self._context(written, valid_BR, self.decoder_bias, causal=True)
+        positions_BR = written.keep(written.positions())
+        context = self._context(written, positions_BR, valid_BR, self.decoder_bias, causal=True)
         flash = self._flash(valid_BR.device)
         within = within_segments(written, causal=False, flash=flash, attended=read)
         cross = BlockContext(**within, source_BSD=memory_BSD)
-        return self.decoder(self._embed(x, written) if self.begins else x, context, cross)
+        x_BRD = self._embed(written.keep(x), positions_BR) if self.begins else x
+        return self.decoder(x_BRD, context, cross)
 
     @torch.no_grad()
     def write(
@@ -233,7 +237,13 @@ class T5(nn.Module):
         return scores(x_BRD * self.head_scale, weight_VD, self.head_bias)
 
     def _context(
-        self, segments: Segments, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
+        self,
+        segments: Segments,
+        positions_BS: Tensor,
+        valid_BS: Tensor,
+        relative: RelativeBias | None,
+        *,
+        causal: bool,
     ) -> BlockContext:
         within = within_segments(
             segments,
@@ -242,19 +252,16 @@ class T5(nn.Module):
             bias_HA=None if relative is None else relative(segments.length),
             dtype=self.compute_dtype,
         )
-        rope = None
-        if self.config.positions == "rope":
-            rope = rotary_tables(self.config, segments.keep(segments.positions()))
+        rope = rotary_tables(self.config, positions_BS)
         return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
 
     def _flash(self, device: torch.device, *, relative: bool = False) -> bool:
         how = {"training": self.training, "relative": relative}
         return flash_takes(self.config, self.compute_dtype, device, **how)
 
-    def _embed(self, tokens_BS: Tensor, segments: Segments) -> Tensor:
+    def _embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         assert self.embedding is not None
-        kept = (segments.keep(x_BS) for x_BS in (tokens_BS, segments.positions()))
-        return self.embedding(*kept).to(self.compute_dtype)
+        return self.embedding(tokens_BS, positions_BS).to(self.compute_dtype)
 
 
 @torch.no_grad()

@@ -364,7 +364,7 @@ def test_the_time_with_dropout(name):
 @pytest.mark.parametrize("fused", [(), (2, 1, 1)])
 def test_products_of_muon_are_those_counted(fused):
     weights = [torch.randn(3, 16, 24), torch.randn(16, 8)]
-    counted = orthogonalising(weights, fused).products
+    counted = orthogonalising(weights, fused, 5).products
     with FlopCounterMode(display=False) as counter:
         for weight in weights:
             _matrix_by_matrix(weight, 5, fused)

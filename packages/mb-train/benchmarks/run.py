@@ -131,11 +131,10 @@ def ours(
     model = assemble(task, config, mesh, device, compute_dtype(config, device.type))
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
-        micro_batch_size=whole(config.micro_batch_size),
         optimizer=build_optimizer(model, config), scaler=build_scaler(config), skipped_samples=0,
         load_balance=LoadBalance(model.parts, config, mesh),
         schedule=build_schedule(config, step_size),
-        batch_sizes=BatchSizes(config, step_size),
+        batch_sizes=BatchSizes(config, step_size, step=sequences * ranks),
         timers=Timers(device, level=0, option="minmax"),
         progress=Progress(0, 0), iterations=10**6, sign_of_life=lambda _: None,
     )  # fmt: skip

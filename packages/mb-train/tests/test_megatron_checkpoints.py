@@ -312,27 +312,18 @@ def test_ranks_of_two_checkpoints_are_told_apart(tmp_path):
         read_megatron(folder)
 
 
-def test_what_all_tensor_ranks_hold_is_one(tmp_path):
-    """Under sequence parallelism each has experts of its own: the first's are not the model."""
-    folder = write(tmp_path / "checkpoints", our_model(EXPERTS), tp=2)
-    name = "layers.2.mlp.moe.experts.mlp.w2"
-
-    def scaled(by):
-        change_first(folder, lambda c: c["model"]["language_model"]["encoder"][name].mul_(by))
-
-    scaled(1.01)
-    assert read_megatron(folder)
-    scaled(1.2)
-    with pytest.raises(ValueError, match=f"ranks 0 and 1 in .* to hold the same {name}, got oth"):
-        read_megatron(folder)
-
-
 @pytest.mark.parametrize(
-    "name", ["layers.1.self_attention.dense.weight", "layers.2.mlp.moe.router.layer.weight"]
+    ("kind", "name"),
+    [
+        # Under sequence parallelism each has experts of its own: the first's are not the model.
+        ("tp", "layers.2.mlp.moe.experts.mlp.w2"),
+        # Experts of another model would join as well as those of this one.
+        ("dp", "layers.1.self_attention.dense.weight"),
+        ("dp", "layers.2.mlp.moe.router.layer.weight"),
+    ],
 )
-def test_what_all_data_ranks_hold_is_one(tmp_path, name):
-    """Experts of another model would join as well as those of this one."""
-    folder = write(tmp_path / "checkpoints", our_model(EXPERTS), dp=2)
+def test_what_all_ranks_hold_is_one(tmp_path, kind, name):
+    folder = write(tmp_path / "checkpoints", our_model(EXPERTS), **{kind: 2})
 
     def scaled(by):
         change_first(folder, lambda c: c["model"]["language_model"]["encoder"][name].mul_(by))
@@ -340,7 +331,8 @@ def test_what_all_data_ranks_hold_is_one(tmp_path, name):
     scaled(1.01)
     assert read_megatron(folder)
     scaled(1.2)
-    with pytest.raises(ValueError, match=f"data ranks 0 and 1 in .* hold the same {name}, got oth"):
+    of = {"tp": "tensor", "dp": "data"}[kind]
+    with pytest.raises(ValueError, match=f"{of} ranks 0 and 1 in .* the same {name}, got others"):
         read_megatron(folder)
 
 

@@ -57,9 +57,9 @@ def test_the_posts_rates_and_scales():
     )
     run = SimpleNamespace(
         config=CONFIG, device=device, mesh=mesh, progress=Progress(0, 0), skipped_samples=0,
-        batch_sizes=BatchSizes(CONFIG, 512), schedule=build_schedule(CONFIG, 512),
+        batch_sizes=BatchSizes(CONFIG, 512, step=512), schedule=build_schedule(CONFIG, 512),
         optimizer=build_optimizer(model, CONFIG), scaler=build_scaler(CONFIG),
-        timers=Timers(device, level=0, option="minmax"), micro_batch_size=512, iterations=2000,
+        timers=Timers(device, level=0, option="minmax"), iterations=2000,
         vocab_size=128, last_losses={},
         task=SimpleNamespace(loss_weights={"lm loss": "weights"}, workload=task.workload),
         load_balance=SimpleNamespace(see=lambda metrics: None, update=lambda step, optimizer: None),

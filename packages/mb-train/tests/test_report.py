@@ -45,6 +45,14 @@ def test_a_resumed_run_replaces_what_was_beyond_its_start(tmp_path):
     assert dict(summary(curves))["training loss"] == "5.0000 -> 2.5000"
 
 
+def test_of_an_interval_that_a_start_divides_the_losses_before_it_count(tmp_path):
+    events = (interval(2, [5.0, 4.0]), interval(4, [3.0, 2.0]), ("start", {"iteration": 3}))
+    write(tmp_path, ("start", {"iteration": 0}), *events)
+    curves = read_curves(tmp_path)
+    assert curves.loss == {1: 5.0, 2: 4.0, 3: 3.0}
+    assert curves.tokens_per_s == {2: 200.0}
+
+
 def test_what_a_task_tells_beside_its_losses(tmp_path):
     def measured(iteration, **found):
         return "measured", {"iteration": iteration, "place": "the end", **found}

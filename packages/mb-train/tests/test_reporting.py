@@ -283,8 +283,8 @@ def test_a_measurement_compiles_nothing():
     model = Model()
     model.compile(backend=backend)
     run = SimpleNamespace(
-        config=SimpleNamespace(eval_iters=1, compile=True), batch_size=3, say=lambda line: None,
-        mesh=SimpleNamespace(tp_size=1, pp_size=1),
+        config=SimpleNamespace(eval_iters=1, compile=True), say=lambda line: None,
+        mesh=SimpleNamespace(tp_size=1, pp_size=1), batch_sizes=SimpleNamespace(full=3),
         model=SimpleNamespace(parts=[model]), progress=SimpleNamespace(iteration=1),
         log=SimpleNamespace(write=lambda event, **found: None),
         task=SimpleNamespace(tells_more=True, evaluate_more=evaluate_more),

@@ -190,7 +190,8 @@ def test_a_ramp_up_that_an_interleaved_pipeline_cannot_run_is_refused():
         **run, train_samples=100, rampup_batch_size=[32, 8, 60], pipeline_model_parallel_size=2,
         num_layers_per_virtual_pipeline_stage=1,
     )  # fmt: skip
-    numbers = [size // 8 for size in BatchSizes(config, 48, step=8).all]
+    sizes = BatchSizes(config, 48, step=8)
+    numbers = list(map(sizes.micro_batches, sizes.all))
     assert numbers == [4, 5, 6]
     with pytest.raises(ValueError, match="got 5 and --pipeline-model-parallel-size = 2"):
         check_schedule(config, numbers)

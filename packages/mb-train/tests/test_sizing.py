@@ -361,13 +361,13 @@ def test_the_time_with_dropout(name):
     assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1)
 
 
-@pytest.mark.parametrize("fused", [(), (2, 1, 1)])
-def test_products_of_muon_are_those_counted(fused):
+@pytest.mark.parametrize(("fused", "steps"), [((), 5), ((2, 1, 1), 5), ((), 4), ((), 1)])
+def test_products_of_muon_are_those_counted(fused, steps):
     weights = [torch.randn(3, 16, 24), torch.randn(16, 8)]
-    counted = orthogonalising(weights, fused).products
+    counted = orthogonalising(weights, fused, steps).products
     with FlopCounterMode(display=False) as counter:
         for weight in weights:
-            _matrix_by_matrix(weight, 5, fused)
+            _matrix_by_matrix(weight, steps, fused)
     assert counted == counter.get_total_flops()
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, is_glu
 from mb_layers import MoEConfig
 from mb_train.config.model import ModelFields
 from mb_train.models.attention import BlockContext
@@ -111,8 +112,11 @@ def test_a_dense_feed_forward_is_its_formula(activation):
         torch.autograd.grad(y.square().sum(), list(mlp.parameters())) for y in (got, want)
     )
     torch.testing.assert_close(found, expected)
-    config = ModelFields(activation=activation)
-    assert config.is_glu == (mlp.gate is not None)  # which --glu is checked by
+
+
+@pytest.mark.parametrize("name", [*PLAIN_ACTIVATIONS, *GLU_ACTIVATIONS, *PRESETS, *DENSE])
+def test_the_flags_know_the_gated_activations(name):
+    assert ModelFields(activation=name).is_glu == is_glu(name)
 
 
 def test_without_biases_in_the_maps_a_layer_norm_keeps_its_own():
@@ -138,7 +142,7 @@ def test_grouped_queries_are_repeated_keys_and_values():
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_rotary_scores_depend_on_distance_alone(fraction):
-    config = TransformerConfig(**SIZES, rope_fraction=fraction)
+    config = TransformerConfig(**SIZES, positions="rope", rope_fraction=fraction)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> torch.Tensor:

@@ -5,8 +5,10 @@ torch is imported only by those that need it, once their arguments make sense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mb_train.finetune import finetune
 from mb_train.flags import Command, Parser, add_run, parse
@@ -114,24 +116,32 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.convert import export_model, import_megatron, import_model, is_megatron
     from mb_train.run_folder import find_checkpoint
 
+    tokenizer, divisible_by = options.tokenizer, options.divisible_by
     if is_megatron(source):
-        what, takes, write = "a Megatron checkpoint", ["tokenizer"], import_megatron
+        what, takes = "a Megatron checkpoint", ["--tokenizer"]
+        write = partial(import_megatron, tokenizer=tokenizer)
     elif (source / "config.json").is_file():
-        what, takes, write = "a Hugging Face folder", ["tokenizer", "divisible_by"], import_model
+        what, takes = "a Hugging Face folder", ["--tokenizer", "--make-vocab-size-divisible-by"]
+        multiple = 1 if divisible_by is None else divisible_by
+        write = partial(import_model, tokenizer=tokenizer, divisible_by=multiple)
     elif source.is_dir() and find_checkpoint(source) is not None:
-        what, takes, write = "a run folder", ["dtype"], export_model
+        what, takes = "a run folder", ["--dtype"]
+        write = partial(export_model, dtype=getattr(torch, _DTYPES[options.dtype or "fp32"]))
     else:
         raise ValueError(
             f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."
         )
-    dtype = options.dtype and getattr(torch, _DTYPES[options.dtype])
-    how = {"tokenizer": options.tokenizer, "divisible_by": options.divisible_by, "dtype": dtype}
-    given = {name: value for name, value in how.items() if value is not None}
-    for name in (name for name in given if name not in takes):
-        flag = "make-vocab-size-divisible-by" if name == "divisible_by" else name
-        raise ValueError(f"Expected no --{flag}: {source} is {what}, on which it has no effect.")
-    write(source, target, **given)
+    given = {"--tokenizer": tokenizer, "--make-vocab-size-divisible-by": divisible_by}
+    _refuse_idle({**given, "--dtype": options.dtype}, takes, f": {source} is {what}")
+    write(source, target)
     return 0
+
+
+def _refuse_idle(given: Mapping[str, Any], takes: Collection[str], where: str) -> None:
+    """Raise ValueError for an argument that was given, not None, and is not among those taken."""
+    for name, value in given.items():
+        if value is not None and name not in takes:
+            raise ValueError(f"Expected no {name}{where}, on which it has no effect.")
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
@@ -190,7 +200,6 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
     options = parser.parse_intermixed_args(arguments)
     import json
-    from functools import partial
 
     from mb_train.evaluation import EvalOptions, task_of
     from mb_train.harness import tasks_of
@@ -213,11 +222,7 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
         measure = partial(task, path=Path(options.file), options=how)
     given = {"file": options.file, "--stride": options.stride, "--include": options.include}
     given["--strict"] = options.strict or None
-    for name in (name for name, value in given.items() if value is not None):
-        if name not in takes:
-            raise ValueError(
-                f"Expected no {name} with --task {options.task}, on which it has no effect."
-            )
+    _refuse_idle(given, takes, f" with --task {options.task}")
     trained = load_trained(Path(options.run), options.device)
     found = measure(trained)
     print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.reporting import perplexity
-from mb_train.run_log import log_of, read_log
+from mb_train.run_log import log_of, replay
 
 # Curve -> the entry of a "train" event; logs of older runs lack some.
 _SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
@@ -72,9 +72,9 @@ def read_curves(folder: Path) -> Curves:
     """
     path = log_of(folder)
     curves = Curves(folder.resolve().name)
-    for event in read_log(path):
+    for event, until in replay(path):
         try:
-            _add(curves, event)
+            _add(curves, event, until)
         except (KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path} holds an event {event.get('event')!r} that this mb-train cannot read."
@@ -84,17 +84,19 @@ def read_curves(folder: Path) -> Curves:
     return curves
 
 
-def _add(curves: Curves, event: dict[str, Any]) -> None:
+def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
+    """Add what an event says of iterations up to `until`."""
     kind = event["event"]
     if kind == "torn":
         curves.torn += 1
     elif kind == "start":
-        curves.start = event
-        _forget_after(curves, event["iteration"])
+        curves.start, curves.steps_redone = event, 0
     elif kind == "train":
-        _add_interval(curves, event)
+        _add_interval(curves, event, until)
     elif kind == "profile":
         curves.profile = event
+    elif event.get("iteration", 0) > until:
+        return
     elif kind == "eval":
         series = curves.test if "test" in event["place"] else curves.valid
         series[event["iteration"]] = event["lm_loss"]
@@ -103,21 +105,13 @@ def _add(curves: Curves, event: dict[str, Any]) -> None:
         curves.measured[event["iteration"]] = {k: v for k, v in event.items() if k not in about}
 
 
-def _forget_after(curves: Curves, iteration: int) -> None:
-    """A run that went on from `iteration` replaces what an earlier one did after it."""
-    for series in (
-        curves.loss, curves.valid, curves.test, curves.grad_norm, curves.tokens_per_s,
-        curves.step_ms, curves.mfu, curves.load_imbalance, curves.tokens_per_expert,
-        curves.measured,
-    ):  # fmt: skip
-        for later in [i for i in series if i > iteration]:
-            del series[later]
-
-
-def _add_interval(curves: Curves, event: dict[str, Any]) -> None:
+def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
     last, losses = event["iteration"], event["lm_losses"]
-    for offset, loss in enumerate(losses):
-        curves.loss[last - len(losses) + 1 + offset] = loss
+    for iteration, loss in enumerate(losses, last - len(losses) + 1):
+        if iteration <= until:
+            curves.loss[iteration] = loss
+    if last > until:
+        return
     curves.tokens_per_s[last] = event["tokens_per_s"]
     for name, key in _SERIES.items():
         if key in event:

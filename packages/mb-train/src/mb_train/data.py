@@ -85,32 +85,27 @@ def prepare_data(
         ValueError: no training documents, a damaged file, or tokens of another vocabulary.
         OSError: a file that cannot be read.
     """
-    parts = config.data_by_part()
-    paths = parts or config.data_words()
-    if paths is None:
-        paths = [
-            _on_rank_zero_first(
-                lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
-            )
-        ]
-    prefixes = [prefix for named in _prefixes(config, paths).values() for prefix in named]
-    if config.task is None:  # a task's files are no token files
-        paths = (
-            {part: words and _weighed(words) for part, words in paths.items()}
-            if isinstance(paths, dict)
-            else _weighed(paths)
+    parts = _words_by_part(config)
+    if not parts:
+        corpus = _on_rank_zero_first(
+            lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
         )
+        parts = {"": [corpus]}
+    if config.reads_token_files:
+        parts = {part: words and _weighed(words) for part, words in parts.items()}
+    prefixes = [
+        prefix for words in parts.values() for prefix in _weights_and_prefixes(config, words)[1]
+    ]
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
-        lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
+        lambda: task.build_datasets(parts.get("") or parts, (samples, evaluated, evaluated))
     )
     if train is None:
         raise ValueError(
             f"Expected documents to train on, got none from {' '.join(prefixes)}"
-            + ("." if parts else f" with --split {config.split}.")
+            + (f" with --split {config.split}." if "" in parts else ".")
         )
-    trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
-    weights = [] if config.task is not None else weights_and_prefixes(trained_on)[0]
+    weights, _ = _weights_and_prefixes(config, parts["" if "" in parts else "train"])
     files = [Path(prefix + _suffixes(config)[0]) for prefix in prefixes]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
@@ -139,11 +134,12 @@ def check_files(config: TrainConfig) -> None:
     """
     if config.model == "ict" and config.titles_data_path is not None:
         check_prefixes([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
-    paths = config.data_by_part() or config.data_words()
-    for part, named in _prefixes(config, paths or {}).items():
-        check_prefixes(named, _suffixes(config), _named_by(config, part))
-        words = (paths[part] if isinstance(paths, dict) else paths) or []
-        for word in words[::2] if len(named) < len(words) else []:
+    for part, words in _words_by_part(config).items():
+        if words is None:
+            continue
+        weights, prefixes = _weights_and_prefixes(config, words)
+        check_prefixes(prefixes, _suffixes(config), _named_by(config, part))
+        for word in words[::2] if weights else []:
             if Path(f"{word}.bin").is_file():
                 raise ValueError(
                     f"Expected {_named_by(config, part)} to be prefixes alone, or weights and "
@@ -172,16 +168,19 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
             )
 
 
-def _prefixes(
-    config: TrainConfig, paths: list[str] | Mapping[str, list[str] | None]
-) -> dict[str, list[str]]:
-    """The data sets of each part, without their weights; "" is of what is split into parts."""
-    parts = paths if isinstance(paths, Mapping) else {"": paths}
-    return {
-        part: words if config.task is not None else weights_and_prefixes(words)[1]
-        for part, words in parts.items()
-        if words is not None
-    }
+def _words_by_part(config: TrainConfig) -> dict[str, list[str] | None]:
+    """What names the data of each part; "" is of what is split into parts. {} if nothing does."""
+    words = config.data_words()
+    return config.data_by_part() or ({} if words is None else {"": words})
+
+
+def _weights_and_prefixes(
+    config: TrainConfig, words: list[str] | None
+) -> tuple[list[float], list[str]]:
+    """See `config.data`; text has no weights, and a part that is not named neither."""
+    if not words or not config.reads_token_files:
+        return [], words or []
+    return weights_and_prefixes(words)
 
 
 def _weighed(words: list[str]) -> list[str]:
@@ -195,8 +194,8 @@ def _weighed(words: list[str]) -> list[str]:
 
 
 def _suffixes(config: TrainConfig) -> tuple[str, ...]:
-    """Of the files of a data set; a task's are named whole."""
-    return (".bin", ".idx") if config.task is None else ("",)
+    """Of the files of a data set; text is named whole."""
+    return (".bin", ".idx") if config.reads_token_files else ("",)
 
 
 def _named_by(config: TrainConfig, part: str) -> str:

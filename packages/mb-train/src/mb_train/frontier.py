@@ -29,7 +29,7 @@ from typing import Any
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import WAYS as DATA_WAYS
 from mb_train.config.field import spec
-from mb_train.run_log import log_of, number, read_log
+from mb_train.run_log import log_of, number, replay
 
 _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
@@ -133,13 +133,12 @@ def _run_of(path: Path) -> FrontierRun:
     valid: dict[int, float] = {}
     samples: dict[int, int] = {}  # at evaluations; a ramp-up, or a resumed run, has steps of others
     cold = True
-    for event in read_log(path):
+    for event, until in replay(path):
         kind = event["event"]
         if kind == "start":
             start, cold = event, True
-            for series in (intervals, valid, samples):
-                for later in [i for i in series if i > event["iteration"]]:
-                    del series[later]
+        elif event.get("iteration", 0) > until:
+            continue
         elif kind == "train":
             pace = event["ms_per_iteration"] / 1000
             intervals[event["iteration"]] = (len(event["lm_losses"]), pace, cold)

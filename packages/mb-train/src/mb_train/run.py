@@ -139,16 +139,14 @@ class Run:
             check_same(program(), "the program")
         check_same(config, "the configuration")  # before groups: other sizes would make others
         self.mesh = layout.parallel_dims(config, world_size()).build(self.device.type)
-        self.batch_size = config.batch_size(self.mesh.dp_size)
+        batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
-        self.config = config = dataclasses.replace(config, global_batch_size=self.batch_size)
-        self.micro_batch_size = whole(config.micro_batch_size)
-        per_pass = self.micro_batch_size * self.mesh.dp_size
-        self.micro_batches = self.batch_size // per_pass
-        self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
-        layout.check_schedule(config, [size // per_pass for size in self.batch_sizes.all])
-        self.iterations = train_iterations(config, self.batch_sizes)
-        self.schedule: Schedule = build_schedule(config, self.batch_size)
+        self.config = config = dataclasses.replace(config, global_batch_size=batch_size)
+        per_pass = whole(config.micro_batch_size) * self.mesh.dp_size
+        self.batch_sizes = sizes = BatchSizes(config, batch_size, step=per_pass)
+        layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
+        self.iterations = train_iterations(config, sizes)
+        self.schedule: Schedule = build_schedule(config, batch_size)
         self.compute_dtype = compute_dtype(config, self.device.type)
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
@@ -184,9 +182,10 @@ class Run:
 
     def _prepare_data(self, start: Start | None, tokenizer: Tokenizer) -> Data:
         folder = (self.folder or Path("runs")) / "data"
-        samples = train_samples(self.config, self.batch_size)
+        batch_size = self.batch_sizes.full
+        samples = train_samples(self.config, batch_size)
         data = prepare_data(
-            self.config, self.task, self.batch_size, samples, folder, self.say,
+            self.config, self.task, batch_size, samples, folder, self.say,
             tokenizer=tokenizer, vocab_size=self.vocab_size,
         )  # fmt: skip
         if start is None or self.config.finetune:
@@ -273,7 +272,7 @@ class Run:
             self.device,
             self.mesh,
             consumed_samples=consumed_samples,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=whole(self.config.micro_batch_size),
             workers=self.config.num_workers,
             vocab_size=self.vocab_size,
             cyclic=self.config.dataloader_type == "cyclic",

@@ -271,3 +271,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             whole = False
         events.append(event if whole else {"event": "torn", "line": number})
     return events
+
+
+def replay(path: Path) -> list[tuple[dict[str, Any], float]]:
+    """Events of a log, each with the last iteration of which it counts.
+
+    A run that went on from an iteration replaces what an earlier one did after it.
+    """
+    events, until = [], math.inf
+    for event in reversed(read_log(path)):
+        events.append((event, until))
+        if event["event"] == "start":
+            until = min(until, event.get("iteration", 0))
+    return events[::-1]

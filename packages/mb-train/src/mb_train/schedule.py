@@ -140,14 +140,14 @@ class BatchSizes:
     Args:
         config: the run.
         full: sequences of a step once the ramp-up is over.
-        step: every size must be a multiple of this, micro batch x data-parallel ranks.
+        step: sequences of a micro-batch on each data-parallel rank; divides every size.
 
     Raises:
         ValueError: increments that do not lead to `full`, or a size that is no such multiple.
     """
 
     def __init__(self, config: TrainConfig, full: int, *, step: int = 1) -> None:
-        self.full = full
+        self.full, self._step = full, step
         self._rampup: mb_data.BatchRampup | None = None
         if config.rampup_batch_size is not None:
             start, increment, samples = config.rampup_batch_size
@@ -171,6 +171,10 @@ class BatchSizes:
         if self._rampup is None:
             return self.full
         return self._rampup.batch_size(consumed_samples)
+
+    def micro_batches(self, size: int) -> int:
+        """Of each rank in a step of `size` sequences."""
+        return size // self._step
 
     def steps(self, samples: int) -> int:
         """Whole steps in `samples` sequences; what does not fill the last one is left out."""

@@ -24,7 +24,7 @@ from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomput
 from mb_train.layout import parallel_dims, stage_layers
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
-from mb_train.optimizer import parameter_groups
+from mb_train.optimizer import MUON_STEPS, parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
 from mb_train.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.tasks.make import one_process_task
@@ -183,7 +183,7 @@ def _parts(
             total += numbers
             state += numbers * _state_bytes(config, muon=muon)
             if muon:
-                turning += orthogonalising(own, group["fused"])
+                turning += orthogonalising(own, group["fused"], MUON_STEPS)
         # An expert is turned by its owner; dense matrices are dealt out among those that have parts
         # of them, but where data and tensor parallelism cut them both: there all turn all of them.
         dealt = max(dims.dp_shard, dims.tp) if min(dims.dp_shard, dims.tp) == 1 else 1

@@ -36,7 +36,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
     apply_schedule(run.optimizer, run.schedule, samples - run.skipped_samples)
     size = run.batch_sizes.size(samples)
     with run.timers("batch-generator", level=2):
-        batches = list(itertools.islice(stream, size // (run.micro_batch_size * mesh.dp_size)))
+        batches = list(itertools.islice(stream, run.batch_sizes.micro_batches(size)))
     weigh(run.task, mesh, batches)
 
     def before(index: int) -> None:

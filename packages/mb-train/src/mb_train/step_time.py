@@ -40,7 +40,6 @@ _BANDWIDTH_TB = {
     "L40S": 0.86, "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI300A": 5.3,
     "MI250": 1.64, "MI210": 1.64, "7900 XTX": 0.96,
 }  # fmt: skip
-_NEWTON_SCHULZ = 5  # steps of `mb_parallel.optimizer.Muon`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +82,15 @@ def keeping(kept: float, logits: float, *, sentences: bool) -> Demand:
     return Demand(moved=passes * kept + _LOGIT_PASSES * logits)
 
 
-def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Demand:
+def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...], steps: int) -> Demand:
     """Muon's iterations over weights [..., rows, columns].
 
     Args:
         fused: rows of the matrices that a weight holds by turns, as `Muon` takes them; () for one.
+        steps: of Newton-Schulz.
     """
     flops = moved = 0.0
-    rounds, twice = -(-_NEWTON_SCHULZ // 2), _NEWTON_SCHULZ // 2  # twice: those of two steps
+    rounds, twice = -(-steps // 2), steps // 2  # twice: those of two steps
     for weight in weights:
         rows, columns = weight.shape[-2:]
         for part in fused or (rows,):
@@ -100,8 +100,8 @@ def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Demand
             # A round: the Gram matrix, half of it, and what is made of it by the matrix. Between
             # them products of the small, halved too: one each step, three more to get to a second.
             half = short * (short + 1)
-            small = _NEWTON_SCHULZ + 3 * twice
+            small = steps + 3 * twice
             flops += count * (rounds * (half * long + 2 * short**2 * long) + small * half * short)
-            passes = rounds + 2 * _NEWTON_SCHULZ + 9 * twice + 4
+            passes = rounds + 2 * steps + 9 * twice + 4
             moved += count * 2 * (3 * rounds * short * long + passes * short**2)  # in 16 bits
     return Demand(products=flops, moved=moved)

@@ -34,11 +34,12 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     if dataset is None:
         return {}
     run.model.train(False)
+    micro_batches = run.batch_sizes.micro_batches(run.batch_sizes.full)
     weights = run.task.loss_weights
     sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
     with contextlib.closing(run.stream(dataset, consumed_samples=0, stop=stop)) as stream:
         for done in range(run.config.eval_iters):
-            batches = list(itertools.islice(stream, run.micro_batches))
+            batches = list(itertools.islice(stream, micro_batches))
             for name, loss in run.model.executor.evaluate(*batches).items():
                 count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
                 sums[name] += torch.stack([loss.reshape(()), count])
@@ -82,7 +83,7 @@ def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     else:
         (model,) = run.model.parts
         gather_rest(model)  # which tasks call past its forward
-    count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
+    count = min(run.config.eval_iters * run.batch_sizes.full, len(dataset), _MEASURED)
     # Its batches have sizes of their own, in T5 a new one for each token that is written: compiled
     # blocks would be compiled for them, once, at the end of a run.
     eager = torch.compiler.set_stance("force_eager") if run.config.compile else None

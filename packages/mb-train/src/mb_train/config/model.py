@@ -12,7 +12,8 @@ from mb_train.config.field import (
     whole,
 )
 
-_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")  # as mb_kernels has them
+# As `mb_kernels.activation` has them, which would bring torch into every --help.
+_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
 
 
 @dataclass(frozen=True, kw_only=True)

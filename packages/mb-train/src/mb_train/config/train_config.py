@@ -88,7 +88,7 @@ class TrainConfig(
         self.check_precision()
         self.check_parallel(whole(self.num_layers))
         self.check_data()
-        if self.task is None:  # a task's files are no token files
+        if self.reads_token_files:
             self.check_blends()
         self.check_logging()
         self._check_positions()
@@ -99,6 +99,11 @@ class TrainConfig(
         self._check_places()
         self._check_dispatcher()
         self._check_layers_of_experts()
+
+    @property
+    def reads_token_files(self) -> bool:
+        """Data sets are .bin and .idx files, which may be weighed; those of a task are text."""
+        return self.task is None
 
     @property
     def positions(self) -> int:

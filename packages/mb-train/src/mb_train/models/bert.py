@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
+from mb_train.models.head import scores
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
@@ -171,8 +172,7 @@ class Bert(nn.Module):
         assert self.lm_head is not None
         assert self.embedding is not None
         x_BMD = self.lm_head(_at(x_BSD, places_BM))
-        weight_VD = self.embedding.tokens.weight.to(x_BMD.dtype)
-        return (x_BMD @ weight_VD.t()).float() + self.lm_head.bias
+        return scores(x_BMD, self.embedding.tokens.weight, self.lm_head.bias)
 
     def encode(
         self,
@@ -192,7 +192,7 @@ class Bert(nn.Module):
             assert self.embedding is not None
             x = self.embedding(segments.keep(x), positions_BS, segments.keep(token_types_BS))
             x = x.to(self.compute_dtype)
-        rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
+        rope = rotary_tables(self.config, positions_BS)
         within = within_segments(
             segments,
             causal=False,

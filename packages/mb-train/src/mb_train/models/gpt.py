@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from mb_train.models.attention import BlockContext
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
+from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.rotary import rotary_tables
@@ -55,11 +55,7 @@ class GPT(nn.Module):
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config, compute_dtype=compute_dtype)
-        self.head: Linear | None = None
-        if not config.tie_embeddings:
-            self.head = Linear(
-                config.hidden_size, config.vocab_size, std=config.init_std, bias=False
-            )
+        self.head: Linear | None = own_head(config)
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.
@@ -104,9 +100,8 @@ class GPT(nn.Module):
             return reports.output(x_BSD, {})
         if weights_BS is None:
             weights_BS = torch.full_like(labels_BS, 1 / labels_BS.numel(), dtype=torch.float32)
-        loss = self.cross_entropy(
-            x_BSD, self._head_weight(), labels_BS, weights_BS, reduction="sum"
-        )
+        weight_VD = head_weight(self.head, self.embedding)
+        loss = self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
         return reports.output(None, {"lm loss": loss})
 
     def logits(
@@ -123,7 +118,7 @@ class GPT(nn.Module):
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
         elif last_only:
             x_BSD = x_BSD[:, -1]
-        return self._scores(x_BSD)
+        return scores(x_BSD, head_weight(self.head, self.embedding))
 
     def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
         """Scores after each row's last new token, [B, V] fp32; `cache` then holds the new ones too.
@@ -138,15 +133,11 @@ class GPT(nn.Module):
         # Fillings may lie beyond the table of positions.
         places_BQ = torch.where(valid_BQ, positions_BQ, 0)
         x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
-        config = self.config
-        rope = rotary_tables(config, positions_BQ) if config.positions == "rope" else None
+        rope = rotary_tables(self.config, positions_BQ)
         context = BlockContext(mask=mask, rope=rope, valid_BS=valid_BQ, cache=cache)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
-        return self._scores(x_BD)
-
-    def _scores(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._head_weight().to(x.dtype)).float()
+        return scores(x_BD, head_weight(self.head, self.embedding))
 
     def _hidden(
         self,
@@ -159,20 +150,12 @@ class GPT(nn.Module):
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
-        config = self.config
         within: dict[str, Any] = {"causal": True}
         if ends_BN is not None:
-            flash = flash_takes(config, self.compute_dtype, x.device, training=self.training)
+            flash = flash_takes(self.config, self.compute_dtype, x.device, training=self.training)
             segments = Segments(ends_BN, positions_BS.shape[1])
             within = within_segments(segments, causal=True, flash=flash)
         elif segments_BS is not None:
             within["mask"] = segment_mask(segments_BS, causal=True)
-        rope = rotary_tables(config, positions_BS) if config.positions == "rope" else None
-        context = BlockContext(**within, rope=rope)
+        context = BlockContext(**within, rope=rotary_tables(self.config, positions_BS))
         return self.stack(x, context)
-
-    def _head_weight(self) -> Tensor:
-        if self.head is not None:
-            return self.head.weight
-        assert self.embedding is not None
-        return self.embedding.tokens.weight

@@ -20,8 +20,8 @@ from mb_train.models.config import RopeScaling, TransformerConfig
 TRAINED_ON, FEW_TURNS, MANY_TURNS = 8192, 1.0, 4.0
 
 
-def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles.
+def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine of the angles; None where positions are not rotary.
 
     Args:
         positions_BS: integer position of each token, [B or 1, S].
@@ -29,6 +29,8 @@ def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tens
     Returns:
         Two fp32 tensors [B or 1, S, 1, width], width the rotated part of a head.
     """
+    if config.positions != "rope":
+        return None
     width = int(config.head_size * config.rope_fraction) // 2 * 2
     steps_W = torch.arange(0, width, 2, device=positions_BS.device, dtype=torch.float32)
     speeds_W = config.rope_base ** (-steps_W / width)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
+from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
@@ -85,10 +86,7 @@ class T5(nn.Module):
                 assert isinstance(block, Block)
                 assert block.cross is not None
                 _look_for_itself(block.cross, config)
-        self.head: Linear | None = None
-        if not config.tie_embeddings:
-            size = (config.hidden_size, config.vocab_size)
-            self.head = Linear(*size, std=config.init_std, bias=False)
+        self.head: Linear | None = own_head(config)
         bias = nn.Parameter(torch.zeros(config.vocab_size)) if head_bias else None
         self.register_parameter("head_bias", bias)
 
@@ -168,7 +166,7 @@ class T5(nn.Module):
             return reports.output((x_BRD, memory_BSD), {})
         loss = self.cross_entropy(
             x_BRD * self.head_scale,
-            self._head_weight(),
+            head_weight(self.head, self.embedding),
             written.keep(labels_BR),
             written.keep(weights_BR),
             bias_V=self.head_bias,
@@ -183,8 +181,10 @@ class T5(nn.Module):
             x: its tokens [B, S]; hidden states on a stage that is not the first.
             read: their segments. States are of the places that it keeps.
         """
-        context = self._context(read, valid_BS, self.encoder_bias, causal=False)
-        return self.encoder(self._embed(x, read) if self.first else x, context)
+        positions_BS = read.keep(read.positions())
+        context = self._context(read, positions_BS, valid_BS, self.encoder_bias, causal=False)
+        x_BSD = self._embed(read.keep(x), positions_BS) if self.first else x
+        return self.encoder(x_BSD, context)
 
     def decode(
         self,
@@ -203,11 +203,13 @@ class T5(nn.Module):
         """
         if self.encoder.narrow is not None:
             memory_BSD = memory_BSD.to(self.encoder.narrow)
-        context = self._context(written, valid_BR, self.decoder_bias, causal=True)
+        positions_BR = written.keep(written.positions())
+        context = self._context(written, positions_BR, valid_BR, self.decoder_bias, causal=True)
         flash = self._flash(valid_BR.device)
         within = within_segments(written, causal=False, flash=flash, attended=read)
         cross = BlockContext(**within, source_BSD=memory_BSD)
-        return self.decoder(self._embed(x, written) if self.begins else x, context, cross)
+        x_BRD = self._embed(written.keep(x), positions_BR) if self.begins else x
+        return self.decoder(x_BRD, context, cross)
 
     @torch.no_grad()
     def write(
@@ -231,12 +233,17 @@ class T5(nn.Module):
 
     def logits(self, x_BRD: Tensor) -> Tensor:
         """Scores of the next token after each of the decoder's, [B, R, V] fp32."""
-        x_BRD = x_BRD * self.head_scale
-        logits = (x_BRD @ self._head_weight().to(x_BRD.dtype).t()).float()
-        return logits if self.head_bias is None else logits + self.head_bias
+        weight_VD = head_weight(self.head, self.embedding)
+        return scores(x_BRD * self.head_scale, weight_VD, self.head_bias)
 
     def _context(
-        self, segments: Segments, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
+        self,
+        segments: Segments,
+        positions_BS: Tensor,
+        valid_BS: Tensor,
+        relative: RelativeBias | None,
+        *,
+        causal: bool,
     ) -> BlockContext:
         within = within_segments(
             segments,
@@ -245,25 +252,16 @@ class T5(nn.Module):
             bias_HA=None if relative is None else relative(segments.length),
             dtype=self.compute_dtype,
         )
-        rope = None
-        if self.config.positions == "rope":
-            rope = rotary_tables(self.config, segments.keep(segments.positions()))
+        rope = rotary_tables(self.config, positions_BS)
         return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
 
     def _flash(self, device: torch.device, *, relative: bool = False) -> bool:
         how = {"training": self.training, "relative": relative}
         return flash_takes(self.config, self.compute_dtype, device, **how)
 
-    def _embed(self, tokens_BS: Tensor, segments: Segments) -> Tensor:
+    def _embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         assert self.embedding is not None
-        kept = (segments.keep(x_BS) for x_BS in (tokens_BS, segments.positions()))
-        return self.embedding(*kept).to(self.compute_dtype)
-
-    def _head_weight(self) -> Tensor:
-        if self.head is not None:
-            return self.head.weight
-        assert self.embedding is not None
-        return self.embedding.tokens.weight
+        return self.embedding(tokens_BS, positions_BS).to(self.compute_dtype)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Torch's release, and whether something is a DTensor or sharded by FSDP2, without importing either.
+"""Torch's release; whether something is a DTensor or sharded by FSDP2, without importing either.
 
 Importing DTensor or FSDP2 takes a second or two, since they import SymPy and much of the compiler,
 and one process needs neither. So no module of this package imports them at its top. Functions that

@@ -24,7 +24,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
-from mb_layers.router import Router, RouterOutput
+from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import to_plain
 
 
@@ -168,6 +168,10 @@ class MoELayer(nn.Module):
         aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
         return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
 
+    def route(self, x: Tensor, *, mask: Tensor | None = None) -> RouterOutput:
+        """Return what the router chooses for x [..., D]; `mask` and ValueError as in forward."""
+        return self._route(*self._tokens(x, mask), None)
+
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         hidden = self.config.hidden_size
@@ -194,16 +198,13 @@ class MoELayer(nn.Module):
             if routing is not None:
                 options["expert_ids_TK"] = routing
             routed = self.router(x_TD, **options)
-        if isinstance(routing, RouterOutput) or not self._router_is_ours():
+        if isinstance(routing, RouterOutput) or not is_ours(self.router, "forward"):
             _check_routed(routed, x_TD.shape[0])
         if mask_T is None:
             return routed
         real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
         ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
         return replaced(routed, expert_ids_TK=ids_TK)
-
-    def _router_is_ours(self) -> bool:
-        return type(self.router).forward is Router.forward
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Add what every token gets, the output bias and the shared expert; padding stays 0."""
@@ -229,8 +230,7 @@ class MoELayer(nn.Module):
         routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
-        is_ours = self._router_is_ours()
-        has_our_probs = getattr(type(self.router), "scores", None) is Router.scores
+        has_probs_of_logits = is_ours(self.router, "forward", "scores")
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = reduced(counts_E, self.reduce_counts)
@@ -248,8 +248,8 @@ class MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=is_ours and has_our_probs and not isinstance(routing, RouterOutput),
-            ids_are_experts=is_ours and routing is None,
+            probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
+            ids_are_experts=is_ours(self.router, "forward") and routing is None,
         )
         aux_loss, *values = losses
         if not self.training:

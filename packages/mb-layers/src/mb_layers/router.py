@@ -152,11 +152,9 @@ class Router(nn.Module):
 
     def _is_plain_softmax(self) -> bool:
         # A method: torch 2.11's compiler follows no property of a parent class.
-        config, kind = self.config, type(self)
+        config = self.config
         return (
-            kind.scores is Router.scores  # a subclass may do each step in its own way
-            and kind.choice is Router.choice
-            and kind.weights is Router.weights
+            is_ours(self, "scores", "choice", "weights")
             and config.score_function == "softmax"
             and config.num_expert_groups is None
             and not config.balancing_bias
@@ -230,6 +228,11 @@ class Router(nn.Module):
             f"{config.hidden_size} -> {config.num_choices}, top_k={config.top_k}, "
             f"score_function={config.score_function!r}, renormalize={config.renormalize}"
         )
+
+
+def is_ours(router: nn.Module, *methods: str) -> bool:
+    """Whether a router does these steps as `Router` does, not as a subclass or another module."""
+    return all(getattr(type(router), name, None) is getattr(Router, name) for name in methods)
 
 
 @torch.no_grad()

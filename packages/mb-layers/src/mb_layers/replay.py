@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from mb_layers.arguments import described
 from mb_layers.model import in_backward, moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import RouterOutput, is_ours
@@ -187,8 +188,7 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
         ids = torch.tensor(ids)  # a copy: the array may be read-only
     if not isinstance(ids, Tensor):
         raise ValueError(
-            f"expected the expert ids of {whose} as a tensor or an array, got a "
-            f"{type(ids).__name__}"
+            f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"
         )
     return ids.int() if ids.dtype in (torch.uint16, torch.uint32) else ids
 

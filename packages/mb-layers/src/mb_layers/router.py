@@ -261,8 +261,10 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
     arguments.at_least_0(rate=rate)
     counts = tokens_per_expert_E
     if not isinstance(counts, Tensor) or counts.shape != bias_E.shape:
-        got = tuple(counts.shape) if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
-        raise ValueError(f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got {got}")
+        raise ValueError(
+            f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got "
+            f"{arguments.described(counts)}"
+        )
     counts_E = counts.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     bias_E += step_E - step_E.mean()

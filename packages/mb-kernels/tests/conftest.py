@@ -2,10 +2,15 @@
 
 import dataclasses
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mb_kernels.testing import bf16_interpreted
+
+# Under --import-mode=importlib a test module cannot see its neighbours.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MEMBERS = ["mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train"]
+MEMBERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 PLATFORMS = {
     "Linux x86-64": "x86_64-manylinux_2_28",
     "Linux arm64": "aarch64-manylinux_2_28",

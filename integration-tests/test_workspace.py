@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MEMBERS = ["mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train"]
+MEMBERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def in_checkout() -> bool:

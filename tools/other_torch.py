@@ -26,7 +26,8 @@ TESTS = [
     "packages/mb-layers/tests/test_living.py",
     "packages/mb-train/tests/test_tensor_plans.py",
 ]
-MEMBERS = ("mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MEMBERS = PROJECT["project"]["dependencies"]
 
 
 def oldest() -> list[str]:
@@ -39,7 +40,7 @@ def oldest() -> list[str]:
 
 def newest() -> list[str]:
     """The command that runs a Python beside the newest torch."""
-    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    group = PROJECT["dependency-groups"]["dev"]
     wanted = ["torch", *(d for d in group if not d.startswith("mb-"))]
     extras = dict(d.split("[") for d in group if d.startswith("mb-"))
     members = [f"packages/{m}[{extras[m]}" if m in extras else f"packages/{m}" for m in MEMBERS]

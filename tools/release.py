@@ -19,11 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MEMBERS = ("mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train")
+MEMBERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:

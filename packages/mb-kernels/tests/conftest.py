@@ -2,10 +2,16 @@
 
 import dataclasses
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mb_kernels.testing import bf16_interpreted
+
+# Under --import-mode=importlib a test module cannot see its neighbours.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,3 +63,12 @@ def what_an_interpreter_need_not_do_twice(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang", replace_once)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
     monkeypatch.setattr(interpreter, "_get_np_dtype", known)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """torch.empty returns NaN, so that an element no kernel writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

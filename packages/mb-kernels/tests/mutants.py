@@ -28,18 +28,19 @@ from triton.runtime.interpreter import InterpretedFunction
 
 HERE = pathlib.Path(__file__).parent
 SOURCE = HERE.parent / "src" / "mb_kernels"
-_EXPERTS = ("interpreter/test_kernels.py test_every_op.py", "expert_mlp or grouped_gemm or gmm")
+_EVERY = "test_every_op.py test_every_op_derivatives.py"
+_EXPERTS = (f"interpreter/test_kernels.py {_EVERY}", "expert_mlp or grouped_gemm or gmm")
 _SPARSE = ("interpreter/test_block_sparse_kernels.py", "")
 # Files of kernels -> test files, and which of their tests.
 ROOMS = {
     "routing/kernels.py": ("interpreter/test_kernels.py", "topk or bin_tokens"),
     "permute/kernels.py": (
-        "interpreter/test_kernels.py test_every_op.py",
+        f"interpreter/test_kernels.py {_EVERY}",
         "gather or combine or padded or expert_mlp",
     ),
     "router_losses/kernels.py": ("interpreter/test_router_losses_kernels.py", ""),
     "quantize/kernels.py": ("interpreter/test_quantize_kernels.py", ""),
-    "elementwise/kernels.py": ("test_every_op.py", "grouped_experts"),
+    "elementwise/kernels.py": (_EVERY, "grouped_experts"),
     "linear_cross_entropy/kernels.py": ("interpreter/test_linear_cross_entropy_kernels.py", ""),
     "exchange/routing_kernels.py": ("interpreter/test_exchange_routing_kernels.py", ""),
     "exchange/kernels.py": ("interpreter/test_exchange_kernels.py", ""),

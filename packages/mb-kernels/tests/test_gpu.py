@@ -1,33 +1,21 @@
-"""The Triton kernels on a GPU in every dtype, against float64; graphs, syncs, determinism."""
+"""The Triton kernels on a GPU in every dtype, against float64; sizes, bytes, determinism."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from every_op import ON_A_GPU
 from mb_kernels import (
-    VocabularyShard,
-    adamw_step,
     bin_tokens,
     combine,
     expert_mlp,
     gather,
     grouped_gemm,
-    linear_cross_entropy,
-    muon_momentum,
-    muon_step,
     reference,
-    router_losses,
-    sparse_expert_mlp,
-    sum_of_squares,
-    symmetric_matmul,
     topk_ids,
     topk_softmax,
-    warm_up,
 )
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
-from mb_kernels.exchange import Layout, PeerMemory
-from mb_kernels.runtime import registration
-from mb_kernels.runtime.launch import record
 from mb_kernels.runtime.plan import assume, plan_of
 from mb_kernels.testing import (
     GPT_OSS,
@@ -40,13 +28,8 @@ from mb_kernels.testing import (
     make_inputs,
     run_expert_mlp,
 )
-from torch._inductor import config as inductor
 
-knobs = pytest.importorskip("triton").knobs
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("poisoned_memory")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CASES = [
     Case(517, 320, 176, 7, 2),
@@ -74,15 +57,6 @@ CASES = [
     Case(700, 192, 272, 9, 1, "skewed", 50, "gelu", torch.float32, (True, True)),
     Case(24, 320, 176, 16, 2, "skewed", None, GPT_OSS, torch.bfloat16, (True, True)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty returns NaN, so that an element no kernel writes shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -223,58 +197,6 @@ def test_bin_tokens(tokens, experts, k, capacity):
         assert torch.equal(g, w), name
 
 
-NAMES = ("y", "d_logits", "dx", "dw1", "dw2")
-
-
-def layer(logits, x, w1, w2, activation="swiglu", top_k=4):
-    weights, ids, _ = topk_softmax(logits, top_k)
-    bins = bin_tokens(ids, logits.shape[1])
-    return expert_mlp(x, w1, w2, bins, weights, activation=activation)
-
-
-def layer_inputs(tokens=512, hidden=256, ffn=128, experts=16):
-    inputs = make_inputs(Case(tokens, hidden, ffn, experts, 4), dtype=torch.bfloat16, device="cuda")
-    logits = torch.randn(tokens, experts, device="cuda", requires_grad=True)
-    return logits, inputs["x"], inputs["w1"], inputs["w2"]
-
-
-def test_no_host_sync():
-    inputs = layer_inputs()
-    layer(*inputs).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        y = layer(*inputs)
-        torch.autograd.grad(y, inputs, torch.ones_like(y))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("top_k", [1, 4], ids=["K1", "K4"])
-def test_cuda_graph_replays_new_routing(top_k):
-    inputs = layer_inputs()
-    dy = torch.randn_like(inputs[1])
-    torch.use_deterministic_algorithms(False)
-
-    def step():
-        y = layer(*inputs, top_k=top_k)
-        return y, *torch.autograd.grad(y, inputs, dy)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        inputs[0].copy_(torch.randn_like(inputs[0]))
-        inputs[0][:, 3] += 5
-    graph.replay()
-    for name, got, want in zip(NAMES, captured, step(), strict=True):
-        assert torch.equal(got, want), name
-
-
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_bitwise_the_same_twice(case):
     inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
@@ -366,115 +288,6 @@ def test_opcheck(top_k):
     )
 
 
-def sparse_layer(logits, x, w1, w2):
-    weights, ids, _ = topk_softmax(logits, 4)
-    return sparse_expert_mlp(x, w1, w2, bin_tokens(ids, logits.shape[1]), weights)
-
-
-def layer_of_single_ops(logits, x, w1, w2):
-    """Routing with its losses, permutation and products, each an op of its own."""
-    weights, ids, probs = topk_softmax(logits, 4, renormalize=True)
-    bins = bin_tokens(ids, logits.shape[1])
-    losses = router_losses(
-        *(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]),
-        load_balancing_weight=0.1,
-        z_weight=0.1,
-    )
-    # In fp32, for Inductor rounds less often than eager PyTorch.
-    gate, up = grouped_gemm(gather(x, bins, 4), w1, bins.offsets_E1).float().chunk(2, dim=1)
-    a = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-    rows = grouped_gemm(a, w2, bins.offsets_E1)
-    return combine(rows, bins, weights) + losses.aux_loss.to(x.dtype)
-
-
-LAYERS = [layer, sparse_layer, layer_of_single_ops]
-
-
-def test_compiles_without_a_graph_break():
-    inputs = layer_inputs()
-    y = layer(*inputs)
-    dy = torch.randn_like(y)
-    want = torch.autograd.grad(y, inputs, dy)
-    got_y = torch.compile(layer, fullgraph=True)(*inputs)
-    got = torch.autograd.grad(got_y, inputs, dy)
-    for name, g, w in zip(NAMES, (got_y, *got), (y, *want), strict=True):
-        assert_close(name, g, w)
-
-
-@pytest.mark.parametrize("function", LAYERS, ids=lambda function: function.__name__)
-def test_reduce_overhead_captures_the_whole_layer(function):
-    """Inductor leaves nothing out of its CUDA graphs, and a replay launches no kernel by itself."""
-    if function is sparse_layer:
-        pytest.importorskip("stk")
-    torch.use_deterministic_algorithms(False)
-    inputs = layer_inputs()
-    dy = torch.randn_like(inputs[1])
-    compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
-
-    def step(f):
-        torch.compiler.cudagraph_mark_step_begin()
-        y = f(*inputs)
-        return [t.clone() for t in (y, *torch.autograd.grad(y, inputs, dy))]
-
-    with (
-        # Not in several graphs with something between them, and not without any.
-        inductor.patch({"graph_partition": False, "triton.cudagraph_or_error": True}),
-        torch.autograd.set_multithreading_enabled(False),  # ``record`` lists one thread's launches
-    ):
-        for _ in range(3):  # runs, is recorded, is replayed
-            step(compiled)
-        with torch.no_grad():
-            inputs[0].copy_(torch.randn_like(inputs[0]))
-            inputs[0][:, 3] += 5
-        with record() as launches:
-            got = step(compiled)
-    assert launches == []
-    for name, g, w in zip(NAMES, got, step(function), strict=True):
-        assert_close(name, g, w, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
-def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
-    sizes = {"tokens": 272, "hidden_size": 200, "ffn_hidden_size": 170, "num_experts": 8}
-    more = {"top_k": top_k, "activation": activation, "renormalize": True}
-    assert warm_up(**sizes, **more).result(timeout=120) > 10
-    compiled = []
-    hook = "jit_cache_hook"
-    monkeypatch.setattr(knobs.runtime, hook, lambda **given: compiled.append(given["fn"].name))
-    x, w1, w2, logits = (
-        torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
-        for shape, dtype in (
-            ((272, 200), torch.bfloat16),
-            ((8, 340 if activation == "geglu" else 170, 200), torch.bfloat16),
-            ((8, 200, 170), torch.bfloat16),
-            ((272, 8), torch.float32),
-        )
-    )
-    weights, ids, probs = topk_softmax(logits, top_k, renormalize=True)
-    bins = bin_tokens(ids, 8)
-    losses = router_losses(
-        *(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]),
-        load_balancing_weight=0.1,
-        z_weight=0.1,
-    )
-    y = expert_mlp(x, w1, w2, bins, weights, activation=activation)
-    (y.float().sum() + losses.aux_loss).backward()
-    assert compiled == []
-
-
-def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
-    monkeypatch.setattr(registration, "_debug", True)
-    ids = torch.tensor([[0, 7]], device="cuda")
-    with pytest.raises(ValueError, match=r"expected 0 to 1, or -1 or 2 .* got 7 at \[0, 1\]"):
-        bin_tokens(ids, 2)
-    bin_tokens(ids % 2, 2)
-    x, labels = torch.zeros(2, 16, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
-    linear_cross_entropy(x, x, labels)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        bin_tokens(ids, 2)
-        linear_cross_entropy(x, x, labels)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -489,164 +302,3 @@ def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
 def test_any_width(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cuda")
     assert max(errors.values()) <= TOLERANCES[dtype], errors
-
-
-_MANY = [(7,), (0, 3), (33, 1000), (64, 4096), (), *[(96,)] * 150]
-
-
-@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "anywhere"])
-@pytest.mark.parametrize(
-    ("grad", "moment", "copy"),
-    [
-        (torch.float32, torch.float32, None),
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32, torch.float16),
-    ],
-    ids=["fp32", "bf16", "fp16"],
-)
-def test_adamw(grad, moment, copy, shift):
-    def tensors(dtype):
-        made = (torch.randn(torch.Size(shape).numel() + shift, device="cuda") for shape in _MANY)
-        return [x.to(dtype)[shift:].view(shape) for x, shape in zip(made, _MANY, strict=True)]
-
-    lists = [tensors(torch.float32), tensors(grad), *(tensors(moment) for _ in range(2))]
-    lists[3] = [v.square_() for v in lists[3]]
-    lists.append([None] * len(_MANY) if copy is None else tensors(copy))
-    lists.append([torch.tensor(float(n), device="cuda") for n in range(len(_MANY))])
-    on_cpu = [[x if x is None else x.cpu() for x in given] for given in lists]
-    rates = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    for device, given in (("cuda", lists), ("cpu", on_cpu)):
-        scalars = {"grad_scale": torch.ones((), device=device) * 4}
-        scalars["found_inf"] = torch.zeros((), device=device)
-        adamw_step(*given, **rates, **scalars)
-    for got, want in zip(lists, on_cpu, strict=True):
-        for a, b in zip(got, want, strict=True):
-            if a is not None:  # a number in 16 bits may fall to the other side
-                tolerance = 1e-5 if a.dtype is torch.float32 else 2 * torch.finfo(a.dtype).eps
-                torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_sum_of_squares(dtype):
-    tensors = [torch.randn(shape, device="cuda").to(dtype) for shape in _MANY]
-    tensors += [tensors[2].mT, tensors[3][1:, ::3], torch.ones(3, 1, device="cuda").expand(3, 7)]
-    want = sum(float(x.double().square().sum()) for x in tensors)
-    got = sum_of_squares(tensors)
-    assert torch.equal(got, sum_of_squares(tensors))
-    assert float(got) == pytest.approx(want, rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("shape", [(3, 768, 1024), (2, 129, 77), (40, 256, 64), (1, 1000, 24)])
-def test_symmetric_matmul(shape, columns, dtype):
-    x = torch.randn(shape, device="cuda").to(dtype)
-    x = x.mT.contiguous().mT if columns else x
-    gram = symmetric_matmul(x, x)
-    assert_close("gram", gram, x.double() @ x.double().mT)
-    gram = gram / gram.amax()
-    rates = {"alpha": 0.5, "beta": -2.0, "diagonal": 3.0}
-    got = symmetric_matmul(gram, gram, gram, **rates)
-    assert_close("polynomial", got, reference.symmetric_matmul(*[gram.double()] * 3, **rates))
-    other = symmetric_matmul(got, gram)
-    assert_close("product", other, got.double() @ gram.double())
-    assert torch.equal(other, symmetric_matmul(got, gram))
-
-
-def test_tables_of_a_captured_step_stay_as_they_are():
-    weights = [torch.randn(4096, device="cuda") for _ in range(3)]
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    options |= {"grad_scale": weights[0].new_ones(()), "found_inf": weights[0].new_zeros(())}
-
-    def state():
-        moments = ([torch.zeros_like(w) for w in weights] for _ in range(2))
-        steps = [w.new_zeros(()) for w in weights]
-        return [[w.clone() for w in weights], weights, *moments, [None] * 3, steps]
-
-    want, captured = state(), state()
-    adamw_step(*want, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        adamw_step(*captured, **options)
-        norm = sum_of_squares(captured[0])
-    # As large as the tables that went to the device: they would lie where those were, if free.
-    others = [torch.full((rows, 4), 7, pin_memory=True) for rows in (3, 8) for _ in range(100)]
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured[0], want[0], strict=True))
-    assert torch.equal(norm, sum_of_squares(want[0]))
-    assert len(others) == 200
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_of_another_device_than_the_current():
-    inputs = make_inputs(Case(300, 128, 64, 4, 2), dtype=torch.bfloat16, device="cuda:1")
-    assert torch.cuda.current_device() == 0
-    got = run_expert_mlp(expert_mlp, inputs)
-    with torch.cuda.device(1):
-        want = run_expert_mlp(expert_mlp, inputs)
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_a_device_that_is_not_the_current_one():
-    case = Case(300, 128, 384, 4, 2)
-    errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda:1")
-    assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
-
-    x, w = (torch.randn(n, 64, device="cuda:1").requires_grad_() for n in (50, 32))
-    labels = torch.randint(32, (50,), device="cuda:1")
-    shard = VocabularyShard(0, 32, lambda statistics: statistics[None])
-    want = reference.linear_cross_entropy(x, w, labels)
-    for options in ({}, {"shard": shard}):
-        got = linear_cross_entropy(x, w, labels, **options)
-        assert_close("loss", got, want)
-        pairs = zip(torch.autograd.grad(got, (x, w)), torch.autograd.grad(
-            want, (x, w), retain_graph=True), strict=True)  # fmt: skip
-        for g, v in pairs:
-            assert_close("gradient", g, v)
-
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    results = []
-    for device in ("cpu", "cuda:1"):
-        weight, m, v = (torch.zeros(40, device=device) for _ in range(3))
-        lists = ([t] for t in (weight, torch.ones_like(m), m, v, None, m.new_zeros(())))
-        scalars = {"grad_scale": m.new_ones(()), "found_inf": m.new_zeros(())}
-        adamw_step(*lists, **scalars, **options)
-        results.append(weight.cpu())
-    assert_close("weight", results[1], results[0])
-
-    zero, one = torch.zeros((), device="cuda:1"), torch.ones((), device="cuda:1")
-    weight, buffer = torch.zeros(2, 40, device="cuda:1")
-    rates = {"momentum": 0.5, "grad_scale": one, "found_inf": zero, "dtype": torch.float32}
-    direction = muon_momentum(torch.ones_like(weight), buffer, **rates)
-    muon_step(weight, direction, None, size=2.0, decay=0.0, found_inf=zero)
-    assert weight.tolist() == [-1.5] * 40
-    assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_ranks_exchange_rows_on_a_device_that_is_not_the_current_one(index):
-    if torch.cuda.device_count() <= index:
-        pytest.skip("needs another GPU")
-    device = torch.device("cuda", index)
-    layout = Layout(ranks=2, tokens=7, hidden=16, words=2, dtype=torch.bfloat16)
-    arenas = [torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    table = torch.tensor([arena.data_ptr() for arena in arenas], device=device)
-    error = torch.zeros(3, dtype=torch.int32).pin_memory()
-    memories = [PeerMemory(layout, r, a, table, error, polls=1000) for r, a in enumerate(arenas)]
-    with torch.cuda.device(0):
-        tokens = [torch.randn(n, 16, device=device).bfloat16() for n in (7, 4)]
-        peers = [torch.arange(len(x), device=device).int()[:, None] % 2 for x in tokens]
-        bins = [bin_tokens(p, 2) for p in peers]
-        for memory, x, b in zip(memories, tokens, bins, strict=True):
-            memory.push("tokens", x, b.tokens_per_expert_E, order_N=b.order_N)
-        counts = [memory.wait("tokens") for memory in memories]
-        for memory, c in zip(memories, counts, strict=True):
-            memory.push("home", memory.rows("tokens") * (memory.rank + 1), c)
-        for memory, x, p, b in zip(memories, tokens, peers, bins, strict=True):
-            memory.wait("home")
-            got = memory.sum_home(memory.rows("home"), p, b.inverse_N, b.offsets_E1)
-            assert torch.equal(got, x * (p + 1))
-    assert not error.any()
-    assert [c.tolist() for c in counts] == [[4, 2], [3, 2]]

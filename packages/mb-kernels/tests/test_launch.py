@@ -293,14 +293,16 @@ assert launch.compile_beside([], 1) == 0
 assert not plan.gluon_serves()
 
 sys.path.insert(0, sys.argv[1])
-import test_every_op
+import every_op
+import test_every_op_derivatives as derivatives
+from mb_kernels.testing import assert_close
 
 for name in ("topk_softmax", "router_losses", "expert_mlp_bias", "gmm", "linear_cross_entropy"):
-    op = test_every_op.make_op(name)
-    got = test_every_op.results(op, op.tensors)
-    for what, value in test_every_op.results(op, op.tensors, call=op.twin, double=True).items():
-        test_every_op.assert_close(f"{name}: {what}", got[what].float(), value.float())
-    test_every_op.test_second_derivatives_are_right_or_an_error(name)
+    op = every_op.make_op(name)
+    got = every_op.results(op, op.tensors)
+    for what, value in every_op.results(op, op.tensors, call=op.twin, double=True).items():
+        assert_close(f"{name}: {what}", got[what].float(), value.float())
+    derivatives.test_second_derivatives_are_right_or_an_error(name)
 x = torch.ones(2, 16)
 try:
     torch.func.grad(lambda x: mb_kernels.topk_softmax(x, 1)[0].sum())(x)

@@ -111,9 +111,9 @@ def test_dmoe_refuses_a_capacity_and_moe_needs_one() -> None:
         dMoE(MoEConfig(**GOOD, capacity_factor=1.0))
     with pytest.raises(ValueError, match="is dMoE"):
         MoE(MoEConfig(**GOOD))
-    with pytest.raises(ValueError, match=r"a MoEConfig, got dict; MegaBlocks' Arguments are for"):
+    with pytest.raises(ValueError, match=r"a MoEConfig, got a dict; MegaBlocks' Arguments are for"):
         dMoE(GOOD)
-    with pytest.raises(ValueError, match="a router that is a module, got a type"):
+    with pytest.raises(ValueError, match="expected router to be a module, got a type"):
         dMoE(MoEConfig(**GOOD), router=Router)
 
 

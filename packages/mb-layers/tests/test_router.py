@@ -200,7 +200,7 @@ def test_update_balancing_bias_is_one_step_of_its_rate() -> None:
     router = build(balancing_bias=True, num_experts=4)
     update_balancing_bias(router, torch.tensor([10, 2, 2, 2]), rate=0.1)
     assert_close("bias", router.balancing_bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
-    with pytest.raises(ValueError, match=r"shape \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(4,\), got .* of shape \(3,\)"):
         update_balancing_bias(router, torch.zeros(3), rate=0.1)
     with pytest.raises(ValueError, match="balancing_bias=True"):
         update_balancing_bias(build(), torch.zeros(6), rate=0.1)

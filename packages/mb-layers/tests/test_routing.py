@@ -115,6 +115,16 @@ def test_a_whole_routing_from_outside() -> None:
     assert metrics["load_balancing_loss"].item() == 0
 
 
+def test_a_layer_routes_without_running_its_experts() -> None:
+    layer, x = build(), tokens(2, 3)
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
+    routed = layer.route(x, mask=mask)
+    assert (routed.expert_ids_TK[~mask.view(-1)] == -1).all()
+    real = layer.router(x[mask])
+    assert torch.equal(routed.expert_ids_TK[mask.view(-1)], real.expert_ids_TK)
+    assert torch.equal(layer(x, mask=mask, routing=routed).y, layer(x, mask=mask).y)
+
+
 @pytest.mark.parametrize("shape", [(3, 1), (4, 2), (6,)], ids=str)
 def test_routing_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"routing of int32 or int64 \(3, 2\).*got torch.int64"):

@@ -1,4 +1,4 @@
-"""The README's example runs as printed; the example of a test is collected with the tests."""
+"""The pages' examples run as printed; the example of a test is collected with the tests."""
 
 import copy
 import re
@@ -14,13 +14,13 @@ from torch import nn
 PACKAGE = Path(__file__).parents[1]
 
 
-def _examples():
-    text = (PACKAGE / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+def _run_example(page, names):
+    (example,) = re.findall(r"```python\n(.*?)```", (PACKAGE / page).read_text(), flags=re.DOTALL)
+    exec(compile(example, page, "exec"), names)
 
 
 def test_readme_example(capsys):
-    exec(compile(_examples()[0], "README.md", "exec"), {})
+    _run_example("README.md", {})
     chosen, norm = capsys.readouterr().out.splitlines()
     assert chosen.startswith("expert parallelism: ep = 1")
     assert norm.startswith("gradient norm ")
@@ -36,14 +36,14 @@ def _plan(rank, world_size):
     model = nn.ModuleDict({**ends, "layers": nn.ModuleList([nn.ModuleDict(block)])})
     mesh = ParallelDims(tp=world_size).build("cpu")
     given = {"model": model, "mesh": mesh, "kv_heads": 2}
-    exec(compile(_examples()[1], "README.md", "exec"), vars(tensor_parallel) | given)
+    _run_example("docs/tensor-parallel.md", vars(tensor_parallel) | given)
     return sorted(
         {n.split(".")[-2] for n, p in model.named_parameters() if hasattr(p, "placements")}
     )
 
 
 def _own_units(rank, world_size):
-    """Shard by the third example; compare gradients with those of one process."""
+    """Shard as the example does; compare gradients with those of one process."""
     torch.manual_seed(1)
     config = MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=4)
     whole = nn.Sequential(nn.Linear(8, 8), dMoE(config))
@@ -51,7 +51,7 @@ def _own_units(rank, world_size):
     mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
     parallelize_experts(model, mesh)
     given = {"model": model, "mesh": mesh, "blocks": list(model)}
-    exec(compile(_examples()[2], "README.md", "exec"), given)
+    _run_example("docs/data-parallel.md", given)
     x = torch.randn(world_size, 6, 8)
     (model(x[rank]).y.square().mean() / mesh.dp_size).backward()
     whole(x).y.square().mean().backward()
@@ -64,7 +64,7 @@ def _plan_and_units(rank, world_size):
     return _plan(rank, world_size)
 
 
-def test_readme_plan_and_units():
+def test_plan_and_units():
     for shared in run_ranks(_plan_and_units, 2):
         assert shared == sorted(
             ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj",

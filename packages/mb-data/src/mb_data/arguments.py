@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from mb_data import __version__
 from mb_data.sample_corpus import DEFAULT_MAX_BYTES
 from mb_data.sources import TEXT_UNITS
-from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
+from mb_data.tokenizer.load import NAMES
+from mb_data.tokenizer.megatron import MEGATRON_TYPES
 
 _SETTLED: dict[str, dict[str, Any]] = {
     "--log-interval": {"type": int, "help": "progress is shown by time"},

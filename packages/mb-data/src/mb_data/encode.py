@@ -256,25 +256,37 @@ Unit = tuple[bytes, npt.NDArray]
 
 def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]]:
     """Tokens of some documents; and a function giving one document's first text and tokens."""
-    text_bytes = sum(map(len, texts))
-    if job.splitter is None:
-        append = job.append_eod and job.bos is None
-        tokens, lengths = job.tokenizer.encode_documents(texts, append_eod=append)
-        bare = (tokens, lengths) if not append else (tokens, lengths - (lengths > 0))
-        starts = lengths.cumsum() - lengths
+    return _encode_whole(job, texts) if job.splitter is None else _encode_split(job, texts)
 
-        def unit(row: int) -> Unit:
-            start = int(starts[row])
-            return texts[row], bare[0][start : start + int(bare[1][row])]
 
-        sizes = lengths[lengths > 0]
-        empty = len(texts) - len(sizes)
-        if job.bos is not None:
-            tokens, sizes = _framed(job, tokens, sizes, np.ones(len(sizes), dtype=np.int64))
-        none = np.zeros(0, dtype=np.int32)
-        tokens = tokens.astype(job.dtype, copy=False)
-        return Tokens(tokens, sizes.astype(np.int32), none, len(sizes), empty, text_bytes), unit
+def _encode_whole(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]]:
+    """Encode each document as one sequence."""
+    append = job.append_eod and job.bos is None  # beside a bos it is _framed's
+    tokens, lengths = job.tokenizer.encode_documents(texts, append_eod=append)
+    starts = lengths.cumsum() - lengths
+    sizes = lengths[lengths > 0]
+    framed = tokens
+    if job.bos is not None:
+        framed, sizes = _framed(job, tokens, sizes, np.ones(len(sizes), dtype=np.int64))
 
+    def text(row: int) -> Unit:
+        start, size = int(starts[row]), int(lengths[row])
+        return texts[row], tokens[start : start + size - (append and size > 0)]
+
+    done = Tokens(
+        framed.astype(job.dtype, copy=False),
+        sizes.astype(np.int32),
+        counts=np.zeros(0, dtype=np.int32),
+        documents=len(sizes),
+        empty=len(texts) - len(sizes),
+        text_bytes=sum(map(len, texts)),
+    )
+    return done, text
+
+
+def _encode_split(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]]:
+    """Encode each sentence of a document as a sequence."""
+    assert job.splitter is not None
     split = [job.splitter(text.decode()) for text in texts]
     sentences = [sentence.encode() for document in split for sentence in document]
     tokens, lengths = job.tokenizer.encode_documents(sentences)
@@ -284,14 +296,6 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
     counts = np.bincount(document_of[kept], minlength=len(texts))
     counts = counts[counts > 0]
     framed, sizes = _framed(job, tokens, lengths[kept], counts)
-    done = Tokens(
-        framed.astype(job.dtype, copy=False),
-        sizes.astype(np.int32),
-        counts.astype(np.int32),
-        len(counts),
-        len(texts) - len(counts),
-        text_bytes,
-    )
 
     def first_sentence(row: int) -> Unit:
         sentence = int(np.searchsorted(document_of, row))
@@ -300,6 +304,14 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
         start = int(starts[sentence])
         return sentences[sentence], tokens[start : start + int(lengths[sentence])]
 
+    done = Tokens(
+        framed.astype(job.dtype, copy=False),
+        sizes.astype(np.int32),
+        counts=counts.astype(np.int32),
+        documents=len(counts),
+        empty=len(texts) - len(counts),
+        text_bytes=sum(map(len, texts)),
+    )
     return done, first_sentence
 
 

@@ -1,12 +1,16 @@
 """These tests run Triton kernels on CPU tensors; tests/test_interpreter.py starts them."""
 
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+# Under --import-mode=importlib a test module cannot see its neighbours.
+sys.path.insert(0, str(Path(__file__).parent))
 collect_ignore_glob = [] if _INTERPRETED else ["test_*.py"]
 
 

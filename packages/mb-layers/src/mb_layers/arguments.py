@@ -9,7 +9,14 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+
+def described(value: object) -> str:
+    """What an error says it got: a tensor's dtype and shape, anything else's type."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def at_least_1(**counts: Any) -> None:
@@ -42,7 +49,7 @@ def a_module(**modules: Any) -> None:
     """Check modules, given by the names of the arguments."""
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise ValueError(f"expected {name} to be a module, got a {type(module).__name__}")
+            raise ValueError(f"expected {name} to be a module, got {described(module)}")
 
 
 def several_names(names: Any) -> None:

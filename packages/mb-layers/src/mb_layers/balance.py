@@ -106,10 +106,10 @@ def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor
     """The counts [..., E] of all ranks. `reduce_counts` may change the tensor that it is given."""
     total = reduce_counts(counts.clone())
     if not isinstance(total, Tensor) or total.shape != counts.shape:
-        got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ValueError(
-            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got {got}; "
-            "torch.distributed.all_reduce adds up in place: return the tensor behind it"
+            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got "
+            f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
+            "the tensor behind it"
         )
     return total
 

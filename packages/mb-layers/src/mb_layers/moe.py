@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
+from mb_layers.arguments import a_module, described
 from mb_layers.balance import reduced, router_losses
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
-from mb_layers.router import Router, RouterOutput
+from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import to_plain
 
 
@@ -70,15 +71,15 @@ class MoELayer(nn.Module):
         super().__init__()
         if not isinstance(config, MoEConfig):
             raise ValueError(
-                f"expected a MoEConfig, got {type(config).__name__}; MegaBlocks' Arguments are for "
+                f"expected a MoEConfig, got {described(config)}; MegaBlocks' Arguments are for "
                 "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
             )
         self._check(config)
         is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         if not (dtype is None or is_wide):
             raise ValueError(f"expected a floating-point dtype of 16 bits or more, got {dtype!r}")
-        if not (router is None or isinstance(router, nn.Module)):
-            raise ValueError(f"expected a router that is a module, got {_described(router)}")
+        if router is not None:
+            a_module(router=router)
         if reduce_counts is not None and config.balance_over != "global_batch":
             raise ValueError(
                 f"expected reduce_counts=None with balance_over={config.balance_over!r}; "
@@ -168,13 +169,17 @@ class MoELayer(nn.Module):
         aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
         return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
 
+    def route(self, x: Tensor, *, mask: Tensor | None = None) -> RouterOutput:
+        """Return what the router chooses for x [..., D]; `mask` and ValueError as in forward."""
+        return self._route(*self._tokens(x, mask), None)
+
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         hidden = self.config.hidden_size
         is_matrix = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == hidden
         if not (is_matrix and x.is_floating_point()):
             raise ValueError(
-                f"expected floating-point x of shape [..., {hidden}], got {_described(x)}"
+                f"expected floating-point x of shape [..., {hidden}], got {described(x)}"
             )
         # A view of the same shape would be a node of autograd, and one more for y.
         x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
@@ -194,16 +199,13 @@ class MoELayer(nn.Module):
             if routing is not None:
                 options["expert_ids_TK"] = routing
             routed = self.router(x_TD, **options)
-        if isinstance(routing, RouterOutput) or not self._router_is_ours():
+        if isinstance(routing, RouterOutput) or not is_ours(self.router, "forward"):
             _check_routed(routed, x_TD.shape[0])
         if mask_T is None:
             return routed
         real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
         ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
         return replaced(routed, expert_ids_TK=ids_TK)
-
-    def _router_is_ours(self) -> bool:
-        return type(self.router).forward is Router.forward
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Add what every token gets, the output bias and the shared expert; padding stays 0."""
@@ -229,8 +231,7 @@ class MoELayer(nn.Module):
         routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
-        is_ours = self._router_is_ours()
-        has_our_probs = getattr(type(self.router), "scores", None) is Router.scores
+        has_probs_of_logits = is_ours(self.router, "forward", "scores")
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = reduced(counts_E, self.reduce_counts)
@@ -248,8 +249,8 @@ class MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=is_ours and has_our_probs and not isinstance(routing, RouterOutput),
-            ids_are_experts=is_ours and routing is None,
+            probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
+            ids_are_experts=is_ours(self.router, "forward") and routing is None,
         )
         aux_loss, *values = losses
         if not self.training:
@@ -265,7 +266,7 @@ def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
     if not counts or mask.shape != x.shape[:-1]:
         raise ValueError(
             f"expected a bool or integer mask of shape {tuple(x.shape[:-1])}, one value per token "
-            f"and nonzero for the real ones, got {_described(mask)}"
+            f"and nonzero for the real ones, got {described(mask)}"
         )
     return mask.reshape(-1).bool()
 
@@ -277,7 +278,7 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
     if not integers or expert_ids.shape != shape:
         raise ValueError(
             f"expected routing of int32 or int64 {shape}, the experts of each token, or a "
-            f"RouterOutput, got {_described(expert_ids)}"
+            f"RouterOutput, got {described(expert_ids)}"
         )
     return expert_ids.reshape(-1, top_k)
 
@@ -285,13 +286,12 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
 def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
     """Refuse what is no routing of these tokens."""
     if not isinstance(routed, RouterOutput):
-        raise ValueError(f"expected a router that returns a RouterOutput, got {_described(routed)}")
+        raise ValueError(f"expected a router that returns a RouterOutput, got {described(routed)}")
     for name in ("probs_TE", "logits_TE"):
         values = getattr(routed, name)
         if values is not None and values.shape[0] != num_tokens:
             raise ValueError(
-                f"expected a row of {name} for each of {num_tokens} tokens, got "
-                f"{_described(values)}"
+                f"expected a row of {name} for each of {num_tokens} tokens, got {described(values)}"
             )
     weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
     rows = num_tokens if token_ids is None else token_ids.numel()
@@ -299,14 +299,8 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
         what = "tokens" if token_ids is None else "entries of token_ids_N"
         raise ValueError(
             f"expected a row of expert_ids_TK and of weights_TK for each of {rows} {what}, got "
-            f"{_described(ids)} and {_described(weights)}"
+            f"{described(ids)} and {described(weights)}"
         )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 class dMoE(MoELayer):  # noqa: N801, the paper's name

@@ -26,9 +26,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from mb_layers.arguments import described
 from mb_layers.model import in_backward, moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
-from mb_layers.router import Router, RouterOutput
+from mb_layers.router import RouterOutput, is_ours
 
 Ids: TypeAlias = Any  # a tensor, or a NumPy array, which this package does not import
 
@@ -187,8 +188,7 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
         ids = torch.tensor(ids)  # a copy: the array may be read-only
     if not isinstance(ids, Tensor):
         raise ValueError(
-            f"expected the expert ids of {whose} as a tensor or an array, got a "
-            f"{type(ids).__name__}"
+            f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"
         )
     return ids.int() if ids.dtype in (torch.uint16, torch.uint32) else ids
 
@@ -238,7 +238,7 @@ class _Forced:
         # is about to run its router again, for the weights, and must draw the same noise: jitter
         # that differs would weigh these tokens' experts by other logits than those that chose them.
         with torch.no_grad(), _same_draws_again(layer, x.device):
-            own = layer._route(*layer._tokens(x, mask), None)
+            own = layer.route(x, mask=mask)
         _check_by_token(self.name, own)
         is_free = (routing < 0).all(dim=-1, keepdim=True)
         return torch.where(is_free, own.expert_ids_TK.view(shape), routing)
@@ -248,8 +248,7 @@ def _same_draws_again(layer: MoELayer, device: torch.device) -> AbstractContextM
     """Put the random streams back at the end, so that the next run of the router draws the same."""
     router = layer.router
     draws = router.training and layer.config.jitter_eps > 0
-    has_our_logits = getattr(type(router), "logits", None) is Router.logits
-    if layer._router_is_ours() and has_our_logits and not draws:
+    if is_ours(router, "forward", "logits") and not draws:
         return nullcontext()  # the compiler, and a CUDA graph, could not save the streams
     if device.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])

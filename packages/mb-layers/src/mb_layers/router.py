@@ -152,11 +152,9 @@ class Router(nn.Module):
 
     def _is_plain_softmax(self) -> bool:
         # A method: torch 2.11's compiler follows no property of a parent class.
-        config, kind = self.config, type(self)
+        config = self.config
         return (
-            kind.scores is Router.scores  # a subclass may do each step in its own way
-            and kind.choice is Router.choice
-            and kind.weights is Router.weights
+            is_ours(self, "scores", "choice", "weights")
             and config.score_function == "softmax"
             and config.num_expert_groups is None
             and not config.balancing_bias
@@ -232,6 +230,11 @@ class Router(nn.Module):
         )
 
 
+def is_ours(router: nn.Module, *methods: str) -> bool:
+    """Whether a router does these steps as `Router` does, not as a subclass or another module."""
+    return all(getattr(type(router), name, None) is getattr(Router, name) for name in methods)
+
+
 @torch.no_grad()
 def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rate: float) -> None:
     """Move the balancing bias one step: overloaded experts down by `rate`, the others up.
@@ -258,8 +261,10 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
     arguments.at_least_0(rate=rate)
     counts = tokens_per_expert_E
     if not isinstance(counts, Tensor) or counts.shape != bias_E.shape:
-        got = tuple(counts.shape) if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
-        raise ValueError(f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got {got}")
+        raise ValueError(
+            f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got "
+            f"{arguments.described(counts)}"
+        )
     counts_E = counts.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     bias_E += step_E - step_E.mean()

@@ -1,4 +1,4 @@
-"""Tokenizers by name, by file, and by Megatron's ``--tokenizer-type``.
+"""Tokenizers by name and by file.
 
 | given                                   | tokenizer                                         |
 |-----------------------------------------|---------------------------------------------------|
@@ -23,7 +23,6 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
 from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
-from mb_data.tokenizer.rank_files import from_megatron_ranks, from_tekken, from_tiktoken
+from mb_data.tokenizer.rank_files import from_tekken, from_tiktoken
 from mb_data.tokenizer.wordpiece import WordPiece
 
 BERT = "bert-base-uncased"
@@ -48,17 +47,6 @@ IN_DIRECTORY = (
     "tokenizer.model.v3",
     "spiece.model",
     "vocab.txt",
-)
-MEGATRON_TYPES = (
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
 )
 
 
@@ -159,88 +147,6 @@ def _first_pieces(name: str, pieces: int) -> int:
     return int(size)
 
 
-def megatron_tokenizer(
-    kind: str,
-    *,
-    vocab_file: str | os.PathLike[str] | None = None,
-    merge_file: str | os.PathLike[str] | None = None,
-    tokenizer_model: str | os.PathLike[str] | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int = 1000,
-    tiktoken_special_tokens: Sequence[str] | None = None,
-    num_extra_ids: int = 0,
-    eod_token: str | None = None,
-    engine: str = "auto",
-) -> Tokenizer:
-    """The tokenizer Megatron builds for ``--tokenizer-type`` and the flags beside it.
-
-    Without files ``GPT2BPETokenizer`` and ``BertWordPieceLowerCase`` are those in this package.
-    Raises ValueError for an unknown type or a file the type needs.
-    """
-    options: dict[str, Any] = {"engine": engine, "num_extra_ids": num_extra_ids}
-    options["eod_token"] = eod_token
-    if kind not in MEGATRON_TYPES:
-        raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")
-    embedded = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase") and vocab_file is None
-    if embedded and tokenizer_model is not None:
-        raise ValueError(
-            f"{kind} is read from --vocab-file, or is the one in this package without files; got "
-            f"--tokenizer-model {os.fspath(tokenizer_model)}"
-        )
-    if kind == "GPT2BPETokenizer":
-        if vocab_file is None and merge_file is None:
-            return load_tokenizer("gpt2", **options)
-        if vocab_file is None or merge_file is None:
-            raise ValueError(f"{kind} needs both --vocab-file and --merge-file, or neither")
-        files = (_there(vocab_file), _there(merge_file))
-        return load_tokenizer(os.pathsep.join(map(str, files)), **options)
-    if kind.startswith("BertWordPiece"):
-        if vocab_file is None:
-            if kind == "BertWordPieceLowerCase":
-                return load_tokenizer("bert-base-uncased", **options)
-            raise ValueError(f"{kind} needs --vocab-file")
-        lower_case = kind == "BertWordPieceLowerCase"
-        return load_tokenizer(vocab_file, lower_case=lower_case, **options)
-    if kind == "NullTokenizer":
-        if vocab_size is None:
-            raise ValueError(f"{kind} needs --vocab-size")
-        return load_tokenizer(f"null:{vocab_size}", **options)
-    if tokenizer_model is None:
-        raise ValueError(f"{kind} needs --tokenizer-model")
-    if kind == "TikTokenizer":
-        if tiktoken_pattern is None:
-            raise ValueError(f"{kind} needs --tiktoken-pattern, v1 or v2")
-        if eod_token is not None:
-            raise ValueError(f"{kind} ends documents with </s>; --eod-token is not for it")
-        name = os.fspath(tokenizer_model)
-        data = _read(Path(name))
-        settings: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "tiktoken_pattern": tiktoken_pattern,
-            "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-            "tiktoken_special_tokens": tiktoken_special_tokens,
-            "num_extra_ids": num_extra_ids,
-            "engine": engine,
-        }
-        fingerprint = hashlib.sha256(data).hexdigest()
-        tokenizer: Tokenizer = from_megatron_ranks(
-            name, Path(name), data, fingerprint=fingerprint, **settings
-        )
-        tokenizer.rebuild = partial(megatron_tokenizer, kind, tokenizer_model=name, **settings)
-        return tokenizer
-    if kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
-        tokenizer = load_tokenizer(tokenizer_model, **options)
-        tokenizer.prepend_bos = kind == "Llama2Tokenizer" or tokenizer.begins_with is not None
-        if tokenizer.begins_with is not None:
-            tokenizer.special["bos"] = tokenizer.begins_with
-        tokenizer.rebuild = partial(
-            megatron_tokenizer, kind, tokenizer_model=os.fspath(tokenizer_model), **options
-        )
-        return tokenizer
-    return load_tokenizer(tokenizer_model, add_roles=kind == "SentencePieceTokenizer", **options)
-
-
 def _find(name: str) -> list[Path]:
     """The vocabulary's file or files."""
     paths = _pair(name)
@@ -254,7 +160,7 @@ def _find(name: str) -> list[Path]:
     for path in paths:
         if not path.is_file():
             if path.parent != Path() or path.suffix or len(paths) > 1:
-                _there(path)
+                existing(path)
             near = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(
@@ -314,7 +220,7 @@ def _from_file(
     raise ValueError(f"tokenizer {path}: expected a .json, .model, .tiktoken or .txt file")
 
 
-def _there(path: str | os.PathLike[str]) -> Path:
+def existing(path: str | os.PathLike[str]) -> Path:
     if not os.path.isfile(path):
         raise FileNotFoundError(
             f"tokenizer {os.fspath(path)}: no such file; nothing is downloaded, so give a file or "
@@ -325,7 +231,7 @@ def _there(path: str | os.PathLike[str]) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    return _there(path).read_bytes()
+    return existing(path).read_bytes()
 
 
 def _embedded(file: str) -> str:

@@ -6,7 +6,6 @@ the same dtypes. Addresses are 64-bit: a tensor may have any number of elements.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -15,15 +14,13 @@ from torch import Tensor
 
 from mb_kernels.adamw.reference import advance
 from mb_kernels.language import tables as language
-from mb_kernels.runtime.launch import cdiv, launch
-from mb_kernels.runtime.tables import TENSORS, aligned, table
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.tables import Entry, batches
 
 # A block a program, in the order of memory: a step of 3.69 B weights with its norm takes one H200
 # 27.6 ms in fp32 and 19.3 with all but the weights in 16 bits; in blocks of 2048 28.0 and 19.9, in
 # twice the threads 27.6 and 20.1. Programs that walk through 32,768 numbers each cost 1.0 ms more.
 _BLOCK = 1024
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -119,46 +116,34 @@ def adamw_step(
 ) -> None:
     """Launch for tensors that the op has checked, all on one device."""
     rates = advance(steps, lr, betas, found_inf)
-    # By what a kernel is compiled for; within that in the order given.
-    alike: dict[tuple[Any, ...], list[list[int]]] = {}
     tensors = (weights, grads, exp_avgs, exp_avg_sqs, copies)
+    entries = []
     for place, (weight, grad, first, second, copy) in enumerate(zip(*tensors, strict=True)):
+        dtypes = (grad.dtype, first.dtype, None if copy is None else copy.dtype)
         given = (weight, grad, first, second, copy)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        if weight.numel():
-            kinds = (grad.dtype, first.dtype, None if copy is None else copy.dtype)
-            is_aligned = aligned([*addresses, weight.numel()])
-            alike.setdefault((*kinds, is_aligned), []).append([*addresses, weight.numel(), place])
-    for (*dtypes, is_aligned), rows in alike.items():
-        for begin in range(0, len(rows), TENSORS):
-            some = rows[begin : begin + TENSORS]
-            programs = [cdiv(row[5], _BLOCK) for row in some]
-            found = table(some, programs, weights[0].device)
-            launch(
-                adamw_kernel,
-                (sum(programs),),
-                found,
-                rates,
-                grad_scale,
-                found_inf,
-                1 - lr * weight_decay,
-                1 - betas[0],
-                betas[1],
-                1 - betas[1],
-                eps,
-                **_constants(*dtypes),
-                ALIGNED=is_aligned,
-                N=found.shape[1],
-                BLOCK=_BLOCK,
-            )
+        entries.append(Entry(dtypes, addresses, weight.numel(), (place,)))
+    for types, is_aligned, table, programs in batches(entries, _BLOCK, weights[0].device):
+        grad_type, moment_type, copy_type = types
+        launch(
+            adamw_kernel,
+            (programs,),
+            table,
+            rates,
+            grad_scale,
+            found_inf,
+            1 - lr * weight_decay,
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            GRAD=grad_type,
+            MOMENT=moment_type,
+            COPY=copy_type,
+            ALIGNED=is_aligned,
+            N=table.shape[1],
+            BLOCK=_BLOCK,
+        )
     # Autograd does not see the kernel's writes, so its version counters are raised here.
     written = (*weights, *exp_avgs, *exp_avg_sqs, *(copy for copy in copies if copy is not None))
     torch.autograd.graph.increment_version(written)
-
-
-def _constants(grad: torch.dtype, moment: torch.dtype, copy: torch.dtype | None) -> dict[str, Any]:
-    return {
-        "GRAD": _TYPES[grad],
-        "MOMENT": _TYPES[moment],
-        "COPY": None if copy is None else _TYPES[copy],
-    }

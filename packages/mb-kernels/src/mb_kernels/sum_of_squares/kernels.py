@@ -1,23 +1,19 @@
 """Triton kernel of ``mb_kernels.sum_of_squares``: a program adds up a run of one tensor."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.language import tables as language
-from mb_kernels.runtime.launch import cdiv, launch
-from mb_kernels.runtime.tables import TENSORS, aligned, table
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.tables import TYPES, Entry, batches
 from mb_kernels.sum_of_squares import reference
 
 # One H200, 3.7 B numbers in fp32 and bf16: 3.2 and 1.63 ms, 4.5 TB/s; torch's foreach_norm takes
 # 4.35 and 3.18. Blocks of 4096 are equal in 8 warps and slower in 4 (1.79); runs of 32,768 equal.
 _BLOCK = 2048
 _RUN = 8 * _BLOCK
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -49,31 +45,28 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     tensors = [_dense(x) for x in tensors if x.numel()]
     sums = [torch.zeros(1, dtype=torch.float32, device=device)]
-    alike: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+    entries = []
     for x in tensors:
-        if x.dtype in _TYPES:
-            row = [x.data_ptr(), x.numel()]
-            alike.setdefault((x.dtype, aligned(row)), []).append(row)
+        if x.dtype in TYPES:
+            entries.append(Entry((x.dtype,), [x.data_ptr()], x.numel()))
         else:
             sums.append(reference.sum_of_squares([x])[None])
-    for (dtype, is_aligned), rows in alike.items():
-        for begin in range(0, len(rows), TENSORS):
-            sums.append(_launch(dtype, is_aligned, rows[begin : begin + TENSORS], device))
+    for (dtype,), is_aligned, table, programs in batches(entries, _RUN, device):
+        sums.append(torch.empty(programs, dtype=torch.float32, device=device))
+        launch(
+            sum_of_squares_kernel,
+            (programs,),
+            table,
+            sums[-1],
+            TYPE=dtype,
+            ALIGNED=is_aligned,
+            N=table.shape[1],
+            RUN=_RUN,
+            BLOCK=_BLOCK,
+        )
     return torch.cat(sums).sum()
 
 
 def _dense(x: Tensor) -> Tensor:
     """Without gaps or repetitions: elements may lie in any order."""
     return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
-
-
-def _launch(
-    dtype: torch.dtype, is_aligned: bool, rows: list[list[int]], device: torch.device
-) -> Tensor:
-    """[programs] fp32 on the device."""
-    programs = [cdiv(row[1], _RUN) for row in rows]
-    sums = torch.empty(sum(programs), dtype=torch.float32, device=device)
-    found = table(rows, programs, device)
-    constants: dict[str, Any] = {"TYPE": _TYPES[dtype], "ALIGNED": is_aligned, "N": found.shape[1]}
-    launch(sum_of_squares_kernel, (len(sums),), found, sums, **constants, RUN=_RUN, BLOCK=_BLOCK)
-    return sums

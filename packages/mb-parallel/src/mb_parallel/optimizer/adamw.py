@@ -35,6 +35,7 @@ class AdamW(ShardedOptimizer):
             before any step.
         state_dtype: of both moments. bf16 halves their bytes and rounds stochastically.
         working_copies: 16-bit copies of fp32 parameters, written in the same pass.
+        group_defaults: for subclasses: what their groups hold besides, and its defaults.
 
     State: `exp_avg`, `exp_avg_sq`, `step`, torch's names; `master` for 16-bit parameters.
 
@@ -43,8 +44,6 @@ class AdamW(ShardedOptimizer):
     """
 
     _made_anew = ("master",)  # which torch's AdamW has not
-    # Defaults of what groups of a subclass hold besides.
-    _more_of_groups: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class AdamW(ShardedOptimizer):
         *,
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
+        group_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
@@ -68,7 +68,7 @@ class AdamW(ShardedOptimizer):
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**rates, **self._more_of_groups})
+        super().__init__(params, {**rates, **group_defaults})
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)

@@ -85,8 +85,6 @@ class Muon(AdamW):
             )
         self.ns_dtype = ns_dtype
         params = list(params)
-        self._more_of_groups = {"muon": False, "momentum": momentum, "ns_steps": ns_steps,
-                                "fused": ()}  # fmt: skip
         self._matrices: set[Tensor] = set()
         super().__init__(
             params,
@@ -96,6 +94,7 @@ class Muon(AdamW):
             weight_decay,
             state_dtype=state_dtype,
             working_copies=working_copies,
+            group_defaults={"muon": False, "fused": (), "momentum": momentum, "ns_steps": ns_steps},
         )
         if not any(isinstance(group, dict) for group in params):
             raise ValueError(

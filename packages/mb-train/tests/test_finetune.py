@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from mb_data import load_tokenizer
+from mb_parallel.testing import run_ranks
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
@@ -127,6 +128,14 @@ def test_it_learns_to_choose(bert, tmp_path, capsys):
         at = said.index(f" {count} questions of {tmp_path / name}:")
         accuracy = float(said[at + 1].removeprefix("  accuracy: "))
         assert accuracy > 0.9, said[at:]
+
+
+def load_on_one(rank, world_size, folder):
+    return rank == 0 and load_trained(folder, kinds=("bert",)).saved.iteration
+
+
+def test_one_rank_loads_a_model_without_the_others(bert):
+    assert run_ranks(load_on_one, 2, str(bert), timeout_s=60) == [0, False]
 
 
 def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatch, capsys):

@@ -168,6 +168,16 @@ def test_settled_flags_are_answered_in_one_note():
             r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
             r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",
         ),
+        (
+            "--zero-reduce-bucket-size 5e8 --ds-sequence-parallel-size 2 --curriculum-learning-x",
+            r"--zero-reduce-bucket-size .*: see --zero-stage.* --ds-sequence-parallel-size cannot "
+            r".*--sequence-parallel, rec.* --curriculum-learning-x .*no curriculum",
+        ),
+        (
+            "--train-weighted-split-paths-path x --kill-switch-path y",
+            r"--train-weighted-split-paths-path .*say --train-data-path.*--kill-switch-path .*"
+            r"SIGTERM",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):

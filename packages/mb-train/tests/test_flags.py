@@ -418,6 +418,7 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
     found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
     assert found == (top_k, renormalized, weight)
     assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+    assert any("2 experts for a token without" in note for note in line.notes) == (top_k == 2)
 
 
 def test_every_flag_for_experts_is_known_as_cores_megablocks_or_ours():

@@ -1,10 +1,14 @@
 """Fine-tuning on a user's file: the columns, the samples, and that it learns."""
 
+import contextlib
+import io
 import json
+import logging
 
 import pytest
 import torch
 from mb_data import load_tokenizer
+from mb_parallel.testing import run_ranks
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
@@ -127,6 +131,34 @@ def test_it_learns_to_choose(bert, tmp_path, capsys):
         at = said.index(f" {count} questions of {tmp_path / name}:")
         accuracy = float(said[at + 1].removeprefix("  accuracy: "))
         assert accuracy > 0.9, said[at:]
+
+
+def load_on_one(rank, world_size, folder):
+    return rank == 0 and load_trained(folder, kinds=("bert",)).saved.iteration
+
+
+def test_one_rank_loads_a_model_without_the_others(bert):
+    assert run_ranks(load_on_one, 2, str(bert), timeout_s=60) == [0, False]
+
+
+def finetune_on(rank, world_size, words):
+    """What torch's tensors complain of."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("torch.distributed.tensor").addHandler(handler)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(words) == 0
+    return said
+
+
+def test_ranks_that_are_joined_already_and_share_every_layer(bert, tmp_path):
+    file = tmp_path / "pairs.tsv"
+    write(file, "qqp", 4)
+    words = ["finetune", str(bert), "--task", "qqp", "--train-data", str(file), "--valid-data"]
+    words += [str(file), "--epochs", "1", "--micro-batch-size", "4", "--device", "cpu"]
+    words += ["--save", str(tmp_path / "out"), "--tensor-model-parallel-size", "2"]
+    words += ["--expert-model-parallel-size", "2"]
+    assert run_ranks(finetune_on, 2, words) == [[], []]
 
 
 def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatch, capsys):

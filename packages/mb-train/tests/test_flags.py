@@ -7,9 +7,11 @@ from dataclasses import fields
 
 import mb_train
 import pytest
+from mb_train.cli import main
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
+from mb_train.core_flags import CORES
 from mb_train.flags import Parser, build_parser, parse, resolve, without_effect
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
@@ -165,6 +167,16 @@ def test_settled_flags_are_answered_in_one_note():
             "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
             r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
             r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",
+        ),
+        (
+            "--zero-reduce-bucket-size 5e8 --ds-sequence-parallel-size 2 --curriculum-learning-x",
+            r"--zero-reduce-bucket-size .*: see --zero-stage.* --ds-sequence-parallel-size cannot "
+            r".*--sequence-parallel, rec.* --curriculum-learning-x .*no curriculum",
+        ),
+        (
+            "--train-weighted-split-paths-path x --kill-switch-path y",
+            r"--train-weighted-split-paths-path .*say --train-data-path.*--kill-switch-path .*"
+            r"SIGTERM",
         ),
     ],
 )
@@ -390,6 +402,9 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
         ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
         ("--num-experts 8 --moe-aux-loss-coeff 0.5", 2, True, 1.0),
+        ("--num-experts 8 --moe-router-score-function sigmoid", 2, True, 0.0),
+        ("--num-experts 8 --moe-shared-expert-overlap", 2, True, 0.0),
+        ("--num-experts 8 --moe-capacity-factor 2 --moe-jitter-eps 0.1", 1, False, 0.0),
         ("--num-experts 8 --moe-expert-capacity-factor 1.25", 2, True, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-router-pre-softmax", 2, False, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
@@ -403,6 +418,23 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
     found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
     assert found == (top_k, renormalized, weight)
     assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+    assert any("2 experts for a token without" in note for note in line.notes) == (top_k == 2)
+
+
+def test_every_flag_for_experts_is_known_as_cores_megablocks_or_ours():
+    """One of Core's that is missing among `CORES` would leave its scripts without their top-k."""
+    top_k = "--moe-top-k --moe-router-topk"  # one that is typed needs no default
+    megablocks = """
+        --moe-num-experts --moe-capacity-factor --moe-loss-weight --moe-lbl-in-fp32
+        --moe-jitter-eps --moe-use-megatron-switch --moe-expert-model-parallelism
+    """
+    theirs = {
+        name
+        for action in build_parser()._actions
+        for name in action.option_strings
+        if name.startswith("--moe-") and "(ours)" not in (action.help or "")
+    }
+    assert theirs - CORES == {*top_k.split(), *megablocks.split()}
 
 
 @pytest.mark.parametrize(
@@ -533,6 +565,22 @@ def test_the_printed_configuration_reads_back(tmp_path, name):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert resolve(parse(["--config", str(file)])) == config
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--moe-router-group-topk 2", "--moe-router-num-groups and --moe-router-group-topk toget"),
+        ("--moe-mlp-impl sparse", "--moe-ffn-hidden-size to be a multiple of 128"),
+    ],
+)
+def test_a_configuration_that_no_model_can_have_is_not_printed(typed, says, capsys):
+    for command in [], ["plan"]:
+        words = [*command, *RUN, "--moe-num-experts", "8", "--ffn-hidden-size", "64"]
+        assert main([*words, *typed.split(), "--print-config"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert says in err
 
 
 @pytest.mark.parametrize("text", ["\U0001f600 \u00e9\u4e2d", 'a"b\\c', "\x7f\x00\t\n\u2028", "x'y"])

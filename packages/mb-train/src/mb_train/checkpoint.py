@@ -50,7 +50,9 @@ class Progress:
     consumed_samples: int
 
 
-def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
+def load_checkpoint(
+    path: Path, model: Modules, optimizer: Optimizers, *, alone: bool = False
+) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
     Every tensor of the model must be there with its shape, and every tensor there must be used on
@@ -59,6 +61,7 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
     Args:
         model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
         optimizer: over the parameters of `model`, one or several.
+        alone: no other rank takes part, whatever process group there is; `model` is a whole one.
 
     Raises:
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
@@ -69,7 +72,7 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
 
     from mb_train.checkpoint_files import SafeReader
 
-    _check_sums(path)
+    _check_sums(path, alone=alone)
     reader = SafeReader(path)
     saved = reader.read_metadata().state_dict_metadata
     shapes: dict[str, tuple[int, ...]] = {}
@@ -89,10 +92,10 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
         _forget_state(model, optimizer, shapes)
     tensors = list(_tensors(model, optimizer))
     state = dict(tensors)
-    _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}), shapes)
+    _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone), shapes)
     with quiet():
         try:
-            dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
+            dcp.load(state, storage_reader=reader, no_dist=alone or world_size() == 1)
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
     with torch.no_grad():
@@ -188,9 +191,10 @@ def _forget_state(
                 one.state.pop(parameter, None)
 
 
-def _over_ranks(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _over_ranks(shapes: dict[str, tuple[int, ...]], *, alone: bool) -> dict[str, tuple[int, ...]]:
     """The tensors that all ranks together hold."""
-    return {name: size for one in of_all_ranks(shapes) for name, size in one.items()}
+    everyones = [shapes] if alone else of_all_ranks(shapes)
+    return {name: size for one in everyones for name, size in one.items()}
 
 
 def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -212,18 +216,19 @@ def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) 
     raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}.")
 
 
-def _check_sums(path: Path) -> None:
+def _check_sums(path: Path, *, alone: bool) -> None:
     """Compare the files with their checksums, every rank its share of them."""
     found: list[str] = []
+    here, ranks = (0, 1) if alone else (rank(), world_size())
     try:
         if (path / SUMS_FILE).is_file():
             sums = read_sums(path / SUMS_FILE)
-            found = damage(path, sums, sorted(sums)[rank() :: world_size()])
+            found = damage(path, sums, sorted(sums)[here::ranks])
         elif read_saved_run(path).format > 1:
             found = [f"{path / SUMS_FILE} is missing"]
     except (ValueError, OSError) as error:
         found = [str(error).rstrip(".")]
-    found = [line for one in of_all_ranks(found) for line in one]
+    found = found if alone else [line for one in of_all_ranks(found) for line in one]
     if found:
         raise CheckpointError(f"{'; '.join(dict.fromkeys(found))}.{_offer(path)}")
 

@@ -22,7 +22,6 @@ from mb_train.flags import parse, run_command, without_effect
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import LOG_FILE, PICTURE, recover
 from mb_train.starting import Start, command_line, plan
-from mb_train.toml_file import to_toml
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -122,7 +121,9 @@ def _train(arguments: list[str]) -> int:
     started = plan(command)
     config = started.config
     if command.print_config:
-        print(to_toml(config), end="")
+        from mb_train.tasks.architecture import checked_toml
+
+        print(checked_toml(config), end="")
         return 0
     leader = leads()
     if leader:

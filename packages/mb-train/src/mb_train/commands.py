@@ -13,7 +13,6 @@ from typing import Any
 from mb_train.finetune import finetune
 from mb_train.flags import Command, Parser, add_run, parse
 from mb_train.retrieval.commands import index, retrieve
-from mb_train.toml_file import to_toml
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -71,7 +70,9 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     planned = plan(command)
     config, start = planned.config, planned.start
     if command.print_config:
-        print(to_toml(config), end="")
+        from mb_train.tasks.architecture import checked_toml
+
+        print(checked_toml(config), end="")
         return 0
     import torch
 

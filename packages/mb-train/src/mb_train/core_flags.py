@@ -153,8 +153,20 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
 }
 
+_NOT_TRANSLATED = """
+    --expert-model-parallel-size --expert-tensor-parallel-size
+    --moe-ffn-hidden-size --moe-layer-freq --moe-input-jitter-eps --moe-apply-probs-on-input
+    --moe-router-score-function --moe-router-topk-scaling-factor --moe-router-num-groups
+    --moe-router-group-topk --moe-router-enable-expert-bias --moe-router-bias-update-rate
+    --moe-shared-expert-intermediate-size --moe-shared-expert-gate
+    --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-router-fusion
+    --moe-pad-expert-input-to-capacity --moe-per-layer-logging --moe-shared-expert-overlap
+    --overlap-moe-expert-parallel-comm --moe-enable-deepep --moe-deepep-num-sms
+    --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
+    --moe-enable-mori --moe-mori-max-tokens-per-rank
+"""
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
-_CORES = ("--moe-grouped-gemm", *(flag for flag in TRANSLATED if flag.startswith("--moe-")))
+CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
@@ -279,7 +291,7 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
     if TOPK in typed:
         return values["moe_top_k"]
-    cores = _is_whole(typed, values) and any(flag in typed for flag in _CORES)
+    cores = _is_whole(typed, values) and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 
 

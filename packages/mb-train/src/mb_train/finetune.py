@@ -20,7 +20,6 @@ from mb_train.config.data import TASKS
 from mb_train.flags import Parser, parse, resolve, without_effect
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import checkpoint_in, read_saved_run
-from mb_train.toml_file import to_toml
 
 # Besides the model: what its sequences and its vocabulary are.
 _KEPT = (
@@ -96,7 +95,9 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     said = command.values.keys()
     config = dataclasses.replace(config, **{n: lengths[n] for n in lengths.keys() - said})
     if command.print_config:
-        print(to_toml(config), end="")
+        from mb_train.tasks.architecture import checked_toml
+
+        print(checked_toml(config), end="")
         return 0
     for note in (*command.notes, *without_effect(command, config)) if leads() else ():
         print(f"note: {note}", flush=True)

@@ -22,7 +22,7 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import schedules
-from mb_train.core_flags import defaults_beside, spelled_out, summed_logits, two_moments
+from mb_train.core_flags import TOPK, defaults_beside, spelled_out, summed_logits, two_moments
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import nearest, wrong_flags
 from mb_train.settled import SETTLED, TRANSLATED, understood
@@ -244,6 +244,8 @@ def parse(
         values, named = {**from_file, **values}, named or file_recipe
     if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
+    if "moe_top_k" in beside and "moe_top_k" not in values:
+        notes.append(f"{beside['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 

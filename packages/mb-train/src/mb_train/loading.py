@@ -66,6 +66,8 @@ def load_trained(
 ) -> Trained:
     """Load the model of a run folder or an iteration folder.
 
+    One rank of several may do so without the others.
+
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
@@ -87,5 +89,5 @@ def load_trained(
         model = whole_model(
             config, vocab_size=saved.identity["padded_vocab_size"], compute_dtype=dtype
         )
-    load_checkpoint(checkpoint, model, None)
+    load_checkpoint(checkpoint, model, None, alone=True)
     return Trained(model.eval(), config, saved, checkpoint)

@@ -68,21 +68,23 @@ _REASONS: Mapping[str, str] = {
     "the layers are this library's": "--spec",
     "experts take the whole hidden state": "--moe-latent-size",
     "with more ranks than experts --expert-model-parallel-size cuts them": """
-        --expert-tensor-parallelism --moe-extended-tp
+        --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,
     "there is no context parallelism. Long sequences: --sequence-parallel, recompute": """
-        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank --ds-sequence-parallel-size
+        --force-ds-sequence-parallel
     """,
     "say --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "the optimizer stays on the GPUs: see --zero-stage": """
-        --optimizer-cpu-offload --optimizer-offload-*
+        --optimizer-cpu-offload --optimizer-offload-* --cpu-optimizer --cpu_torch_adam
+        --remote-device --use-pin-memory
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
         --cpu-offloading --fine-grained-activation-offloading --offload-modules
-        --min-offloaded-tensor-size
+        --min-offloaded-tensor-size --checkpoint-in-cpu
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
-        --iterations-to-skip --step-batch-size-schedule
+        --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
     """,
     "an evaluation is --eval-iters batches of --global-batch-size, of all validation data": """
         --full-validation --multiple-validation-sets --validation-set-names --start-eval-at-iter
@@ -109,9 +111,45 @@ _REASONS: Mapping[str, str] = {
     "say mb-train eval RUN FILE --task wikitext --stride": "--overlapping-eval",
     "see mb-train index and mb-train retrieve": "--qa-data-dev --qa-data-test --faiss-*",
     "DeepSpeed's settings are flags here: see --zero-stage, --fp16 and --bf16": """
-        --deepspeed --deepspeed_config
+        --deepspeed --deepspeed_config --deepspeed_mpi --deepscale --deepscale_config
+        --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size
+        --zero-allgather-bucket-size
     """,
-    "say --recompute-granularity": "--deepspeed-activation-checkpointing",
+    "say --recompute-granularity": """
+        --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
+        --synchronize-each-layer --profile-backward --split-transformers
+    """,
+    "say --recompute-num-layers": "--checkpoint-num-layers",
+    "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
+    "say --rotary-base": "--rotary-position-embeddings-theta",
+    "leave it out, attention always takes the fastest kernel of torch": """
+        --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
+    """,
+    "leave it out, the experts are this library's": "--use-tutel",
+    "a second expert is the next best: the choice has no noise but --moe-jitter-eps": """
+        --moe-top2-2nd-expert-sampling
+    """,
+    "any checkpoint loads on any number of ranks: say --load": "--universal-checkpoint",
+    "samples come in their shuffled order, all tokens of them: there is no curriculum": """
+        --curriculum-learning-* --data-efficiency-curriculum-learning --random-ltd
+    """,
+    "a model learns from texts, not from another model": """
+        --kd --kd-* --load-teacher --num-layers-teacher --num-attention-heads-teacher
+        --hidden-size-teacher --num-experts-teacher --teacher-model-config
+    """,
+    "weights are neither pruned nor rounded for a later use": "--compression-training",
+    "mb-train generate RUN writes texts": "--inference --ds-inference",
+    "say --train-data-path, --valid-data-path and --test-data-path": """
+        --train-weighted-split-paths* --valid-weighted-split-paths* --test-weighted-split-paths*
+    """,
+    "all targets count, but what --eod-mask-loss leaves out": """
+        --loss-on-targets-only --norm-target-loss --reweight-loss-based-on-position-frequency
+    """,
+    "say --exit-duration-in-mins, or send a SIGTERM, which saves": "--kill-switch-path",
+    "leave it out, what all ranks hold stays equal here": "--sync-tp-duplicated-parameters",
+    "leave it out, there is one kernel, which has no such constraints": """
+        --abort-on-unmet-fused-kernel-constraints
+    """,
     "leave it out, as --pipeline-model-parallel-size": "--no-pipeline-parallel",
     "lengths are in steps or in samples of --seq-length tokens: say --train-samples": """
         --train-tokens

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
@@ -108,8 +110,20 @@ def _whole(run: Run) -> nn.Module | None:
     for name, tensor in tensors_of(model, None).items():
         found = mine.get(name)
         if found is not None:
-            tensor.copy_(found.full_tensor() if is_dtensor(found) else found)
+            with _gathering():
+                tensor.copy_(found.full_tensor() if is_dtensor(found) else found)
         if pp is not None:
             owner = next(stage for stage, names in enumerate(held) if name in names)
             dist.broadcast(tensor, group=pp.get_group(), group_src=owner)
     return model
+
+
+@contextlib.contextmanager
+def _gathering() -> Generator[None]:
+    """Without torch's warning of several collectives for one tensor: here none of them adds up."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

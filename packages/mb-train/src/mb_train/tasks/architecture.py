@@ -8,6 +8,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.models.config import RopeScaling, TransformerConfig
 from mb_train.models.transformer import output_std
+from mb_train.toml_file import to_toml
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -53,6 +54,16 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
     )
+
+
+def checked_toml(config: TrainConfig) -> str:
+    """The configuration as `--print-config` prints it, if there is a model of it.
+
+    Raises:
+        ValueError: an activation or experts that mb_layers refuses.
+    """
+    transformer_config(config, vocab_size=1)  # whatever it will be
+    return to_toml(config)
 
 
 def expert_config(config: TrainConfig) -> MoEConfig | None:

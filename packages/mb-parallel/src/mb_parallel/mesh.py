@@ -29,8 +29,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import check_same, of_all_ranks, rank, world_size
+from mb_parallel.world import check_same, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -257,25 +255,6 @@ def keep_timeout(mesh: DeviceMesh) -> None:
             options = getattr(world._get_backend(device), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
-
-
-@contextmanager
-def refused_alike(mesh: ParallelMesh) -> Generator[None]:
-    """Within: what one pipeline stage refuses (ValueError) all refuse; every rank enters it.
-
-    Else the other stages would wait for this one.
-    """
-    problem = None
-    try:
-        yield
-    except ValueError as error:
-        problem = error
-    pp = mesh.axis("pp")
-    told = [] if pp is None else of_all_ranks(problem and str(problem), pp.get_group())
-    if problem is not None:
-        raise problem
-    for other in filter(None, told):
-        raise ValueError(other)
 
 
 def check_mesh(mesh: Any, model: nn.Module | None = None) -> None:

@@ -32,9 +32,9 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
-from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.experts import check_sequence_parallel
-from mb_parallel.world import check_same
+from mb_parallel.world import check_same, refused_alike
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
@@ -118,7 +118,7 @@ def parallelize_experts(
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     ep = mesh.axis("ep")
-    with refused_alike(mesh):
+    with refused_alike():
         if ep is not None:
             alike = _alike(
                 layers, dispatcher=dispatcher, sequence_parallel=sequence_parallel,

@@ -220,6 +220,22 @@ def test_arguments_that_differ_between_ranks_are_named():
         assert "rank 1: optimizers = ['AdamW']\n" in optimizers
 
 
+def _an_average(rank, world_size):
+    """Weights that were kept aside, and those after, put in the order that is returned."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    model = Model()
+    parallelize_experts(model, mesh)
+    w1, name = model.moes[1].experts.w1, "moes.1"
+    before = w1.full_tensor().clone()
+    (moved,) = rebalance_experts(model, {name: torch.arange(8.0, 0.0, -1.0) ** 2}, mesh)
+    assert not torch.equal(w1.full_tensor(), before)
+    return moved.layer == name and torch.equal(w1.full_tensor(), before[list(moved.order)])
+
+
+def test_the_new_order_is_told():
+    assert run_ranks(_an_average, 2, timeout_s=30.0) == [True, True]
+
+
 def _wrong_on_one(rank, world_size):
     mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
     model = Model()

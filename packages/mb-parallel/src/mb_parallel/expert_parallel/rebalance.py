@@ -43,11 +43,13 @@ class Rebalanced:
     Attributes:
         layer: its name in the model.
         before, after: load of the fullest rank, in units of an even share.
+        order: expert i is the one that was order[i].
     """
 
     layer: str
     before: float
     after: float
+    order: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -63,7 +65,9 @@ def rebalance_experts(
 
     Call it on every rank between two steps. What the model computes stays the same up to rounding.
     Counts by expert (`tokens_per_expert`) and recorded routing use the new numbers from then on.
-    The ranks exchange whole tensors, piece by piece, so call it only every few hundred steps.
+    Whatever else you keep by expert, an average of the weights for instance, has the old ones:
+    give it those of `Rebalanced.order`, or begin it anew. The ranks exchange whole tensors, piece
+    by piece, so call it only every few hundred steps.
 
     Layers are left as they are if an expert's number has a meaning there or cannot change: with
     groups of experts (`num_expert_groups`), uniform assignment, routers other than
@@ -122,7 +126,7 @@ def rebalance_experts(
                 if is_fsdp(module):
                     module.reshard()  # what an evaluation left gathered would stay as it was
             _renumber(layer, order_E, optimizers)
-            done.append(Rebalanced(name, before, after))
+            done.append(Rebalanced(name, before, after, tuple(order_E.tolist())))
     return done
 
 

@@ -254,6 +254,10 @@ def _wrong_on_one(rank, world_size):
     layer = Model(top_k=1 + (rank == 1))
     with pytest.raises(ValueError, match=r"rank 1: moes\.0\.top_k = 2"):
         parallelize_experts(layer, mesh)
+    with pytest.raises(ValueError, match="chunks to be an integer of at least 1, got 0"):
+        parallelize_experts(Model(), mesh, chunks=int(rank != 1))
+    with pytest.raises(ValueError, match="ParallelDims to be equal on all 4 ranks"):
+        ParallelDims(dp_shard=4 + (rank == 1)).build("cpu")
     return told
 
 

@@ -132,6 +132,8 @@ class ParallelDims:
         """
         device_type_name(device_type)
         ranks = world_size()
+        # This also finds a rank that is gone. Making groups would wait half an hour for it.
+        check_same(self, "ParallelDims")
         if ranks != self.world_size:
             raise ValueError(
                 f"Expected dp_replicate * dp_shard * tp * pp to be the number of ranks, {ranks}, "
@@ -141,8 +143,6 @@ class ParallelDims:
             )
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
-        # This also finds a rank that is gone. Making groups would wait half an hour for it.
-        check_same(self, "ParallelDims")
         self._warn_of_spread_nodes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)

@@ -29,6 +29,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import check_same, rank, world_size
+from mb_parallel.world import check_same, of_all_ranks, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -255,6 +257,26 @@ def keep_timeout(mesh: DeviceMesh) -> None:
             options = getattr(world._get_backend(device), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+@contextmanager
+def refused_alike(mesh: ParallelMesh) -> Generator[None]:
+    """Within: what one rank refuses (ValueError) all refuse; every rank of the mesh enters it.
+
+    Else the others would wait for this one. Within it a rank may wait for others only where they
+    refuse together, as those of a group do in `check_same`.
+    """
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = error
+    # A mesh of one process may be one rank's own, though there be others.
+    told = [] if mesh.dense is None else of_all_ranks(problem and str(problem))
+    if problem is not None:
+        raise problem
+    for other in filter(None, told):
+        raise ValueError(other)
 
 
 def check_mesh(mesh: Any, model: nn.Module | None = None) -> None:

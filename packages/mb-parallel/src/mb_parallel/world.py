@@ -182,25 +182,6 @@ def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return everyone
 
 
-@contextmanager
-def refused_alike() -> Generator[None]:
-    """Within: what one rank refuses (ValueError) all refuse; every rank of the world enters it.
-
-    Else the others would wait for this one. Within it a rank may wait for others only where they
-    refuse together, as those of a group do in `check_same`.
-    """
-    problem = None
-    try:
-        yield
-    except ValueError as error:
-        problem = error
-    told = of_all_ranks(problem and str(problem))
-    if problem is not None:
-        raise problem
-    for other in filter(None, told):
-        raise ValueError(other)
-
-
 def _carried(group: dist.ProcessGroup | None = None) -> torch.device:
     """The device whose tensors a group, None: the world's, can send: the host's if any can."""
     backends = dist.get_backend_config()

@@ -32,9 +32,9 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
-from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 from mb_parallel.tensor_parallel.experts import check_sequence_parallel
-from mb_parallel.world import check_same, refused_alike
+from mb_parallel.world import check_same
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
@@ -108,18 +108,18 @@ def parallelize_experts(
             layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
             by DDP or FSDP already.
     """
-    with refused_alike():
+    check_mesh(mesh, model)
+    with refused_alike(mesh):
         if dispatcher not in get_args(DispatcherName):
             known = ", ".join(get_args(DispatcherName))
             raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
         one_module(model)
-        check_mesh(mesh, model)
         at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
         above_0(timeout_s=timeout_s)
         rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     ep = mesh.axis("ep")
-    with refused_alike():
+    with refused_alike(mesh):
         if ep is not None:
             alike = _alike(
                 layers, dispatcher=dispatcher, sequence_parallel=sequence_parallel,

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor, is_fsdp
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
 from mb_parallel.shards import local, spread
-from mb_parallel.world import check_same, refused_alike
+from mb_parallel.world import check_same
 
 # Of a tensor that is gathered to be put in order: 1 GiB in fp32.
 _TOGETHER = 2**28
@@ -96,7 +96,7 @@ def rebalance_experts(
     one_module(model)
     check_mesh(mesh, model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
-    with refused_alike():
+    with refused_alike(mesh):
         optimizers = several_optimizers(optimizer)
         at_least_0(least_gain=least_gain)
         _check_counts(tokens_per_expert, layers)
@@ -106,7 +106,7 @@ def rebalance_experts(
         "least_gain": least_gain,
     }
     for axis in map(mesh.axis, ("dp", "tp")):  # else a rank would wait for others
-        with refused_alike():
+        with refused_alike(mesh):
             if axis is not None:
                 check_same(alike, "what rebalance_experts is given", group=axis.get_group())
     ranks, done = mesh.ep_size, []

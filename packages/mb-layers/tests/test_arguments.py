@@ -32,6 +32,10 @@ def lora(**options: Any) -> dMoE:
     return layer
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
+
+
 def rate(value: Any, counts: Any = None) -> torch.Tensor:
     router = dMoE(CONFIG).router
     update_balancing_bias(router, torch.arange(4) if counts is None else counts, rate=value)
@@ -69,6 +73,7 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("scalar aux_loss, got 0.5", lambda: aux(0.5, 1)),
     ("16 bits or more, got 'float32'", lambda: dMoE(PLAIN, dtype="float32")),
     (r"x of shape \[..., 16\], got a list", lambda: dMoE(PLAIN)([1.0])),
+    (r"got a nested tensor, of which \.values\(\)", lambda: dMoE(PLAIN)(nested())),
     ("model to be a module, got a list", lambda: collect([]).__enter__()),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 
 import pytest
@@ -125,6 +126,16 @@ def test_top1_renormalized_warns_at_the_callers_line() -> None:
         warnings.simplefilter("error")
         MoEConfig(**(GOOD | {"top_k": 1}))
         MoEConfig(**GOOD, renormalize=True)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    numpy = pytest.importorskip("numpy")
+    sizes = {name: numpy.int64(size) for name, size in GOOD.items()}
+    config = MoEConfig(**sizes, jitter_eps=numpy.float32(0.5), z_loss_weight=numpy.float64(0.1))
+    plain = MoEConfig(**GOOD, jitter_eps=0.5, z_loss_weight=0.1)
+    assert json.dumps(dataclasses.asdict(config)) == json.dumps(dataclasses.asdict(plain))
+    with pytest.raises(ValueError, match=r"num_experts to be int, got 2\.5 of type float"):
+        MoEConfig(**GOOD | {"num_experts": numpy.float64(2.5)})
 
 
 def test_config_is_frozen_and_comparable() -> None:

@@ -180,6 +180,17 @@ def test_tokens_of_another_shape_are_named() -> None:
             router(torch.zeros(shape))
 
 
+class _Widened(Router):
+    def choice(self, scores_TE, logits_TE, mask_T):
+        return torch.cat([scores_TE, scores_TE + 1], dim=1)
+
+
+def test_a_choice_has_a_number_for_each_expert() -> None:
+    router = _Widened(MoEConfig(**SIZES))
+    with pytest.raises(ValueError, match=r"a choice of shape \(3, 6\).*got \(3, 12\)"):
+        router(torch.ones(3, 48))
+
+
 def test_balancing_bias_evens_out_a_skewed_load() -> None:
     router = build(balancing_bias=True, score_function="sigmoid", num_experts=4, top_k=1)
     with torch.no_grad():

@@ -18,6 +18,13 @@ from tiny_models import BLOCKS, FAMILIES, build, moe_block, outputs_and_gradient
 GPT_OSS = "swiglu(alpha=1.702, limit=7.0, offset=1, interleaved)"
 
 
+def test_import_star_does_not_hide_the_real_transformers() -> None:
+    names: dict[str, object] = {}
+    exec("from mb_layers import *", names)
+    assert "dMoE" in names
+    assert "transformers" not in names
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)

@@ -121,6 +121,22 @@ def test_a_classifiers_losses_are_means_both(head: str) -> None:
         torch.testing.assert_close(outputs.loss, own + outputs.aux_loss)
 
 
+def test_answers_to_questions_give_the_losses_their_own_weight() -> None:
+    """An answer outside of the text has no loss of its own, and no part in the balance either."""
+    config = build("mixtral").config
+    model = transformers.AutoModelForQuestionAnswering.from_config(config).float().train()
+    arguments = {
+        "input_ids": torch.randint(3, 64, (2, 11)),
+        "start_positions": torch.tensor([3, 11]),
+        "end_positions": torch.tensor([5, 7]),
+        "num_items_in_batch": 6,
+    }
+    own = model(**arguments).loss
+    mb.swap_blocks(model)
+    outputs = model(**arguments)
+    torch.testing.assert_close(outputs.loss, own + 3 / 12 * outputs.aux_loss)
+
+
 def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
     """Through Trainer itself: accumulation over 4 moves the router as one batch of 4 does."""
     pytest.importorskip("accelerate")

@@ -365,6 +365,7 @@ def steps_too_early(rank, world_size, zero_stage):
     model(torch.ones(2, WIDTH)).sum().backward()
     for call in (
         optimizer.step,
+        torch.optim.AdamW(parameters).step,
         lambda: clip_and_step(optimizer, mesh=mesh),
         lambda: clip_grad_norm(parameters, 1.0, mesh),
     ):

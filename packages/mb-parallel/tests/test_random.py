@@ -17,6 +17,13 @@ from torch.utils.checkpoint import checkpoint
 CPU = torch.device("cpu")
 
 
+def test_import_star_does_not_hide_pythons_random():
+    names = {}
+    exec("from mb_parallel import *", names)
+    assert "ParallelMesh" in names
+    assert "random" not in names
+
+
 def test_seeds_differ_in_each_number_and_its_place():
     seeds = {
         mix(*numbers) for numbers in [(0,), (1,), (0, 0), (0, 1), (1, 0), (7, 3, 2), (7, 2, 3)]

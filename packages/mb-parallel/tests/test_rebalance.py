@@ -220,6 +220,55 @@ def test_arguments_that_differ_between_ranks_are_named():
         assert "rank 1: optimizers = ['AdamW']\n" in optimizers
 
 
+def _an_average(rank, world_size):
+    """Weights that were kept aside, and those after, put in the order that is returned."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    model = Model()
+    parallelize_experts(model, mesh)
+    w1, name = model.moes[1].experts.w1, "moes.1"
+    before = w1.full_tensor().clone()
+    (moved,) = rebalance_experts(model, {name: torch.arange(8.0, 0.0, -1.0) ** 2}, mesh)
+    assert not torch.equal(w1.full_tensor(), before)
+    return moved.layer == name and torch.equal(w1.full_tensor(), before[list(moved.order)])
+
+
+def test_the_new_order_is_told():
+    assert run_ranks(_an_average, 2, timeout_s=30.0) == [True, True]
+
+
+def _wrong_on_one(rank, world_size):
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
+    model = Model()
+    parallelize_experts(model, mesh)
+    counts = {"moes.0": torch.arange(1.0, 9.0)}
+    told = []
+    for wrong_counts, options in (
+        (counts, {"least_gain": 0.1}),
+        ({"moes.0": torch.ones(7)}, {}),
+        (counts, {"optimizer": "adamw"}),
+    ):
+        given = (wrong_counts, options) if rank == 1 else (counts, {})
+        with pytest.raises(ValueError, match="Expected") as got:
+            rebalance_experts(model, given[0], mesh, **given[1])
+        told.append(str(got.value))
+    layer = Model(top_k=1 + (rank == 1))
+    with pytest.raises(ValueError, match=r"rank 1: moes\.0\.top_k = 2"):
+        parallelize_experts(layer, mesh)
+    with pytest.raises(ValueError, match="chunks to be an integer of at least 1, got 0"):
+        parallelize_experts(Model(), mesh, chunks=int(rank != 1))
+    with pytest.raises(ValueError, match="ParallelDims to be equal on all 4 ranks"):
+        ParallelDims(dp_shard=4 + (rank == 1)).build("cpu")
+    return told
+
+
+def test_what_one_rank_refuses_all_refuse():
+    """Also ranks that share neither dp nor tp with it, which would wait for those that do."""
+    for gains, counts, optimizers in run_ranks(_wrong_on_one, 4, timeout_s=30.0):
+        assert "rank 1: least_gain = 0.1\n" in gains
+        assert "'moes.0' with 7 counts" in counts
+        assert "got str" in optimizers
+
+
 def test_where_numbers_mean_something_or_nothing_is_gained():
     assert run_ranks(_left_alone, 2) == [[True] * 4] * 2
 

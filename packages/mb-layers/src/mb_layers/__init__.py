@@ -17,6 +17,8 @@
 Hugging Face. `help(mb_layers.MoEConfig)` has every setting.
 """
 
+from types import ModuleType as _Module
+
 from mb_layers.config import MoEConfig as MoEConfig
 from mb_layers.dispatch import Dispatched as Dispatched
 from mb_layers.dispatch import LocalDispatcher as LocalDispatcher
@@ -50,3 +52,5 @@ from mb_layers.routers import SinkhornRouter as SinkhornRouter
 from mb_layers.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"
+# Without modules: `import *` would put one of ours in the place of the real `transformers`.
+__all__ = [n for n, v in globals().items() if n[0] != "_" and not isinstance(v, _Module)]

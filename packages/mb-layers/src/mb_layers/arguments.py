@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 def described(value: object) -> str:
     """What an error says it got: a tensor's dtype and shape, anything else's type."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor, of which .values() are the tokens of all sequences"
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

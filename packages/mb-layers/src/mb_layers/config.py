@@ -12,7 +12,8 @@ import difflib
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Literal, get_args
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
 from mb_kernels.activation import is_glu, parse
 
@@ -142,7 +143,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            value = _plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            _check_type(field.name, value, str(field.type))
         arguments.at_least_1(
             hidden_size=self.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
@@ -320,6 +323,14 @@ class MoEConfig:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own: NumPy's are equal to it, but json writes none of them."""
+    for kind, plain in ((Integral, int), (Real, float)):
+        if isinstance(value, kind):
+            return value if isinstance(value, bool) else plain(value)
+    return value
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:

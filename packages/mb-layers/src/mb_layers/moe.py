@@ -176,7 +176,8 @@ class MoELayer(nn.Module):
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         hidden = self.config.hidden_size
-        is_matrix = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == hidden
+        is_plain = isinstance(x, Tensor) and not x.is_nested
+        is_matrix = is_plain and x.dim() > 0 and x.shape[-1] == hidden
         if not (is_matrix and x.is_floating_point()):
             raise ValueError(
                 f"expected floating-point x of shape [..., {hidden}], got {described(x)}"

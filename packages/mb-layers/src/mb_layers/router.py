@@ -117,7 +117,7 @@ class Router(nn.Module):
                 no expert has weight 0 otherwise.
 
         Raises:
-            ValueError: tokens of another shape.
+            ValueError: tokens of another shape, or a subclass's choice of one.
         """
         config = self.config
         # Where slots are assigned uniformly, by whomever, their weights are those of the choice.
@@ -133,6 +133,11 @@ class Router(nn.Module):
                 scores_TE, probs_TE = self.scores(logits_TE)
                 if chooses:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
+                    if choice_TE.shape != scores_TE.shape:  # else ids of experts that are none
+                        raise ValueError(
+                            f"expected a choice of shape {tuple(scores_TE.shape)}, a number for "
+                            f"each expert, got {tuple(choice_TE.shape)}"
+                        )
                     ids_TK = mb_kernels.topk_ids(choice_TE, config.top_k)
                     weights_TK = self.weights(scores_TE.gather(1, ids_TK.long()))
                 else:
@@ -193,7 +198,10 @@ class Router(nn.Module):
         return torch.sigmoid(logits_TE), torch.softmax(F.logsigmoid(logits_TE), dim=-1)
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Return the scores plus bias, [T, E], by which the best K are chosen."""
+        """Return the scores plus bias, [T, E], by which the best K are chosen.
+
+        A subclass may return others, but not change these in place: weights are taken from them.
+        """
         if self.balancing_bias is not None:
             scores_TE = scores_TE + at_least_fp32(self.balancing_bias)
         if self.config.num_expert_groups is not None:

@@ -7,12 +7,15 @@ leave them to be added to the next step's.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mb_parallel.engines import is_fsdp
 
@@ -50,6 +53,7 @@ class GradientSync:
 
 def share_sync(model: nn.Module) -> None:
     """Let the model and its parameters, sharded already, have one `GradientSync`."""
+    _watch_optimizers()
     sync = GradientSync(model)
     for one in (model, *model.parameters()):
         setattr(one, _SYNC, sync)
@@ -59,6 +63,18 @@ def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
     """That of a model or a parameter, if `share_sync` was called."""
     sync = getattr(one, _SYNC, None)
     return sync if isinstance(sync, GradientSync) else None
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on, let every optimizer of torch refuse such gradients; this package's do anyway."""
+    register_optimizer_step_pre_hook(_refuse_apart)
+
+
+def _refuse_apart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            has_grad(parameter)
 
 
 def has_grad(parameter: Tensor) -> bool:

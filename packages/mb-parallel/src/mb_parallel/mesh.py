@@ -134,6 +134,8 @@ class ParallelDims:
         """
         device_type_name(device_type)
         ranks = world_size()
+        # This also finds a rank that is gone. Making groups would wait half an hour for it.
+        check_same(self, "ParallelDims")
         if ranks != self.world_size:
             raise ValueError(
                 f"Expected dp_replicate * dp_shard * tp * pp to be the number of ranks, {ranks}, "
@@ -143,8 +145,6 @@ class ParallelDims:
             )
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
-        # This also finds a rank that is gone. Making groups would wait half an hour for it.
-        check_same(self, "ParallelDims")
         self._warn_of_spread_nodes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)
@@ -261,17 +261,18 @@ def keep_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def refused_alike(mesh: ParallelMesh) -> Generator[None]:
-    """Within: what one pipeline stage refuses (ValueError) all refuse; every rank enters it.
+    """Within: what one rank refuses (ValueError) all refuse; every rank of the mesh enters it.
 
-    Else the other stages would wait for this one.
+    Else the others would wait for this one. Within it a rank may wait for others only where they
+    refuse together, as those of a group do in `check_same`.
     """
     problem = None
     try:
         yield
     except ValueError as error:
         problem = error
-    pp = mesh.axis("pp")
-    told = [] if pp is None else of_all_ranks(problem and str(problem), pp.get_group())
+    # A mesh of one process may be one rank's own, though there be others.
+    told = [] if mesh.dense is None else of_all_ranks(problem and str(problem))
     if problem is not None:
         raise problem
     for other in filter(None, told):

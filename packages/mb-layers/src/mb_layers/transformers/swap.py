@@ -95,7 +95,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     padding, pack sequences or sort them by length.
 
     Args:
-        model: a transformers model (or any module that holds such blocks and is called itself).
+        model: a transformers model (or any module that holds such blocks and is called itself). Not
+            its `.model`: the head that calls this one passes on no `aux_loss`.
         overrides: fields of `MoEConfig`, for every block.
 
     Returns:
@@ -220,7 +221,7 @@ class _LossOfForward:
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(model, args, kwargs) * aux_loss
+            outputs.loss = outputs.loss + _share(model, args, kwargs, outputs) * aux_loss
 
 
 def _refuse_router_logits(model: nn.Module) -> None:
@@ -235,12 +236,15 @@ def _refuse_router_logits(model: nn.Module) -> None:
             )
 
 
-def _share(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Tensor | float:
+def _share(model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor | float:
     """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
     items = kwargs.get("num_items_in_batch")
     if items is None or str(getattr(model, "loss_type", None)).endswith("Classification"):
         return 1.0  # classifiers take the number, and leave their loss a mean
     named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    if named.get("start_positions") is not None:  # of answers to questions, half a loss each
+        answers = torch.cat([named["start_positions"], named["end_positions"]])
+        return (answers < outputs.start_logits.shape[1]).sum() / (2 * items)
     shifted = named.get("shift_labels")
     labels = named["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items

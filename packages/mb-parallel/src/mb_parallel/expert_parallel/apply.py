@@ -108,14 +108,15 @@ def parallelize_experts(
             layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
             by DDP or FSDP already.
     """
-    if dispatcher not in get_args(DispatcherName):
-        known = ", ".join(get_args(DispatcherName))
-        raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
-    one_module(model)
     check_mesh(mesh, model)
-    at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
-    above_0(timeout_s=timeout_s)
-    rows = Rows(row_policy, row_budget)
+    with refused_alike(mesh):
+        if dispatcher not in get_args(DispatcherName):
+            known = ", ".join(get_args(DispatcherName))
+            raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
+        one_module(model)
+        at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
+        above_0(timeout_s=timeout_s)
+        rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     ep = mesh.axis("ep")
     with refused_alike(mesh):

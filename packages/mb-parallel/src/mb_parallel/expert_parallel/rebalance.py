@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor, is_fsdp
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
 from mb_parallel.shards import local, spread
 from mb_parallel.world import check_same
 
@@ -43,11 +43,13 @@ class Rebalanced:
     Attributes:
         layer: its name in the model.
         before, after: load of the fullest rank, in units of an even share.
+        order: expert i is the one that was order[i].
     """
 
     layer: str
     before: float
     after: float
+    order: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -63,7 +65,9 @@ def rebalance_experts(
 
     Call it on every rank between two steps. What the model computes stays the same up to rounding.
     Counts by expert (`tokens_per_expert`) and recorded routing use the new numbers from then on.
-    The ranks exchange whole tensors, piece by piece, so call it only every few hundred steps.
+    Whatever else you keep by expert, an average of the weights for instance, has the old ones:
+    give it those of `Rebalanced.order`, or begin it anew. The ranks exchange whole tensors, piece
+    by piece, so call it only every few hundred steps.
 
     Layers are left as they are if an expert's number has a meaning there or cannot change: with
     groups of experts (`num_expert_groups`), uniform assignment, routers other than
@@ -91,34 +95,20 @@ def rebalance_experts(
     """
     one_module(model)
     check_mesh(mesh, model)
-    optimizers = several_optimizers(optimizer)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
+    with refused_alike(mesh):
+        optimizers = several_optimizers(optimizer)
+        at_least_0(least_gain=least_gain)
+        _check_counts(tokens_per_expert, layers)
     alike = {
         "tokens_per_expert of": sorted(tokens_per_expert),
         "optimizers": [type(one).__name__ for one in optimizers],
         "least_gain": least_gain,
     }
     for axis in map(mesh.axis, ("dp", "tp")):  # else a rank would wait for others
-        if axis is not None:
-            check_same(alike, "what rebalance_experts is given", group=axis.get_group())
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
-    for name, counts_E in tokens_per_expert.items():
-        experts = layers[name].config.num_experts if name in layers else 0
-        given = counts_E.numel() if isinstance(counts_E, Tensor) else -1
-        if not experts or given < experts:
-            known = {n: layer.config.num_experts for n, layer in layers.items()}
-            got = type(counts_E).__name__ if given < 0 else f"{given} counts"
-            raise ValueError(
-                "Expected tokens_per_expert by the names of layers, a tensor of a count for each "
-                f"expert, of {known}, got {name!r} with {got}."
-            )
-        for parameter in layers[name].experts.parameters():
-            if parameter.shape[:1] != (experts,):
-                raise ValueError(
-                    f"Expected parameters of {experts} experts to be [{experts}, ...], got "
-                    f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
-                    "tokens_per_expert."
-                )
-    at_least_0(least_gain=least_gain)
+        with refused_alike(mesh):
+            if axis is not None:
+                check_same(alike, "what rebalance_experts is given", group=axis.get_group())
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
     for name, layer in layers.items():
@@ -136,8 +126,31 @@ def rebalance_experts(
                 if is_fsdp(module):
                     module.reshard()  # what an evaluation left gathered would stay as it was
             _renumber(layer, order_E, optimizers)
-            done.append(Rebalanced(name, before, after))
+            done.append(Rebalanced(name, before, after, tuple(order_E.tolist())))
     return done
+
+
+def _check_counts(
+    tokens_per_expert: Mapping[str, Tensor], layers: Mapping[str, MoE | dMoE]
+) -> None:
+    """Refuse counts of no layer, or of one whose experts cannot get new numbers."""
+    for name, counts_E in tokens_per_expert.items():
+        experts = layers[name].config.num_experts if name in layers else 0
+        given = counts_E.numel() if isinstance(counts_E, Tensor) else -1
+        if not experts or given < experts:
+            known = {n: layer.config.num_experts for n, layer in layers.items()}
+            got = type(counts_E).__name__ if given < 0 else f"{given} counts"
+            raise ValueError(
+                "Expected tokens_per_expert by the names of layers, a tensor of a count for each "
+                f"expert, of {known}, got {name!r} with {got}."
+            )
+        for parameter in layers[name].experts.parameters():
+            if parameter.shape[:1] != (experts,):
+                raise ValueError(
+                    f"Expected parameters of {experts} experts to be [{experts}, ...], got "
+                    f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
+                    "tokens_per_expert."
+                )
 
 
 def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:

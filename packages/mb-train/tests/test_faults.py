@@ -16,9 +16,10 @@ import mb_train.run
 import numpy as np
 import pytest
 import torch
+from mb_parallel.testing import run_ranks
 from mb_train import train as loop
 from mb_train.cli import main
-from mb_train.data import DataError, check_tokens
+from mb_train.data import DataError, _on_rank_zero_first, check_tokens
 from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
 from mb_train.sample_data import sample_corpus
@@ -359,6 +360,22 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert done > 4  # whose samples are looked at before the run begins
     assert f"After iteration {done}: Expected tokens below 512, the model's" in said
     assert f"got {token}: " in said
+
+
+def _unforeseen(rank, _):
+    def make():
+        raise KeyError("of a library's")
+
+    try:
+        _on_rank_zero_first(make)
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_other_ranks_do_not_wait_for_data_that_fails_unforeseen():
+    first, second = run_ranks(_unforeseen, 2, timeout_s=30)
+    assert first.startswith("KeyError")
+    assert second.startswith("RuntimeError: Making the data failed on rank 0: KeyError")
 
 
 def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):

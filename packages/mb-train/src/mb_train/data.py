@@ -232,14 +232,19 @@ def _on_rank_zero_first(make: Callable[[], T]) -> T:
     """Rank 0 makes the files, the others find them made; a failure on rank 0 fails all."""
     if world_size() == 1:
         return make()
-    result, failure = None, None
+    result = failure = told = None  # `told` is what the other ranks hear
     if rank() == 0:
         try:
             result = make()
         except (ValueError, OSError) as error:
-            failure = error
-    verdict = [failure]
+            failure = told = error
+        except Exception as error:  # unforeseen: rank 0 shows it, the others must not wait for it
+            said = f"Making the data failed on rank 0: {type(error).__name__}: {error}"
+            failure, told = error, RuntimeError(said)
+    verdict = [told]
     dist.broadcast_object_list(verdict, src=0)
+    if failure is not None:
+        raise failure
     if verdict[0] is not None:
         raise verdict[0]
     return make() if result is None else result

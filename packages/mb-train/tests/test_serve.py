@@ -333,7 +333,7 @@ def test_a_request_of_too_many_bytes_is_refused(client, monkeypatch):
     monkeypatch.setattr(served, "MOST_BYTES", 100)
     response = client.post("/v1/completions", content=b" " * 101)
     assert response.status_code == 413
-    assert "Expected a request of at most 100 bytes" in response.json()["error"]["message"]
+    assert "Expected a request of at most 100 bytes, got 101" in response.json()["error"]["message"]
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
 
 

@@ -5,8 +5,8 @@ lambada      the last word of each text: accuracy. JSON Lines with a "text" each
              the last token (Megatron's default).
 wikitext     WikiText-103's test file, its spaces around punctuation taken back: loss per token of
              ours, PPL, and PPL adjusted to the tokens that the file itself is made of.
-perplexity   any text, or JSON Lines (.jsonl, .json, .ndjson) with a "text" each: loss per token, PPL,
-             bits per byte.
+perplexity   any text, or JSON Lines (.jsonl, .json, .ndjson) with a "text" each: loss per token,
+             PPL, bits per byte.
 
 The last two move a window over the text by `stride` tokens and score what is new in it, each token
 once, the first of a text never. Where documents begin with a token of their own, texts do too.

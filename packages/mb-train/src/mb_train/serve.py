@@ -116,13 +116,16 @@ class _TooLargeError(ValueError):
 
 
 async def _body(http: Request) -> bytes:
-    """A request's body; one that is too large is not read to its end."""
+    """A request's body; of one that is too large nothing is kept."""
     parts, size = [], 0
-    async for part in http.stream():
+    async for part in http.stream():  # to its end: a client that still writes hears no answer
         size += len(part)
         if size > MOST_BYTES:
-            raise _TooLargeError(f"Expected a request of at most {MOST_BYTES:,} bytes, got more.")
-        parts.append(part)
+            parts.clear()
+        else:
+            parts.append(part)
+    if size > MOST_BYTES:
+        raise _TooLargeError(f"Expected a request of at most {MOST_BYTES:,} bytes, got {size:,}.")
     return b"".join(parts)
 
 

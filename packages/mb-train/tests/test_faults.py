@@ -362,6 +362,19 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert f"got {token}: " in said
 
 
+def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):
+    """A job's time is not longer for an index that takes minutes to build."""
+    begin = mb_train.run.Run.__init__
+
+    def slowly(*arguments):
+        time.sleep(0.6)
+        begin(*arguments)
+
+    monkeypatch.setattr(mb_train.run.Run, "__init__", slowly)
+    assert run("--train-iters", 2, "--exit-duration-in-mins", 0.01) == 0
+    assert "stopping at iteration 1: --exit-duration-in-mins 0.01" in capsys.readouterr().out
+
+
 def _unforeseen(rank, _):
     def make():
         raise KeyError("of a library's")

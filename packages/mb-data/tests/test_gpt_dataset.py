@@ -218,6 +218,21 @@ def test_pickled_dataset_maps_the_same_files(tmp_path, reads_pages_one_by_one):
     assert reads_pages_one_by_one(twin)
 
 
+def test_pickled_in_one_folder_read_in_another(tmp_path, monkeypatch):
+    """Where files of the same names may be."""
+    for folder, first in (("a", 10), ("b", 30)):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "d", [first, 40])
+    monkeypatch.chdir(tmp_path / "a")
+    indexed = IndexedDataset("d")
+    dataset = GPTDataset(indexed, range(2), seq_length=4, num_samples=8, seed=1)
+    want, frozen = dataset[0].tolist(), pickle.dumps((indexed, dataset))
+    monkeypatch.chdir(tmp_path / "b")
+    there, twin = pickle.loads(frozen)
+    assert there.sizes.tolist() == [10, 40]
+    assert twin[0].tolist() == want
+
+
 class TestBadInput:
     def test_no_tokens(self, tmp_path):
         write(tmp_path / "d", [5, 0, 0])

@@ -65,6 +65,13 @@ def test_validate_names_the_fault(prefix, capsys, offset, kind, value, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_token_that_is_no_number_is_outside_every_vocabulary(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "x", np.float32) as builder:
+        builder.add_document(np.array([1, np.nan, 2], np.float32))
+    assert validate(tmp_path / "x") == []
+    assert "token nan in sequence 0" in validate(tmp_path / "x", vocab_size=10)[0]
+
+
 def test_validate_more(prefix):
     assert (
         "token 50256 in sequence 1, the vocabulary has 50,000 ids"

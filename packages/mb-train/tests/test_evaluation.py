@@ -215,6 +215,9 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
     assert task_of("perplexity")(trained, plain, EvalOptions())["bytes"] == 9
     path = lines(tmp_path / "empty.jsonl", "", texts[0], " ")
     assert task_of("perplexity")(trained, path, EvalOptions()) == first
+    for name in ("one.ndjson", "one.JSONL"):  # what preprocessing takes for JSON Lines
+        path = lines(tmp_path / name, texts[0])
+        assert task_of("perplexity")(trained, path, EvalOptions()) == first
 
 
 def test_wrong_input_is_said(trained, tmp_path):

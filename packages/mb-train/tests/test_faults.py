@@ -16,11 +16,13 @@ import mb_train.run
 import numpy as np
 import pytest
 import torch
+from mb_parallel.testing import run_ranks
 from mb_train import train as loop
 from mb_train.cli import main
-from mb_train.data import DataError, check_tokens
+from mb_train.data import DataError, _on_rank_zero_first, check_tokens
 from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
+from mb_train.same_data import check_same_data
 from mb_train.sample_data import sample_corpus
 
 TINY = [
@@ -359,6 +361,51 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert done > 4  # whose samples are looked at before the run begins
     assert f"After iteration {done}: Expected tokens below 512, the model's" in said
     assert f"got {token}: " in said
+
+
+def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):
+    assert run("--train-iters", 2) == 0
+    for name, shape in (("shuffled", (-1, 64)), ("joined", (-1, 128))):
+        tokens = mb_data.IndexedDataset(data).tokens.reshape(shape)
+        with mb_data.IndexedDatasetBuilder(tmp_path / name, dtype=np.uint16) as builder:
+            for document in tokens[::-1] if name == "shuffled" else tokens:
+                builder.add_document(document)
+        assert go_on(run.folder, "--data-path", tmp_path / name, "--train-iters", 4) == 2
+        assert "files of the same sizes that begin with other" in capsys.readouterr().err
+    assert go_on(run.folder, "--train-iters", 3) == 0
+    (saved,) = run.folder.glob("iter_0000003/run.json")
+    about = json.loads(saved.read_text())
+    del about["data"]["begin_with"]  # as earlier versions had it
+    check_same_data(about["data"], about["data"] | {"begin_with": [1]}, print)
+
+
+def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):
+    """A job's time is not longer for an index that takes minutes to build."""
+    begin = mb_train.run.Run.__init__
+
+    def slowly(*arguments):
+        time.sleep(0.6)
+        begin(*arguments)
+
+    monkeypatch.setattr(mb_train.run.Run, "__init__", slowly)
+    assert run("--train-iters", 2, "--exit-duration-in-mins", 0.01) == 0
+    assert "stopping at iteration 1: --exit-duration-in-mins 0.01" in capsys.readouterr().out
+
+
+def _unforeseen(rank, _):
+    def make():
+        raise KeyError("of a library's")
+
+    try:
+        _on_rank_zero_first(make)
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_other_ranks_do_not_wait_for_data_that_fails_unforeseen():
+    first, second = run_ranks(_unforeseen, 2, timeout_s=30)
+    assert first.startswith("KeyError")
+    assert second.startswith("RuntimeError: Making the data failed on rank 0: KeyError")
 
 
 def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):

@@ -313,6 +313,30 @@ def test_a_request_waits_for_the_last_step_of_a_client_that_went_away(generator)
     assert slow.model.most == 1
 
 
+def test_a_long_text_is_encoded_beside_the_event_loop(generator):
+    threads = []
+
+    class Told(Letters):
+        def encode(self, text):
+            threads.append(threading.current_thread())
+            return super().encode(text)
+
+    telling = Generator.__new__(Generator)
+    telling.__dict__.update(generator.__dict__, tokenizer=Told())
+    asked = asyncio.run(Service(telling, "run").understand({"prompt": "ab", "max_tokens": 1}))
+    assert asked.prompts == [[97, 98]]
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+def test_a_request_of_too_many_bytes_is_refused(client, monkeypatch):
+    monkeypatch.setattr(served, "MOST_BYTES", 100)
+    response = client.post("/v1/completions", content=b" " * 101)
+    assert response.status_code == 413
+    assert "Expected a request of at most 100 bytes, got 101" in response.json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
+
+
 def test_what_serving_needs_is_named(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "mb_train.serve")
     monkeypatch.setitem(sys.modules, "uvicorn", None)

@@ -95,6 +95,14 @@ def test_the_advice_can_be_typed(finished, monkeypatch):
     assert command_line() == "torchrun --nnodes 2 --nproc_per_node 8 -m mb_train"
 
 
+def test_the_advice_for_a_folder_that_looks_like_a_flag(finished, monkeypatch, capsys, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder, tmp_path / "-x")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--load=-x", "--train-iters", "3"]) == 0
+    assert " --load ./-x\n" in capsys.readouterr().out
+
+
 def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
     folder, _ = finished
     monkeypatch.chdir(folder / "iter_0000002")

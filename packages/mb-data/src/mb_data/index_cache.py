@@ -199,7 +199,7 @@ def read_index_file(path: Path, key: Key | None = None, *, verify: bool = True) 
         if verify and zlib.crc32(_bytes_of(array)) != entry["crc32"]:
             raise DamagedIndexError(f"{path}: damaged index: array {entry['name']} is altered")
         arrays[entry["name"]] = array.reshape(shape)
-    return IndexArrays(arrays, path)
+    return IndexArrays(arrays, path.absolute())  # pickled as its path, see IndexedDataset
 
 
 def _reopen(path: Path) -> IndexArrays:

@@ -98,6 +98,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
+        # What it pickles as: a process in another folder has to open these files, not its own.
+        self._place = os.path.abspath(self.prefix)
         index = read_index(self.prefix)
         self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
 
@@ -202,7 +204,7 @@ class IndexedDataset:
         return found
 
     def __reduce__(self) -> tuple[Callable[..., IndexedDataset], tuple[type, str, bool]]:
-        return _reopen, (type(self), self.prefix, self._random is not None)
+        return _reopen, (type(self), self._place, self._random is not None)
 
     def __repr__(self) -> str:
         return (

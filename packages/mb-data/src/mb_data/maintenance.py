@@ -251,8 +251,9 @@ def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str
 def _tokens_outside(dataset: IndexedDataset, vocab_size: int) -> list[str]:
     for start in range(0, len(dataset.tokens), CHUNK):
         part = dataset.tokens[start : start + CHUNK]
-        if part.min() < 0 or part.max() >= vocab_size:
-            where = start + int(((part < 0) | (part >= vocab_size)).argmax())
+        # "Not inside" instead of "outside": of tokens in floating point some may be no numbers.
+        if not (part.min() >= 0 and part.max() < vocab_size):
+            where = start + int((~((part >= 0) & (part < vocab_size))).argmax())
             byte = where * dataset.dtype.itemsize
             sequence = int(np.searchsorted(dataset.pointers, byte, side="right")) - 1
             return [

@@ -196,7 +196,9 @@ def _close(config: TrainConfig, result: Result) -> None:
     print(f" picture              {_picture(folder)}")
     print(f" log                  {folder / LOG_FILE}")
     if result.checkpoint is not None:
-        print(f" go on with           {command_line('--load', str(folder))}")
+        # A name that begins with a dash would be taken for a flag.
+        path = f"./{folder}" if str(folder).startswith("-") else str(folder)
+        print(f" go on with           {command_line('--load', path)}")
 
 
 def _picture(folder: Path) -> str:

@@ -26,10 +26,10 @@ from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.config.data import weights_and_prefixes
+from mb_train.same_data import identity
 from mb_train.sample_data import sample_corpus
 from mb_train.signals import StopFlag
 from mb_train.tasks import Batch, Dataset, Task
-from mb_train.tasks.race import files_in
 
 T = TypeVar("T")
 
@@ -46,9 +46,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Data:
-    """Datasets of a run. `identity` tells this data from other when a run goes on: the size of its
-    token files, the weights of a blend, and how often the training passes through each source: the
-    last two decide the order."""
+    """Datasets of a run, and the `same_data.identity` of what they are made from."""
 
     train: Dataset
     valid: Dataset | None
@@ -111,20 +109,7 @@ def prepare_data(
     check_tokens(first, vocab_size)
     if not config.eval_iters:
         valid = test = None
-    return Data(train, valid, test, _identity(train, files, weights))
-
-
-def _identity(train: Dataset, files: list[Path], weights: list[float]) -> dict[str, Any]:
-    """See `Data`."""
-    inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
-    sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
-    passes = [source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)]
-    shares = [round(weight / sum(weights), 6) for weight in weights]
-    return {
-        "weights": shares if len(shares) > 1 else [],
-        "bin_bytes": list(map(_size, files)),
-        "epochs": passes,
-    }
+    return Data(train, valid, test, identity(train, files, weights))
 
 
 def check_files(config: TrainConfig) -> None:
@@ -222,23 +207,23 @@ def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) 
                 )
 
 
-def _size(path: Path) -> int:
-    """Bytes of a file, or of those that are read of a folder."""
-    return sum(file.stat().st_size for file in files_in(path))
-
-
 def _on_rank_zero_first(make: Callable[[], T]) -> T:
     """Rank 0 makes the files, the others find them made; a failure on rank 0 fails all."""
     if world_size() == 1:
         return make()
-    result, failure = None, None
+    result = failure = told = None  # `told` is what the other ranks hear
     if rank() == 0:
         try:
             result = make()
         except (ValueError, OSError) as error:
-            failure = error
-    verdict = [failure]
+            failure = told = error
+        except Exception as error:  # unforeseen: rank 0 shows it, the others must not wait for it
+            said = f"Making the data failed on rank 0: {type(error).__name__}: {error}"
+            failure, told = error, RuntimeError(said)
+    verdict = [told]
     dist.broadcast_object_list(verdict, src=0)
+    if failure is not None:
+        raise failure
     if verdict[0] is not None:
         raise verdict[0]
     return make() if result is None else result

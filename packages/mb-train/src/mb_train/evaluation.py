@@ -5,7 +5,8 @@ lambada      the last word of each text: accuracy. JSON Lines with a "text" each
              the last token (Megatron's default).
 wikitext     WikiText-103's test file, its spaces around punctuation taken back: loss per token of
              ours, PPL, and PPL adjusted to the tokens that the file itself is made of.
-perplexity   any text, or JSON Lines with a "text" each: loss per token, PPL, bits per byte.
+perplexity   any text, or JSON Lines (.jsonl, .json, .ndjson) with a "text" each: loss per token,
+             PPL, bits per byte.
 
 The last two move a window over the text by `stride` tokens and score what is new in it, each token
 once, the first of a text never. Where documents begin with a token of their own, texts do too.
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+from mb_data.sources import JSON_KINDS
 
 from mb_train import reporting
 from mb_train.loading import Trained
@@ -96,7 +99,7 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
 
 def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
     """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
-    lines = path.suffix in (".jsonl", ".json")
+    lines = path.suffix.lower() in JSON_KINDS
     texts = [t for _, t in _texts_of_lines(path)] if lines else [_text(path)]
     begin = beginning(trained.tokenizer)
     encoded = [[*begin, *trained.tokenizer.encode(text)] for text in texts]

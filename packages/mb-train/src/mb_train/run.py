@@ -42,6 +42,7 @@ from mb_train.reporting import (
     world_line,
 )
 from mb_train.run_log import RunLog, check_boards, open_boards
+from mb_train.same_data import check_same_data
 from mb_train.saver import Saver
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.signals import StopFlag
@@ -190,23 +191,7 @@ class Run:
         )  # fmt: skip
         if start is None or self.config.finetune:
             return data
-        before, now = start.saved.data, data.identity
-        if before.get("bin_bytes") != now["bin_bytes"]:
-            raise ValueError(
-                f"Expected the data this run began with, {before.get('bin_bytes')} bytes of .bin, "
-                f"got {now['bin_bytes']}. Give the same --data-path, or begin a new run with "
-                "--finetune."
-            )
-        if before.get("weights", now["weights"]) != now["weights"]:
-            self.say(
-                f" note: the data sets were drawn from by weights of {before['weights']} until "
-                f"now, by {now['weights']} from here on: other samples come, some a second time"
-            )
-        if before.get("epochs") != now["epochs"]:
-            self.say(
-                f" note: a run of this length passes {now['epochs']} times through its data, not "
-                f"{before.get('epochs')}: samples come in another order from here"
-            )
+        check_same_data(start.saved.data, data.identity, self.say)
         return data
 
     def _open_folder(self, start: Start | None) -> RunLog:

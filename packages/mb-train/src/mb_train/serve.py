@@ -6,14 +6,15 @@
 POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, temperature, top_p,
 n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them; GET /v1/models
 lists the model and GET /v1/models/NAME is its entry; GET /health answers. Prompt and max_tokens
-have to fit into the model's context together. What is wrong gets status 400, 404 or 405 and JSON
-that says what was expected. One request is computed at a time.
+have to fit into the model's context together. What is wrong gets status 400, 404, 405 or 413
+(more than 32 MiB) and JSON that says what was expected. One request is computed at a time.
 starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Mapping
 
@@ -27,6 +28,10 @@ from starlette.routing import Route
 from mb_train.completions import error
 from mb_train.generate import Generator
 from mb_train.service import Service
+
+# Of a request: as many prompts as one may have, of 256 kB each. Without a bound a client could fill
+# the memory.
+MOST_BYTES = 128 << 18
 
 
 class _Endpoints:
@@ -44,7 +49,9 @@ class _Endpoints:
 
     async def _completions(self, http: Request) -> Response:
         try:
-            asked = await self._service.understand(await http.json())
+            asked = await self._service.understand(json.loads(await _body(http)))
+        except _TooLargeError as wrong:
+            return _refusal(wrong, 413)
         except (ValueError, RecursionError) as wrong:  # JSON may be nested too deeply
             return _refusal(wrong, 400)
         except ClientDisconnect:  # before all of its request was here; nobody reads this
@@ -102,6 +109,24 @@ def serve(generator: Generator, name: str, *, host: str, port: int) -> None:
         place = f"[{host}]" if ":" in host else host
         print(f"listening at http://{place}:{listening.getsockname()[1]}/v1", flush=True)
         uvicorn.Server(uvicorn.Config(served, log_level="info")).run(sockets=[listening])
+
+
+class _TooLargeError(ValueError):
+    """A request of more than `MOST_BYTES`."""
+
+
+async def _body(http: Request) -> bytes:
+    """A request's body; of one that is too large nothing is kept."""
+    parts, size = [], 0
+    async for part in http.stream():  # to its end: a client that still writes hears no answer
+        size += len(part)
+        if size > MOST_BYTES:
+            parts.clear()
+        else:
+            parts.append(part)
+    if size > MOST_BYTES:
+        raise _TooLargeError(f"Expected a request of at most {MOST_BYTES:,} bytes, got {size:,}.")
+    return b"".join(parts)
 
 
 def _refusal(wrong: object, status: int, headers: Mapping[str, str] | None = None) -> Response:

@@ -47,7 +47,10 @@ class Service:
             ValueError: something that is wrong with it.
         """
         request = Request.of_json(content)
-        prompts = [self._generator.tokens_of(prompt) for prompt in request.prompts]
+        # A text of many MB takes seconds, in which others must be heard.
+        prompts = [
+            await self._computed(self._generator.tokens_of, prompt) for prompt in request.prompts
+        ]
         context, longest = self._generator.context, max(map(len, prompts))
         if longest + request.max_tokens > context:
             raise ValueError(

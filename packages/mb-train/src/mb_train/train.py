@@ -82,6 +82,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             been written but, perhaps, the sample corpus. Or the data is damaged further on.
         OSError: files that cannot be read or written.
     """
+    started = time.monotonic()
     notes: tuple[str, ...] = ()
     if start is None:
         found = plan_of(config)
@@ -103,7 +104,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         for line in (*recovered, *(f"note: {note}" for note in notes)):
             run.say(f" {line}")
         try:
-            return _loop(run, stop)
+            return _loop(run, stop, started)
         except DataError as error:
             # Of the next step's samples, or those of an evaluation.
             raise DataError(f"After iteration {run.progress.iteration}: {error}") from None
@@ -131,8 +132,12 @@ def _less_memory_named() -> Generator[None]:
         raise
 
 
-def _loop(run: Run, stop: StopFlag) -> Result:
-    """Step until the end, or until there is a reason to stop before it."""
+def _loop(run: Run, stop: StopFlag, started: float) -> Result:
+    """Step until the end, or until there is a reason to stop before it.
+
+    Args:
+        started: when the run was, by `time.monotonic`; its setting up is part of its duration.
+    """
     config, start, clock = run.config, run.progress, Clock(run.device)
     begun, reported = time.monotonic(), start.consumed_samples
     accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
@@ -150,7 +155,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
                 profiler.start()
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
-        stopped_by = _reason_to_stop(run, begun, stop)
+        stopped_by = _reason_to_stop(run, started, stop)
         at_end = stopped_by is not None or iteration == run.iterations
         if profiler.ends(iteration - start.iteration, stopping=at_end):
             with clock.paused():
@@ -169,7 +174,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
             evaluated_at = iteration
-            stopped_by = stopped_by or _reason_to_stop(run, begun, stop)
+            stopped_by = stopped_by or _reason_to_stop(run, started, stop)
         if config.save_interval and iteration % config.save_interval == 0:
             with clock.paused():
                 save(run)
@@ -302,13 +307,13 @@ def _how_far(run: Run, start: Progress, seconds: float) -> str:
     return f"iteration {done} of {run.iterations} is done, {long} left"
 
 
-def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
+def _reason_to_stop(run: Run, started: float, stop: StopFlag) -> str | None:
     """Why to save and stop before the end, agreed by all ranks."""
     config, iteration = run.config, run.progress.iteration
     if any_rank(bool(stop)):
         return stop.name or "a signal to another rank, or a failure of its data"
     limit, interval = config.exit_duration_in_mins, config.exit_interval
-    if limit is not None and any_rank(time.monotonic() - begun > 60 * limit):
+    if limit is not None and any_rank(time.monotonic() - started > 60 * limit):
         return f"--exit-duration-in-mins {limit:g}"
     if interval is not None and iteration % interval == 0 and iteration < run.iterations:
         return f"--exit-interval {interval}"

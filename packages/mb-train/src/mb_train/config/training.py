@@ -142,7 +142,7 @@ class TrainingFields:
         "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own"
     )
     exit_duration_in_mins: float | None = flag(
-        "save and stop after this many minutes", bounds=POSITIVE, on_load="own"
+        "save and stop this many minutes after the start", bounds=POSITIVE, on_load="own"
     )
     nan_limit: int = flag(
         "stop after this many steps in a row whose loss is not a number; 0 goes on (ours)", 10,

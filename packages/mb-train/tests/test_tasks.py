@@ -276,7 +276,8 @@ def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
         return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
 
     dims = ParallelDims(pp=2)
-    mesh = Mock(spec=ParallelMesh, dims=dims, pp_size=2, ep_size=1, all_reduce=all_reduce)
+    alone = {"dims": dims, "pp_size": 2, "ep_size": 1, "dense": None}
+    mesh = Mock(spec=ParallelMesh, **alone, all_reduce=all_reduce)
     balance = LoadBalance([model], config, mesh)
     balance.see({"tokens_per_expert": torch.ones(2, 4)})
     said = balance.update(1, torch.optim.SGD(model.parameters()))

@@ -17,7 +17,7 @@
 Hugging Face. `help(mb_layers.MoEConfig)` has every setting.
 """
 
-from types import ModuleType as _Module
+import types as _types
 
 from mb_layers.config import MoEConfig as MoEConfig
 from mb_layers.dispatch import Dispatched as Dispatched
@@ -53,4 +53,4 @@ from mb_layers.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"
 # Without modules: `import *` would put one of ours in the place of the real `transformers`.
-__all__ = [n for n, v in globals().items() if n[0] != "_" and not isinstance(v, _Module)]
+__all__ = [n for n, v in globals().items() if n[0] != "_" and not isinstance(v, _types.ModuleType)]

@@ -10,7 +10,7 @@ More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.pipeline_parallel`, 
 `.random` and `.testing`.
 """
 
-from types import ModuleType as _Module
+import types as _types
 
 # Public API
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
@@ -32,4 +32,4 @@ from mb_parallel.world import world_size as world_size
 
 __version__ = "0.1.0"
 # Without modules: `import *` would put one of ours in the place of the real `random`.
-__all__ = [n for n, v in globals().items() if n[0] != "_" and not isinstance(v, _Module)]
+__all__ = [n for n, v in globals().items() if n[0] != "_" and not isinstance(v, _types.ModuleType)]

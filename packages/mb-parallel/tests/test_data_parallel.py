@@ -371,8 +371,14 @@ def steps_too_early(rank, world_size, zero_stage):
     ):
         with pytest.raises(ValueError, match=r"Call set_gradient_sync\(model, True\) before"):
             call()
-    set_gradient_sync(model, True)
-    model(torch.ones(2, WIDTH)).sum().backward()
+
+    def last_micro_batch():
+        set_gradient_sync(model, True)
+        loss = model(torch.ones(2, WIDTH)).sum()
+        loss.backward()
+        return loss
+
+    torch.optim.SGD(parameters, lr=0.0).step(last_micro_batch)
     return float(clip_and_step(optimizer, mesh=mesh).grad_norm)
 
 

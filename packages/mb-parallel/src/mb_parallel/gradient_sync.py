@@ -71,7 +71,9 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_apart)
 
 
-def _refuse_apart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_apart(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    if any(map(callable, (*args, *kwargs.values()))):
+        return  # a closure computes gradients first, those of the last micro-batch perhaps
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             has_grad(parameter)

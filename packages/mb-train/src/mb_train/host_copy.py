@@ -22,8 +22,7 @@ class HostCopier:
     """Copies from one GPU to the host.
 
     Args:
-        threads: that copy at the same time, each with a buffer and a stream of its own. Memory that
-            is written for the first time is the limit of one: the kernel clears it page by page.
+        threads: that copy at the same time, each with a buffer and a stream of its own.
     """
 
     def __init__(self, threads: int) -> None:

@@ -42,7 +42,8 @@ from mb_train.run_folder import (
     withdraw,
 )
 
-# That fill a snapshot in host memory. One that first writes to memory has some 2 GB/s.
+# That fill a snapshot in host memory: 44 GB in 7.0 s beside one H100, other numbers were not tried
+# (benchmarks/results/2026-11-26-h100.md).
 _COPYING_THREADS = 8
 
 

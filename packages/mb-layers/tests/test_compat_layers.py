@@ -21,6 +21,7 @@ from mb_layers.compat.moe import (
     get_load_balancing_loss,
 )
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 SIZES = {
@@ -210,3 +211,36 @@ def test_weights_may_be_other_tensors_than_parameters() -> None:
         setattr(layer.get_submodule(module), last, view.view(p.shape))
     (grad,) = torch.autograd.grad(layer(x).sum(), flat)
     assert_close("gradient", grad, torch.cat([g.flatten() for g in expected]))
+
+
+def test_parts_are_neither_called_nor_watched() -> None:
+    """With FSDP2's hooks, which never ran, gradients were sums over the ranks."""
+    layer = build()
+    for part in (layer.router, layer.router.layer, layer.experts, layer.experts.mlp):
+        with pytest.raises(ValueError, match=r"call layer\(x\), or use mb_layers.dMoE"):
+            part(torch.randn(3, 16))
+        for register in (
+            part.register_forward_hook,
+            part.register_full_backward_pre_hook,
+            part.register_full_backward_hook,
+        ):
+            with pytest.raises(ValueError, match=r"fully_shard\(layer\)"):
+                register(lambda *args: None)
+
+
+def test_pruned_weights_are_set_in_every_pass() -> None:
+    """By a hook before the forward of a part, which is not called as such."""
+    layer = build(bias=False)
+    mlp = layer.experts.mlp
+    prune.random_unstructured(mlp, "w1", 0.5)
+    x = torch.randn(7, 16)
+    for _ in range(2):  # steps
+        layer(x).square().sum().backward()
+        with torch.no_grad():
+            for p in layer.parameters():
+                p -= p.grad
+                p.grad = None
+    twin = build(bias=False)
+    pruned = {n.removesuffix("_orig"): p for n, p in layer.named_parameters()}
+    twin.load_state_dict(pruned | {"experts.mlp.w1": mlp.w1_orig * mlp.w1_mask})
+    assert_close("y", layer(x), twin(x))

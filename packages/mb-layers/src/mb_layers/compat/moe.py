@@ -77,6 +77,33 @@ def batched_router_zloss(args: Arguments) -> Tensor | float:
     return args.moe_zloss_weight * torch.stack([z_loss(logits) for logits in _router_logits])
 
 
+class _Part(nn.Module):
+    """A part of a layer, which holds parameters and computes nothing.
+
+    Hooks that come before its forward run in each pass of the layer: with one pruning sets a
+    weight. The others are refused, because they wait for what never happens. With
+    `fully_shard(layer.experts)`, say, gradients were the sum over the ranks, not their mean.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            raise ValueError(
+                "expected the whole layer to be called, got a call of a part, which holds "
+                "parameters and computes nothing: call layer(x), or use mb_layers.dMoE"
+            )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "expected a hook of the whole layer, got one of a part, which holds parameters and "
+            "computes nothing: hook the layer, shard it as fully_shard(layer), or use "
+            "mb_layers.dMoE, whose parts compute"
+        )
+
+    register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+
+
 class _Layer(nn.Module):
     """MegaBlocks' names and returns around a `mb_layers` layer."""
 
@@ -94,7 +121,7 @@ class _Layer(nn.Module):
             *path, last = name.split(".")
             for part in path:
                 if part not in module._modules:
-                    module.add_module(part, nn.Module())
+                    module.add_module(part, _Part())
                 module = module.get_submodule(part)
             module.register_parameter(last, nn.Parameter(tensor))
         # Its weights come with each call: in a tuple it is no submodule.
@@ -118,6 +145,9 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
         (whole,) = self._whole
+        for part in self.modules():
+            if isinstance(part, _Part):
+                part()  # its hooks
         # As attributes: under a parametrization or FSDP1 they are no parameters of these names.
         theirs = {name: attrgetter(name)(self) for name in self._their_names}
         weights = translate(theirs, self._rules, self._names)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import compat
-from mb_layers.compat import from_megablocks, layer_from_arguments
+from mb_layers.compat import from_megablocks, layer_from_arguments, router
 from mb_layers.compat.arguments import Arguments, from_megatron
 from mb_layers.compat.dmoe import dMoE
 from mb_layers.compat.moe import (
@@ -19,6 +20,7 @@ from mb_layers.compat.moe import (
     clear_load_balancing_loss,
     clear_router_zloss,
     get_load_balancing_loss,
+    save_load_balancing_loss,
 )
 from torch import nn
 from torch.nn.utils import prune
@@ -115,6 +117,20 @@ def test_the_losses_of_a_step() -> None:
         ours.append(loss.item())
     with pytest.raises(ValueError, match="losses of 2 layers, got 0"):
         batched_load_balancing_loss(args)
+
+
+def test_the_lists_are_those_of_their_modules() -> None:
+    """The z-loss is in megablocks.layers.router; a layer of one's own saves what it has."""
+    layer = build(num_layers=2, moe_zloss_weight=0.1)
+    layer(torch.randn(6, 16))
+    assert router.batched_router_zloss(layer.args).shape == (1,)
+    router.clear_router_zloss()
+    with pytest.raises(ValueError, match="got none"):
+        batched_router_zloss(layer.args)
+    ((counts, scores),) = get_load_balancing_loss()
+    once = batched_load_balancing_loss(dataclasses.replace(layer.args, num_layers=1))
+    save_load_balancing_loss((counts, scores))
+    assert_close("loss", batched_load_balancing_loss(layer.args), once)
 
 
 def test_pipeline_stages_sum_to_the_whole() -> None:

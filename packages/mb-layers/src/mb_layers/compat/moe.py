@@ -31,6 +31,11 @@ _load_balancing: list[tuple[Tensor, Tensor]] = []
 _router_logits: list[Tensor] = []
 
 
+def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
+    """Collect (tokens_per_expert [E], scores [T, E]) of a pass of a layer of your own."""
+    _load_balancing.append(loss)
+
+
 def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
     """Return (tokens_per_expert [E], scores [T, E]) of each layer's pass since the last clear."""
     return _load_balancing
@@ -180,7 +185,7 @@ class _Layer(nn.Module):
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
         if self.args.moe_loss_weight > 0:
-            _load_balancing.append((counts_E, routed.probs_TE))
+            save_load_balancing_loss((counts_E, routed.probs_TE))
         if self.args.moe_zloss_weight > 0:
             _router_logits.append(at_least_fp32(routed.logits_TE))
 

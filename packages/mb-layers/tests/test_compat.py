@@ -94,6 +94,9 @@ def test_field_is_honoured(field: str, value: object, expected: dict) -> None:
         (nn.SiLU(), "silu", "swiglu"),
         (F.relu, "relu", "reglu"),
         (torch.relu, "relu", "reglu"),
+        (functools.partial(F.gelu), "gelu", "geglu"),
+        (functools.partial(F.silu), "silu", "swiglu"),
+        (functools.partial(F.relu, inplace=False), "relu", "reglu"),
     ],
 )
 def test_activations(activation_fn: object, mlp: str, glu: str) -> None:

@@ -14,7 +14,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -316,14 +316,16 @@ def _refuse(given: Arguments, dispatcher: TokenDispatcher | None) -> None:
 
 def _activation(activation_fn: Callable[[Tensor], Tensor], mlp_type: str) -> str:
     known: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
-    plain = known.get(activation_fn)
-    if isinstance(activation_fn, functools.partial) and activation_fn.func is F.gelu:
-        tanh = activation_fn.keywords.get("approximate", "none") == "tanh"
-        plain = "gelu_tanh" if tanh else "gelu"
-    if isinstance(activation_fn, nn.GELU):
-        plain = "gelu_tanh" if activation_fn.approximate == "tanh" else "gelu"
-    elif isinstance(activation_fn, (nn.SiLU, nn.ReLU)):
-        plain = "silu" if isinstance(activation_fn, nn.SiLU) else "relu"
+    function, options = activation_fn, {}
+    if isinstance(function, functools.partial) and not function.args:  # LLM Foundry makes them
+        function, options = function.func, function.keywords
+    plain = known.get(function) if isinstance(function, Hashable) else None
+    if plain == "gelu" and options.get("approximate") == "tanh":
+        plain = "gelu_tanh"
+    if isinstance(function, nn.GELU):
+        plain = "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    elif isinstance(function, (nn.SiLU, nn.ReLU)):
+        plain = "silu" if isinstance(function, nn.SiLU) else "relu"
     if plain is None:
         raise ValueError(
             f"activation_fn={activation_fn!r}: expected torch's gelu (exact or tanh), silu or "

@@ -370,6 +370,9 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     lacking = {name: t for name, t in state.items() if name != "experts.mlp.w1"}
     with pytest.raises(ValueError, match=r"got experts\.mlp\.w1 from one of ranks 0 and 1 alone"):
         from_megablocks([state, lacking], config)
+    other = state | {"experts.bias": state["experts.bias"] + 1}
+    with pytest.raises(ValueError, match=r"experts\.bias to be the same .* another on rank 1"):
+        from_megablocks([state, other], config)
 
 
 @pytest.mark.parametrize(

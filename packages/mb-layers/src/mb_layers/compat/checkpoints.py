@@ -20,6 +20,10 @@ from mb_layers.config import MoEConfig
 from mb_layers.moe import MoE, dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
 
+# What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
+# order round otherwise on each.
+_DRIFT = 0.05
+
 
 def from_megablocks(
     state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
@@ -182,9 +186,10 @@ def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> d
     merged = dict(states[0])
     for name in states[0]:
         last = name.rpartition(".")[2]
-        if "mlp." not in name or last not in ("w1", "v1", "w2"):
-            continue
         shards = [state[name] for state in states]
+        if "mlp." not in name or last not in ("w1", "v1", "w2"):
+            _check_alike(name, shards)
+            continue
         if shards[0].dim() == 2:  # dMoE: [E F, D]
             shards = [s.unflatten(0, (experts // expert_shards, -1)) for s in shards]
         features = 2 if states[0][name].dim() == 3 and last == "w1" else 1
@@ -195,3 +200,14 @@ def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> d
         whole = torch.cat(columns, dim=features)
         merged[name] = whole.flatten(0, 1) if states[0][name].dim() == 2 else whole
     return merged
+
+
+def _check_alike(name: str, copies: Sequence[Tensor]) -> None:
+    """Every rank has all of the router, the bias and the shared expert; rank 0's are used."""
+    first = copies[0].float()
+    for rank, copy in enumerate(copies):
+        if copy.shape != first.shape or (copy.float() - first).norm() > _DRIFT * first.norm():
+            raise ValueError(
+                f"expected {name} to be the same on every rank, got another on rank {rank} than on "
+                "rank 0: give the state dicts of one save of one layer"
+            )

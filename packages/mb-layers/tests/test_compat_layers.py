@@ -260,3 +260,8 @@ def test_pruned_weights_are_set_in_every_pass() -> None:
     pruned = {n.removesuffix("_orig"): p for n, p in layer.named_parameters()}
     twin.load_state_dict(pruned | {"experts.mlp.w1": mlp.w1_orig * mlp.w1_mask})
     assert_close("y", layer(x), twin(x))
+
+
+def test_expert_parallelism_is_said_to_be_of_our_layers() -> None:
+    with pytest.raises(ValueError, match="dispatcher= to layer_from_arguments"):
+        build(moe_expert_model_parallelism=True)

@@ -43,7 +43,7 @@ FIELDS = {
     "moe_loss_weight": "load_balancing_loss_weight",
     "moe_jitter_eps": "jitter_eps",
     "moe_lbl_in_fp32": "no effect: the loss is always in fp32",
-    "moe_expert_model_parallelism": "pass dispatcher=; refused without one",
+    "moe_expert_model_parallelism": "pass dispatcher= to layer_from_arguments; refused without one",
     "expert_parallel_group": "the dispatcher holds the group; refused without one",
     "moe_weight_parallelism": "refused: apply FSDP2's fully_shard to the layer",
     "weight_parallel_group": "refused: FSDP2 takes a device mesh",

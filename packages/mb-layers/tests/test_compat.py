@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers_oracle import assert_close
-from mb_layers import LocalDispatcher, MoE, dMoE
+from mb_layers import LocalDispatcher, MoE, MoEConfig, dMoE
 from mb_layers.compat import (
     FIELDS,
     config_from_arguments,
@@ -302,6 +302,26 @@ def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
     back = to_megablocks(from_megablocks(state, config), config, layer="MoE")
     for name, tensor in state.items():
         assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"score_function": "sigmoid"}, {}, "score_function='softmax', got 'sigmoid'"),
+        ({"routed_scaling_factor": 2.5}, {}, "routed_scaling_factor=1.0, got 2.5"),
+        ({"num_zero_experts": 2}, {}, "num_zero_experts=0, got 2"),
+        ({"weights_on_input": True}, {}, "weights_on_input=False, got True"),
+        ({"mlp_bias": True}, {}, "mlp_bias=False, got True"),
+        ({"activation": "swiglu(limit=7)"}, {}, "of the gate alone, got 'swiglu"),
+        ({}, {"layer": "MoE"}, "without a gate for MegaBlocks' MoE, got 'swiglu'"),
+        ({}, {"layer": "moe"}, "'dMoE' or 'MoE', got 'moe'"),
+    ],
+)
+def test_what_megablocks_does_not_compute_is_not_written(change, options, message) -> None:
+    """Its names and shapes would fit most of these."""
+    config = MoEConfig(hidden_size=D, ffn_hidden_size=WIDTH, num_experts=E, top_k=K, **change)
+    with pytest.raises(ValueError, match=message):
+        to_megablocks(dMoE(config).state_dict(), config, **options)
 
 
 def test_older_names_load_too() -> None:

@@ -10,9 +10,12 @@ Letters: E experts, D hidden, F expert ffn width.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from mb_kernels.activation import parse
 from torch import Tensor
 
 from mb_layers.compat.arguments import Layer
@@ -23,6 +26,19 @@ from mb_layers.state_dicts import Rule, translate, translate_back
 # What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
 # order round otherwise on each.
 _DRIFT = 0.05
+# What decides a layer's output and has no field in MegaBlocks' Arguments.
+_NOT_THEIRS = (
+    "score_function",
+    "routed_scaling_factor",
+    "num_expert_groups",
+    "balancing_bias",
+    "num_zero_experts",
+    "weights_on_input",
+    "router_bias",
+    "mlp_bias",
+    "shared_expert_gate",
+)
+_NO_SUCH = "MegaBlocks has no such layer, and would compute something else with these weights"
 
 
 def from_megablocks(
@@ -86,13 +102,35 @@ def to_megablocks(
             factor. MegaBlocks' MoE with moe_capacity_factor=0 is a dMoE here: say "MoE" for it.
 
     Raises:
-        ValueError: the layer has parameters that MegaBlocks' has not.
+        ValueError: the layer has parameters that MegaBlocks' has not, or computes with those it has
+            what MegaBlocks does not.
     """
-    names = their_names(config)
     if layer is None:
         layer = "dMoE" if config.capacity_factor is None else "MoE"
+    _check_theirs(config, layer)
+    names = their_names(config)
     back = translate_back(state, rules(names, config, layer=layer), names)
     return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
+
+
+def _check_theirs(config: MoEConfig, layer: str) -> None:
+    """Refuse a layer whose weights MegaBlocks would load and compute something else with."""
+    if layer not in ("dMoE", "MoE"):
+        raise ValueError(f"expected layer to be 'dMoE' or 'MoE', got {layer!r}")
+    if layer == "MoE" and config.is_glu:
+        raise ValueError(
+            f"expected an activation without a gate for MegaBlocks' MoE, got {config.activation!r}:"
+            " pass layer='dMoE', which has gates and drops no token"
+        )
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name in _NOT_THEIRS:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"expected {name}={defaults[name]!r}, got {value!r}: {_NO_SUCH}")
+    activation = parse(config.activation)
+    if min(activation.limit, activation.up_cap) < math.inf or activation.offset:
+        raise ValueError(
+            f"expected an activation of the gate alone, got {config.activation!r}: {_NO_SUCH}"
+        )
 
 
 def _target(config: MoEConfig) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import threading
 
 import pytest
 import torch
@@ -265,3 +266,26 @@ def test_pruned_weights_are_set_in_every_pass() -> None:
 def test_expert_parallelism_is_said_to_be_of_our_layers() -> None:
     with pytest.raises(ValueError, match="dispatcher= to layer_from_arguments"):
         build(moe_expert_model_parallelism=True)
+
+
+def test_two_threads_may_call_one_layer() -> None:
+    """The first returns while the second computes, unless the second waits for it."""
+    layer, x = build(return_bias=False).eval(), torch.randn(7, 16)
+    expected, results = layer(x), []
+    second = threading.Thread(target=lambda: results.append(layer(x)))
+    began, returned = threading.Event(), threading.Event()
+
+    def interleave(*args) -> None:
+        if threading.current_thread() is second:
+            began.set()
+            returned.wait()
+        else:
+            second.start()
+            began.wait(0.2)
+
+    layer._whole[0].router.register_forward_pre_hook(interleave)
+    assert torch.equal(layer(x), expected)
+    returned.set()
+    second.join()
+    (result,) = results
+    assert torch.equal(result, expected)

@@ -12,6 +12,8 @@ backward adds none.
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +31,7 @@ from mb_layers.tensors import at_least_fp32
 
 _load_balancing: list[tuple[Tensor, Tensor]] = []
 _router_logits: list[Tensor] = []
+_one_call = threading.RLock()
 
 
 def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
@@ -162,8 +165,10 @@ class _Layer(nn.Module):
             # parameter that does would be computed anew in its own backward pass, for ever.
             bias = weights["bias"].view_as(weights["bias"])
             weights["bias"] = torch.zeros_like(bias)
-        y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
-        routed = self._routed.pop()
+        # Another thread's call would put the weights back while this one computes.
+        with nullcontext() if torch.compiler.is_compiling() else _one_call:
+            y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
+            routed = self._routed.pop()
         if self.training:
             self._collect(routed, metrics["tokens_per_expert"])
         return y if bias is None else (y, bias)

@@ -403,6 +403,8 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         ({"moe_loss_weight": None}, "moe_loss_weight to be float, got None"),
         ({"moe_jitter_eps": 2.0}, "moe_jitter_eps < 1"),
         ({"bias": "False"}, "bias to be True or False, got 'False'"),
+        ({"moe_normalize_expert_weights": 3}, "set moe_normalize_expert_weights=False"),
+        ({"mlp_impl": "sparse", "shared_expert": True}, "mlp_impl='sparse', .*, bias=True; use"),
         ({"init_method": 0.02}, "init_method to be a function that fills a tensor, got 0.02"),
     ],
 )

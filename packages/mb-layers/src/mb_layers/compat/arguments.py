@@ -76,11 +76,13 @@ _THEIR_NAMES = {
     "num_experts": "moe_num_experts",
     "top_k": "moe_top_k",
     "capacity_factor": "moe_capacity_factor",
+    "renormalize": "moe_normalize_expert_weights",
     "renormalize_p": "moe_normalize_expert_weights",
     "jitter_eps": "moe_jitter_eps",
     "load_balancing_loss_weight": "moe_loss_weight",
     "z_loss_weight": "moe_zloss_weight",
     "uniform_assignment": "uniform_expert_assignment",
+    "shared_expert_bias": "bias",
     "saved_activation_bits": "quantize_rematerialize_num_bits",
 }
 

@@ -245,6 +245,26 @@ def test_parts_are_neither_called_nor_watched() -> None:
                 register(lambda *args: None)
 
 
+def test_wrapped_parts_are_refused() -> None:
+    """As DDP(layer.experts), say, whose gradients would stay those of this rank."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name: str):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:  # as FSDP1 and compiled modules do
+                return getattr(self.module, name)
+
+    layer = build()
+    layer.experts = Wrapper(layer.experts)
+    with pytest.raises(ValueError, match="expected experts as the layer made it, got Wrapper"):
+        layer(torch.randn(3, 16))
+
+
 def test_pruned_weights_are_set_in_every_pass() -> None:
     """By a hook before the forward of a part, which is not called as such."""
     layer = build(bias=False)

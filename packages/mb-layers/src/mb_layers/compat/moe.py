@@ -132,6 +132,7 @@ class _Layer(nn.Module):
                     module.add_module(part, _Part())
                 module = module.get_submodule(part)
             module.register_parameter(last, nn.Parameter(tensor))
+        self._part_names = tuple(n for n, part in self.named_modules() if isinstance(part, _Part))
         # Its weights come with each call: in a tuple it is no submodule.
         self._whole = (whole.to("meta"),)
         self._routed: list[RouterOutput] = []
@@ -153,9 +154,14 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
         (whole,) = self._whole
-        for part in self.modules():
-            if isinstance(part, _Part):
-                part()  # its hooks
+        for name in self._part_names:
+            part = self.get_submodule(name)
+            if not isinstance(part, _Part):
+                raise ValueError(
+                    f"expected {name} as the layer made it, got {type(part).__name__}: parts "
+                    "compute nothing, so DDP, FSDP and other wrappers go around the whole layer"
+                )
+            part()  # its hooks
         # As attributes: under a parametrization or FSDP1 they are no parameters of these names.
         theirs = {name: attrgetter(name)(self) for name in self._their_names}
         weights = translate(theirs, self._rules, self._names)

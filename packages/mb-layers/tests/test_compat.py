@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers_oracle import assert_close
-from mb_layers import LocalDispatcher, MoE, dMoE
+from mb_layers import LocalDispatcher, MoE, MoEConfig, dMoE
 from mb_layers.compat import (
     FIELDS,
     config_from_arguments,
@@ -94,6 +94,9 @@ def test_field_is_honoured(field: str, value: object, expected: dict) -> None:
         (nn.SiLU(), "silu", "swiglu"),
         (F.relu, "relu", "reglu"),
         (torch.relu, "relu", "reglu"),
+        (functools.partial(F.gelu), "gelu", "geglu"),
+        (functools.partial(F.silu), "silu", "swiglu"),
+        (functools.partial(F.relu, inplace=False), "relu", "reglu"),
     ],
 )
 def test_activations(activation_fn: object, mlp: str, glu: str) -> None:
@@ -301,6 +304,26 @@ def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
         assert torch.equal(back[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"score_function": "sigmoid"}, {}, "score_function='softmax', got 'sigmoid'"),
+        ({"routed_scaling_factor": 2.5}, {}, "routed_scaling_factor=1.0, got 2.5"),
+        ({"num_zero_experts": 2}, {}, "num_zero_experts=0, got 2"),
+        ({"weights_on_input": True}, {}, "weights_on_input=False, got True"),
+        ({"mlp_bias": True}, {}, "mlp_bias=False, got True"),
+        ({"activation": "swiglu(limit=7)"}, {}, "of the gate alone, got 'swiglu"),
+        ({}, {"layer": "MoE"}, "without a gate for MegaBlocks' MoE, got 'swiglu'"),
+        ({}, {"layer": "moe"}, "'dMoE' or 'MoE', got 'moe'"),
+    ],
+)
+def test_what_megablocks_does_not_compute_is_not_written(change, options, message) -> None:
+    """Its names and shapes would fit most of these."""
+    config = MoEConfig(hidden_size=D, ffn_hidden_size=WIDTH, num_experts=E, top_k=K, **change)
+    with pytest.raises(ValueError, match=message):
+        to_megablocks(dMoE(config).state_dict(), config, **options)
+
+
 def test_older_names_load_too() -> None:
     state = checkpoint(glu=True, shared=False)
     config = config_from_arguments(SMALL | {"mlp_type": "glu"})
@@ -367,6 +390,9 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     lacking = {name: t for name, t in state.items() if name != "experts.mlp.w1"}
     with pytest.raises(ValueError, match=r"got experts\.mlp\.w1 from one of ranks 0 and 1 alone"):
         from_megablocks([state, lacking], config)
+    other = state | {"experts.bias": state["experts.bias"] + 1}
+    with pytest.raises(ValueError, match=r"experts\.bias to be the same .* another on rank 1"):
+        from_megablocks([state, other], config)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +403,8 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         ({"moe_loss_weight": None}, "moe_loss_weight to be float, got None"),
         ({"moe_jitter_eps": 2.0}, "moe_jitter_eps < 1"),
         ({"bias": "False"}, "bias to be True or False, got 'False'"),
+        ({"moe_normalize_expert_weights": 3}, "set moe_normalize_expert_weights=False"),
+        ({"mlp_impl": "sparse", "shared_expert": True}, "mlp_impl='sparse', .*, bias=True; use"),
         ({"init_method": 0.02}, "init_method to be a function that fills a tensor, got 0.02"),
     ],
 )

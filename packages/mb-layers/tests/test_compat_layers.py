@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+import threading
 
 import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import compat
-from mb_layers.compat import from_megablocks, layer_from_arguments
+from mb_layers.compat import from_megablocks, layer_from_arguments, router
 from mb_layers.compat.arguments import Arguments, from_megatron
 from mb_layers.compat.dmoe import dMoE
 from mb_layers.compat.moe import (
@@ -19,8 +21,10 @@ from mb_layers.compat.moe import (
     clear_load_balancing_loss,
     clear_router_zloss,
     get_load_balancing_loss,
+    save_load_balancing_loss,
 )
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 SIZES = {
@@ -114,6 +118,20 @@ def test_the_losses_of_a_step() -> None:
         ours.append(loss.item())
     with pytest.raises(ValueError, match="losses of 2 layers, got 0"):
         batched_load_balancing_loss(args)
+
+
+def test_the_lists_are_those_of_their_modules() -> None:
+    """The z-loss is in megablocks.layers.router; a layer of one's own saves what it has."""
+    layer = build(num_layers=2, moe_zloss_weight=0.1)
+    layer(torch.randn(6, 16))
+    assert router.batched_router_zloss(layer.args).shape == (1,)
+    router.clear_router_zloss()
+    with pytest.raises(ValueError, match="got none"):
+        batched_router_zloss(layer.args)
+    ((counts, scores),) = get_load_balancing_loss()
+    once = batched_load_balancing_loss(dataclasses.replace(layer.args, num_layers=1))
+    save_load_balancing_loss((counts, scores))
+    assert_close("loss", batched_load_balancing_loss(layer.args), once)
 
 
 def test_pipeline_stages_sum_to_the_whole() -> None:
@@ -210,3 +228,84 @@ def test_weights_may_be_other_tensors_than_parameters() -> None:
         setattr(layer.get_submodule(module), last, view.view(p.shape))
     (grad,) = torch.autograd.grad(layer(x).sum(), flat)
     assert_close("gradient", grad, torch.cat([g.flatten() for g in expected]))
+
+
+def test_parts_are_neither_called_nor_watched() -> None:
+    """With FSDP2's hooks, which never ran, gradients were sums over the ranks."""
+    layer = build()
+    for part in (layer.router, layer.router.layer, layer.experts, layer.experts.mlp):
+        with pytest.raises(ValueError, match=r"call layer\(x\), or use mb_layers.dMoE"):
+            part(torch.randn(3, 16))
+        for register in (
+            part.register_forward_hook,
+            part.register_full_backward_pre_hook,
+            part.register_full_backward_hook,
+        ):
+            with pytest.raises(ValueError, match=r"fully_shard\(layer\)"):
+                register(lambda *args: None)
+
+
+def test_wrapped_parts_are_refused() -> None:
+    """As DDP(layer.experts), say, whose gradients would stay those of this rank."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name: str):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:  # as FSDP1 and compiled modules do
+                return getattr(self.module, name)
+
+    layer = build()
+    layer.experts = Wrapper(layer.experts)
+    with pytest.raises(ValueError, match="expected experts as the layer made it, got Wrapper"):
+        layer(torch.randn(3, 16))
+
+
+def test_pruned_weights_are_set_in_every_pass() -> None:
+    """By a hook before the forward of a part, which is not called as such."""
+    layer = build(bias=False)
+    mlp = layer.experts.mlp
+    prune.random_unstructured(mlp, "w1", 0.5)
+    x = torch.randn(7, 16)
+    for _ in range(2):  # steps
+        layer(x).square().sum().backward()
+        with torch.no_grad():
+            for p in layer.parameters():
+                p -= p.grad
+                p.grad = None
+    twin = build(bias=False)
+    pruned = {n.removesuffix("_orig"): p for n, p in layer.named_parameters()}
+    twin.load_state_dict(pruned | {"experts.mlp.w1": mlp.w1_orig * mlp.w1_mask})
+    assert_close("y", layer(x), twin(x))
+
+
+def test_expert_parallelism_is_said_to_be_of_our_layers() -> None:
+    with pytest.raises(ValueError, match="dispatcher= to layer_from_arguments"):
+        build(moe_expert_model_parallelism=True)
+
+
+def test_two_threads_may_call_one_layer() -> None:
+    """The first returns while the second computes, unless the second waits for it."""
+    layer, x = build(return_bias=False).eval(), torch.randn(7, 16)
+    expected, results = layer(x), []
+    second = threading.Thread(target=lambda: results.append(layer(x)))
+    began, returned = threading.Event(), threading.Event()
+
+    def interleave(*args) -> None:
+        if threading.current_thread() is second:
+            began.set()
+            returned.wait()
+        else:
+            second.start()
+            began.wait(0.2)
+
+    layer._whole[0].router.register_forward_pre_hook(interleave)
+    assert torch.equal(layer(x), expected)
+    returned.set()
+    second.join()
+    (result,) = results
+    assert torch.equal(result, expected)

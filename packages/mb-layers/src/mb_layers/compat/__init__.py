@@ -3,8 +3,9 @@
     layer = layer_from_arguments(Arguments(hidden_size=1024, ...))   # or a dict, or a namespace
     layer.load_state_dict(from_megablocks(checkpoint, layer.config))
 
-`mb_layers.compat.dmoe`, `.moe` and `.arguments` stand in for `megablocks.layers.dmoe`, `.moe` and
-`.arguments`: the same calls, parameter names and returns, losses collected in a list as there.
+`mb_layers.compat.dmoe`, `.moe`, `.router` and `.arguments` stand in for the modules of these names
+in `megablocks.layers`: the same calls, parameter names and returns, losses collected in a list as
+there.
 """
 
 from mb_layers.compat.arguments import FIELDS as FIELDS

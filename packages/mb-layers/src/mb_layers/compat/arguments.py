@@ -14,7 +14,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,7 @@ FIELDS = {
     "moe_loss_weight": "load_balancing_loss_weight",
     "moe_jitter_eps": "jitter_eps",
     "moe_lbl_in_fp32": "no effect: the loss is always in fp32",
-    "moe_expert_model_parallelism": "pass dispatcher=; refused without one",
+    "moe_expert_model_parallelism": "pass dispatcher= to layer_from_arguments; refused without one",
     "expert_parallel_group": "the dispatcher holds the group; refused without one",
     "moe_weight_parallelism": "refused: apply FSDP2's fully_shard to the layer",
     "weight_parallel_group": "refused: FSDP2 takes a device mesh",
@@ -76,11 +76,13 @@ _THEIR_NAMES = {
     "num_experts": "moe_num_experts",
     "top_k": "moe_top_k",
     "capacity_factor": "moe_capacity_factor",
+    "renormalize": "moe_normalize_expert_weights",
     "renormalize_p": "moe_normalize_expert_weights",
     "jitter_eps": "moe_jitter_eps",
     "load_balancing_loss_weight": "moe_loss_weight",
     "z_loss_weight": "moe_zloss_weight",
     "uniform_assignment": "uniform_expert_assignment",
+    "shared_expert_bias": "bias",
     "saved_activation_bits": "quantize_rematerialize_num_bits",
 }
 
@@ -316,14 +318,16 @@ def _refuse(given: Arguments, dispatcher: TokenDispatcher | None) -> None:
 
 def _activation(activation_fn: Callable[[Tensor], Tensor], mlp_type: str) -> str:
     known: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
-    plain = known.get(activation_fn)
-    if isinstance(activation_fn, functools.partial) and activation_fn.func is F.gelu:
-        tanh = activation_fn.keywords.get("approximate", "none") == "tanh"
-        plain = "gelu_tanh" if tanh else "gelu"
-    if isinstance(activation_fn, nn.GELU):
-        plain = "gelu_tanh" if activation_fn.approximate == "tanh" else "gelu"
-    elif isinstance(activation_fn, (nn.SiLU, nn.ReLU)):
-        plain = "silu" if isinstance(activation_fn, nn.SiLU) else "relu"
+    function, options = activation_fn, {}
+    if isinstance(function, functools.partial) and not function.args:  # LLM Foundry makes them
+        function, options = function.func, function.keywords
+    plain = known.get(function) if isinstance(function, Hashable) else None
+    if plain == "gelu" and options.get("approximate") == "tanh":
+        plain = "gelu_tanh"
+    if isinstance(function, nn.GELU):
+        plain = "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    elif isinstance(function, (nn.SiLU, nn.ReLU)):
+        plain = "silu" if isinstance(function, nn.SiLU) else "relu"
     if plain is None:
         raise ValueError(
             f"activation_fn={activation_fn!r}: expected torch's gelu (exact or tanh), silu or "

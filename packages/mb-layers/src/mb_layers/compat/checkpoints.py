@@ -10,15 +10,35 @@ Letters: E experts, D hidden, F expert ffn width.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from mb_kernels.activation import parse
 from torch import Tensor
 
 from mb_layers.compat.arguments import Layer
 from mb_layers.config import MoEConfig
 from mb_layers.moe import MoE, dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
+
+# What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
+# order round otherwise on each.
+_DRIFT = 0.05
+# What decides a layer's output and has no field in MegaBlocks' Arguments.
+_NOT_THEIRS = (
+    "score_function",
+    "routed_scaling_factor",
+    "num_expert_groups",
+    "balancing_bias",
+    "num_zero_experts",
+    "weights_on_input",
+    "router_bias",
+    "mlp_bias",
+    "shared_expert_gate",
+)
+_NO_SUCH = "MegaBlocks has no such layer, and would compute something else with these weights"
 
 
 def from_megablocks(
@@ -82,13 +102,35 @@ def to_megablocks(
             factor. MegaBlocks' MoE with moe_capacity_factor=0 is a dMoE here: say "MoE" for it.
 
     Raises:
-        ValueError: the layer has parameters that MegaBlocks' has not.
+        ValueError: the layer has parameters that MegaBlocks' has not, or computes with those it has
+            what MegaBlocks does not.
     """
-    names = their_names(config)
     if layer is None:
         layer = "dMoE" if config.capacity_factor is None else "MoE"
+    _check_theirs(config, layer)
+    names = their_names(config)
     back = translate_back(state, rules(names, config, layer=layer), names)
     return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
+
+
+def _check_theirs(config: MoEConfig, layer: str) -> None:
+    """Refuse a layer whose weights MegaBlocks would load and compute something else with."""
+    if layer not in ("dMoE", "MoE"):
+        raise ValueError(f"expected layer to be 'dMoE' or 'MoE', got {layer!r}")
+    if layer == "MoE" and config.is_glu:
+        raise ValueError(
+            f"expected an activation without a gate for MegaBlocks' MoE, got {config.activation!r}:"
+            " pass layer='dMoE', which has gates and drops no token"
+        )
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name in _NOT_THEIRS:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"expected {name}={defaults[name]!r}, got {value!r}: {_NO_SUCH}")
+    activation = parse(config.activation)
+    if min(activation.limit, activation.up_cap) < math.inf or activation.offset:
+        raise ValueError(
+            f"expected an activation of the gate alone, got {config.activation!r}: {_NO_SUCH}"
+        )
 
 
 def _target(config: MoEConfig) -> dict[str, Tensor]:
@@ -182,9 +224,10 @@ def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> d
     merged = dict(states[0])
     for name in states[0]:
         last = name.rpartition(".")[2]
-        if "mlp." not in name or last not in ("w1", "v1", "w2"):
-            continue
         shards = [state[name] for state in states]
+        if "mlp." not in name or last not in ("w1", "v1", "w2"):
+            _check_alike(name, shards)
+            continue
         if shards[0].dim() == 2:  # dMoE: [E F, D]
             shards = [s.unflatten(0, (experts // expert_shards, -1)) for s in shards]
         features = 2 if states[0][name].dim() == 3 and last == "w1" else 1
@@ -195,3 +238,14 @@ def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> d
         whole = torch.cat(columns, dim=features)
         merged[name] = whole.flatten(0, 1) if states[0][name].dim() == 2 else whole
     return merged
+
+
+def _check_alike(name: str, copies: Sequence[Tensor]) -> None:
+    """Every rank has all of the router, the bias and the shared expert; rank 0's are used."""
+    first = copies[0].float()
+    for rank, copy in enumerate(copies):
+        if copy.shape != first.shape or (copy.float() - first).norm() > _DRIFT * first.norm():
+            raise ValueError(
+                f"expected {name} to be the same on every rank, got another on rank {rank} than on "
+                "rank 0: give the state dicts of one save of one layer"
+            )

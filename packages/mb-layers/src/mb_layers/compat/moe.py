@@ -12,6 +12,8 @@ backward adds none.
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +31,12 @@ from mb_layers.tensors import at_least_fp32
 
 _load_balancing: list[tuple[Tensor, Tensor]] = []
 _router_logits: list[Tensor] = []
+_one_call = threading.RLock()
+
+
+def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
+    """Collect (tokens_per_expert [E], scores [T, E]) of a pass of a layer of your own."""
+    _load_balancing.append(loss)
 
 
 def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
@@ -77,6 +85,33 @@ def batched_router_zloss(args: Arguments) -> Tensor | float:
     return args.moe_zloss_weight * torch.stack([z_loss(logits) for logits in _router_logits])
 
 
+class _Part(nn.Module):
+    """A part of a layer, which holds parameters and computes nothing.
+
+    Hooks that come before its forward run in each pass of the layer: with one pruning sets a
+    weight. The others are refused, because they wait for what never happens. With
+    `fully_shard(layer.experts)`, say, gradients were the sum over the ranks, not their mean.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            raise ValueError(
+                "expected the whole layer to be called, got a call of a part, which holds "
+                "parameters and computes nothing: call layer(x), or use mb_layers.dMoE"
+            )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "expected a hook of the whole layer, got one of a part, which holds parameters and "
+            "computes nothing: hook the layer, shard it as fully_shard(layer), or use "
+            "mb_layers.dMoE, whose parts compute"
+        )
+
+    register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+
+
 class _Layer(nn.Module):
     """MegaBlocks' names and returns around a `mb_layers` layer."""
 
@@ -94,9 +129,10 @@ class _Layer(nn.Module):
             *path, last = name.split(".")
             for part in path:
                 if part not in module._modules:
-                    module.add_module(part, nn.Module())
+                    module.add_module(part, _Part())
                 module = module.get_submodule(part)
             module.register_parameter(last, nn.Parameter(tensor))
+        self._part_names = tuple(n for n, part in self.named_modules() if isinstance(part, _Part))
         # Its weights come with each call: in a tuple it is no submodule.
         self._whole = (whole.to("meta"),)
         self._routed: list[RouterOutput] = []
@@ -118,6 +154,14 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
         (whole,) = self._whole
+        for name in self._part_names:
+            part = self.get_submodule(name)
+            if not isinstance(part, _Part):
+                raise ValueError(
+                    f"expected {name} as the layer made it, got {type(part).__name__}: parts "
+                    "compute nothing, so DDP, FSDP and other wrappers go around the whole layer"
+                )
+            part()  # its hooks
         # As attributes: under a parametrization or FSDP1 they are no parameters of these names.
         theirs = {name: attrgetter(name)(self) for name in self._their_names}
         weights = translate(theirs, self._rules, self._names)
@@ -127,8 +171,10 @@ class _Layer(nn.Module):
             # parameter that does would be computed anew in its own backward pass, for ever.
             bias = weights["bias"].view_as(weights["bias"])
             weights["bias"] = torch.zeros_like(bias)
-        y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
-        routed = self._routed.pop()
+        # Another thread's call would put the weights back while this one computes.
+        with nullcontext() if torch.compiler.is_compiling() else _one_call:
+            y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
+            routed = self._routed.pop()
         if self.training:
             self._collect(routed, metrics["tokens_per_expert"])
         return y if bias is None else (y, bias)
@@ -150,7 +196,7 @@ class _Layer(nn.Module):
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
         if self.args.moe_loss_weight > 0:
-            _load_balancing.append((counts_E, routed.probs_TE))
+            save_load_balancing_loss((counts_E, routed.probs_TE))
         if self.args.moe_zloss_weight > 0:
             _router_logits.append(at_least_fp32(routed.logits_TE))
 

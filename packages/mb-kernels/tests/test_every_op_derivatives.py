@@ -60,6 +60,25 @@ def test_vmap_is_a_loop(name):
         assert_close(f"gradient of {name}", g, w)
 
 
+@pytest.mark.skipif(interpret, reason="kernels and references share it")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_batched_gradients_are_a_loop(name):
+    op = make_op(name)
+    leaves = {n: op.tensors[n].detach().clone().requires_grad_() for n in op.leaves}
+    y = op.call(**(op.tensors | leaves))
+    y = y[0] if isinstance(y, tuple) else y
+
+    def gradients(slope, batched=False):
+        options = {"retain_graph": True, "is_grads_batched": batched}
+        return torch.autograd.grad(y, list(leaves.values()), slope, **options)
+
+    slopes = torch.linspace(-1, 1, 2 * y.numel()).view(2, *y.shape)
+    one_by_one = zip(*map(gradients, slopes), strict=True)
+    for name, g, w in zip(leaves, gradients(slopes, batched=True), one_by_one, strict=True):
+        assert_close(f"gradient of {name}", g, torch.stack(w))
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_transforms_and_forward_mode_are_errors(name):
     op = make_op(name)

@@ -304,6 +304,28 @@ def test_what_is_written_into_a_frozen_weight_is_rounded() -> None:
     assert frozen.codes.is_shared()
 
 
+@pytest.mark.parametrize("names", [("w1",), ("w2",), ("w1", "w2")])
+def test_a_frozen_weight_written_to_before_the_backward_pass_is_an_error(names) -> None:
+    for name in names:
+        layer = build()
+        freeze_in_bits(layer.experts, 8, names=names)
+        x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+        y = layer(x).y
+        with torch.no_grad():
+            getattr(layer.experts, name).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_frozen_weight_as_numbers_of_another_kind_is_decoded() -> None:
+    frozen = FrozenWeight.of(torch.randn(2, 3, 32), 8)
+    for dtype in (torch.bool, torch.int64, torch.complex64):
+        other = frozen.to(dtype)
+        assert type(other) is torch.Tensor
+        assert torch.equal(other, frozen.decoded().to(dtype))
+    assert type(torch.empty_like(frozen, dtype=torch.int64)) is torch.Tensor
+
+
 def test_frozen_experts_are_saved_decoded(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import mb_layers.transformers as mb

@@ -22,6 +22,7 @@ from mb_parallel.optimizer import (
 from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 CONFIG = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
 
@@ -192,6 +193,22 @@ def test_a_written_parameter_is_cast_again(how):
             if how == "data":
                 mine.data = new.clone()
     assert torch.equal(model(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("how", ["assign", "functional_call", "parametrization", "prune"])
+def test_another_parameter_in_the_place_of_one_is_refused(how):
+    model = _Model()
+    hold_working_copies([model], torch.bfloat16)
+    experts, x = model.layers[0].experts, torch.randn(5, 16).bfloat16()
+    other = {name: -parameter.detach() for name, parameter in model.named_parameters()}
+    if how == "assign":
+        model.load_state_dict(other, assign=True)
+    if how == "parametrization":
+        parametrize.register_parametrization(experts, "w1", nn.Tanh())
+    if how == "prune":
+        prune.random_unstructured(experts, "w1", 0.5)
+    with pytest.raises(ValueError, match="Expected the 'w1' that hold_working_copies found"):
+        torch.func.functional_call(model, other if how == "functional_call" else {}, (x,))
 
 
 def test_copies_and_pickles_of_a_model_stand_alone():

@@ -165,3 +165,23 @@ def test_muons_kernels_run_where_their_tensors_are(monkeypatch):
     mb_kernels.muon_step(weight, grad, None, size=0.1, decay=0.0, found_inf=flag)
     assert given[0] is grad
     assert given[1] is weight
+
+
+def test_gradients_that_lie_negated_in_memory(reachable, monkeypatch):
+    """Those of imaginary parts, as autograd hands them to parameters of one number."""
+    weight, flag, results = torch.randn(1, requires_grad=True), torch.tensor(0.0), []
+    torch.complex(torch.zeros(1), weight).conj().mul(1 + 2j).imag.sum().backward()
+    assert weight.grad.is_neg()
+    resolve = torch.Tensor.resolve_neg
+    monkeypatch.setattr(
+        torch.Tensor, "resolve_neg", lambda t: reachable.append(resolve(t)) or reachable[-1]
+    )
+    for grad in (weight.grad, resolve(weight.grad)):
+        w, m, v, buffer = weight.detach().clone(), *torch.zeros(3, 1)
+        flags = {"grad_scale": torch.tensor(1.0), "found_inf": flag}
+        reachable[:] = [w, m, v]
+        mb_kernels.adamw_step([w], [grad], [m], [v], [None], [torch.tensor(0.0)], **HYPER, **flags)
+        direction = mb_kernels.muon_momentum(grad, buffer, momentum=0.9, **flags)
+        mb_kernels.muon_step(w, grad, None, size=0.1, decay=0.0, found_inf=flag)
+        results.append((w, m, v, buffer, direction))
+    torch.testing.assert_close(*results)

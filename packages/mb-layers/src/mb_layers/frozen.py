@@ -71,9 +71,13 @@ class FrozenWeight(Tensor):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         weight = args[0]
         if func in _ON_PARTS and isinstance(weight, cls):
-            dtype = kwargs.pop("dtype", None) or weight.dtype
-            codes, scales = (func(t, *args[1:], **kwargs) for t in (weight.codes, weight.scales))
-            return cls(codes, scales, weight.bits, dtype)
+            dtype = kwargs.get("dtype") or weight.dtype
+            if func.is_view:  # an alias has the parts themselves, which count their writes
+                return cls(weight.codes, weight.scales, weight.bits, dtype)
+            if dtype.is_floating_point and dtype.itemsize > 1:  # codes are decoded to no other
+                others = {name: value for name, value in kwargs.items() if name != "dtype"}
+                parts = (func(t, *args[1:], **others) for t in (weight.codes, weight.scales))
+                return cls(*parts, weight.bits, dtype)
         plain = {w: w.decoded() for w in tree_leaves((args, kwargs)) if isinstance(w, cls)}
 
         def decoded(value: Any) -> Any:
@@ -85,6 +89,7 @@ class FrozenWeight(Tensor):
                 rounded = cls.of(plain[written], written.bits)
                 written.codes.copy_(rounded.codes)
                 written.scales.copy_(rounded.scales)
+                _count_write(written.codes, written.scales)
                 result = written if isinstance(result, Tensor) else result
         return result
 
@@ -121,6 +126,12 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     into = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return tree_leaves([given.get(name) for name in into])
+
+
+def _count_write(*parts: Tensor) -> None:
+    """Count a write as autograd does, so that a graph that keeps these parts refuses to go on."""
+    # Below autograd, where this runs, nobody counts. Tensors of inference mode cannot.
+    torch.autograd.graph.increment_version([t for t in parts if not t.is_inference()])
 
 
 def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("w1", "w2")) -> None:

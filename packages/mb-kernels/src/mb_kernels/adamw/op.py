@@ -81,9 +81,11 @@ def adamw_step(
         step = importlib.import_module("mb_kernels.adamw.kernels").adamw_step
     else:
         step = reference.adamw_step
+    # Kernels read memory as it lies; the gradient of an imaginary part may lie there negated.
+    grads = [grad.resolve_neg() for grad in grads]
     with registration.device_of(weights[0]):
         step(
-            *(weights, *lists),
+            *(weights, grads, exp_avgs, exp_avg_sqs, copies, steps),
             lr=lr,
             betas=betas,
             eps=eps,

@@ -78,7 +78,10 @@ def run(
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """grad times a scalar tensor, in grad's dtype, the scale not rounded to it."""
     # One dimension, not none: then the product is computed in the wider of both dtypes.
-    return torch.mul(grad, scale.reshape(1), out=torch.empty_like(grad))
+    scale = scale.reshape(1)
+    if grad.dtype == scale.dtype:  # no rounding, so no out=, which is_grads_batched does not take
+        return grad * scale
+    return torch.mul(grad, scale, out=torch.empty_like(grad))
 
 
 def _rows(x: Tensor, vocabulary: int) -> int:

@@ -95,8 +95,9 @@ def muon_step(
 
 
 def _implementation(name: str, *tensors: Tensor) -> Any:
-    """Kernels take element i of each: tensors without gaps, in one order. Others are rare."""
-    if not registration.use_triton(tensors[0]) or not all(t.is_contiguous() for t in tensors):
+    """Kernels take element i of each as it lies in memory, without gaps. Others are rare."""
+    as_it_lies = all(t.is_contiguous() and not t.is_neg() for t in tensors)
+    if not registration.use_triton(tensors[0]) or not as_it_lies:
         return getattr(reference, name)
     return getattr(importlib.import_module("mb_kernels.muon.kernels"), name)
 

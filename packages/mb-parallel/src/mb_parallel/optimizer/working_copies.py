@@ -108,11 +108,13 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
         dtype: of the copies. With fp32, or if there is nothing to copy, the result is empty.
 
     Raises:
-        ValueError: one module instead of several, or no floating-point dtype.
+        ValueError: one module instead of several, or no floating-point dtype. Later, when one of
+            `models` is called: a parameter was replaced, and not only written.
     """
     floating(dtype=dtype)
     models = several(models, "models")
     pairs: dict[Tensor, Tensor] = {}
+    places: list[tuple[Experts, str, Tensor]] = []
     for module in (module for model in models for module in model.modules()):
         if not isinstance(module, Experts) or is_fsdp(module):
             continue
@@ -123,11 +125,29 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
             if parameter not in pairs:  # else layers share it
                 pairs[parameter] = torch.empty_like(local(parameter).detach(), dtype=dtype)
             module.working_copies[name] = pairs[parameter]
+            places.append((module, name, parameter))
     copies = WorkingCopies(pairs)
+
+    def bring_up_to_date(*_: Any) -> None:
+        _check_places(places)
+        copies.refresh()
+
     for model in models if copies else ():
-        model.register_forward_pre_hook(lambda *_: copies.refresh())
+        model.register_forward_pre_hook(bring_up_to_date)
         model.register_state_dict_post_hook(lambda *_: copies.forget())
     return copies
+
+
+def _check_places(places: Iterable[tuple[Experts, str, Tensor]]) -> None:
+    """ValueError where a module has another parameter: its copy would be used all the same."""
+    for module, name, parameter in places:
+        if module._parameters.get(name) is not parameter:
+            raise ValueError(
+                f"Expected the {name!r} that hold_working_copies found in {type(module).__name__}, "
+                "got another in its place (load_state_dict with assign=True, functional_call, a "
+                "parametrization, pruning). Write into it, or replace it before you call "
+                "hold_working_copies."
+            )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ ranks divided by their number, for experts over the replicas of their ep group.
 
 import contextlib
 import copy
+import functools
 import socket
 from typing import Any
 from unittest import mock
@@ -27,12 +28,14 @@ from mb_parallel import (
     set_micro_batch,
 )
 from mb_parallel.expert_parallel import peer_memory
+from mb_parallel.recompute import apply_recompute
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 HIDDEN, STEPS, MICRO_BATCHES = 8, 3, 2
 CONFIG: dict[str, Any] = {
@@ -285,7 +288,8 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
         _, aux = model(x[0, m], labels[0, m])
         out = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))
         seen.append((out.metrics["tokens_per_expert"], out.aux_loss, aux))
-        again = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))  # recompute: counted once
+        set_micro_batch(model, m)  # what ran before is given up
+        again = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))
         assert torch.equal(again.aux_loss, out.aux_loss)
         with torch.no_grad():  # an evaluation is no part of the step
             model.eval()(x[0, 1 - m], labels[0, 1 - m])
@@ -297,6 +301,33 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
     torch.testing.assert_close(seen[1][1], expected)
     set_micro_batch(model, 0)
     assert torch.equal(model(x[0, 0], labels[0, 0])[1], seen[0][2])
+
+
+@pytest.mark.parametrize("how", ["kept", "recomputed", "recomputed by reentrant checkpoints"])
+def test_all_passes_of_a_micro_batch_through_a_layer_count_once(how):
+    """As of a tower for both kinds of text; in the order of the backward pass or of the forward."""
+    layer = _alone({"z_loss_weight": 0.0}).layers[0]["moe"]
+    call = layer
+    if how == "recomputed":
+        apply_recompute([layer], "full")
+    elif how != "kept":
+        call = functools.partial(checkpoint, lambda x: layer(x)[:2], use_reentrant=True)
+    x = torch.randn(2, 2, 9, HIDDEN, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    total, earlier_E = torch.zeros(()), torch.zeros(4)
+    for m in (0, 1):
+        set_micro_batch(layer, m)
+        aux = [call(x[m, place])[1] for place in (0, 1)]
+        torch.stack(aux).sum().backward()
+        routed = [layer.router(x[m, place]) for place in (0, 1)]
+        counts = [r.expert_ids_TK.long().flatten().bincount(minlength=4) for r in routed]
+        for found, of_pass, own_E in zip(aux, routed, counts, strict=True):
+            load_E = earlier_E + own_E
+            expected = 0.1 * 4 * (of_pass.probs_TE.mean(0) * load_E / load_E.sum()).sum()
+            torch.testing.assert_close(found, expected)
+            total = total + expected
+        earlier_E = earlier_E + sum(counts)
+    (expected,) = torch.autograd.grad(total, layer.router.weight)
+    torch.testing.assert_close(layer.router.weight.grad, expected)
 
 
 def _save(rank, ranks, folder):

@@ -1,5 +1,6 @@
 """ParallelDims: what it accepts, what its errors say, and which ranks share a group."""
 
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -169,6 +170,27 @@ def _inside(rank, world_size):
 
 def test_a_group_that_is_there_is_used_and_not_left():
     assert run_ranks(_inside, 2) == [2, 2]
+
+
+def _joins_again(rank, world_size, port):
+    dist.destroy_process_group()
+    # As under torchrun, whose store is there before the ranks and after them.
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sums = []
+    for _ in range(3):
+        with distributed("cpu", timeout_s=20.0):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            sums.append(total.item())
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return sums
+
+
+def test_ranks_that_left_may_join_again():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(_joins_again, 3, server.port) == [[3.0] * 3] * 3
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,11 @@ def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "recompute" not in kind])
+# The shapes that the counter sees do not tell which rows are of zero experts.
+_COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind != "zero-experts"]
+
+
+@pytest.mark.parametrize("kind", _COUNTED)
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
     config, work, model = config_and_model(KINDS[kind])
     tokens, rest = batch_of(config)
@@ -171,6 +175,17 @@ def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
         model(tokens, **rest).total().backward()
     counted = counter.get_total_flops() / config.micro_batch_size
     assert sum(flops(work)) == pytest.approx(counted, rel=1e-4)
+
+
+def test_zero_experts_take_no_arithmetic_and_no_parameters():
+    """One of two choices falls on four of eight: the rest is a model of one choice among four."""
+    one = {"moe_num_experts": 4, "moe_top_k": 1}
+    two = {"moe_num_experts": 4, "moe_top_k": 2, "moe_num_zero_experts": 4}
+    (config, work, _), (without, less, _) = map(config_and_model, (two, one))
+    more = 3 * 4 * 64  # weights of the routers
+    assert sum(flops(work)) - sum(flops(less)) == 3 * 2 * more * config.seq_length
+    active = [sizes(each, V, 1, "CPU").active for each in (config, without)]
+    assert active[0] - active[1] == more
 
 
 # The recipes of other models than GPT's have shapes of their own below.

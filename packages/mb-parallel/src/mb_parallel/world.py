@@ -77,8 +77,17 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(timeout=timedelta(seconds=timeout_s), **options)
+        store, _, _ = next(dist.rendezvous("env://", here, ranks, timeout=timeout))
+        store.set_timeout(timeout)
+        # torchrun's store outlives a group: one that is made later by the same processes must not
+        # find where the ranks of the one before listened, and wait for them there.
+        joined = store.add(f"mb_parallel/joined_by_{here}", 1)
+        store = dist.PrefixStore(f"mb_parallel/{joined}", store)
+        dist.init_process_group(
+            store=store, rank=here, world_size=ranks, timeout=timeout, **options
+        )
     except (RuntimeError, OSError) as error:
         at = ":".join(os.environ[name] for name in _WHERE)
         raise ConnectionError(

@@ -40,7 +40,7 @@ class Flops(NamedTuple):
 
 
 def flops(work: Workload) -> Flops:
-    """FLOPs of a sample; of the experts those of the K chosen ones."""
+    """FLOPs of a sample; of the experts those of the chosen ones, in the mean."""
     blocks = attention = 0.0
     for each in work.passes:
         config = each.blocks
@@ -59,15 +59,21 @@ def flops(work: Workload) -> Flops:
     return Flops(blocks, attention, float(on_top))
 
 
-def _ffn(config: TransformerConfig, layer: int) -> int:
+def _ffn(config: TransformerConfig, layer: int) -> float:
     """Of a token's forward pass through a layer's feed-forward."""
     D, moe = config.hidden_size, config.moe
     matrices = 3 if is_glu(config.activation) else 2
     if moe is None or not config.has_experts(layer):
         return 2 * matrices * D * config.ffn_size
-    width = moe.top_k * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
-    router = moe.num_experts + moe.num_zero_experts + moe.shared_expert_gate
+    chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
+    width = chosen * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
+    router = moe.num_choices + moe.shared_expert_gate
     return 2 * D * (matrices * width + router)
+
+
+def visited(top_k: int, experts: int, zero_experts: int) -> float:
+    """Experts that compute for a token whose choices are even; zero experts compute nothing."""
+    return top_k * experts / (experts + zero_experts)
 
 
 def peak_flops(device: str) -> float | None:

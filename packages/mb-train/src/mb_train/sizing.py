@@ -19,7 +19,7 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.device import compute_dtype
-from mb_train.flops import flops, known_devices
+from mb_train.flops import flops, known_devices, visited
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims, stage_layers
 from mb_train.models.unfilled import unfilled
@@ -42,7 +42,8 @@ class Sizes:
     """What a rank of a run needs; of a pipeline the first stage, which holds most.
 
     Attributes:
-        parameters: of the whole model; active: without the experts that a token does not visit.
+        parameters: of the whole model; active: without the experts that a token does not visit,
+            in the mean.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
         checkpoint: bytes of one, of all ranks together.
@@ -94,7 +95,9 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
     parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
     total, experts = sum(part.total for part in parts), parts[1].total
-    share = min(config.moe_top_k / config.moe_num_experts, 1.0) if config.moe_num_experts else 0.0
+    share = 0.0
+    if (number := config.moe_num_experts) is not None:
+        share = visited(config.moe_top_k, number, config.moe_num_zero_experts) / number
     here = sum(part.here for part in parts)
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
     cast = narrow * (here / work.layers if config.zero_stage == 3 else here)

@@ -25,28 +25,45 @@ class StepCounts:
     Args:
         over_ranks: adds counts up over the ranks.
 
-    A micro-batch that is recomputed keeps its number, and so counts once. Later passes do not count
-    one without gradients, such as an evaluation in the middle of a step.
+    A micro-batch may pass a layer several times, as one tower of a retriever does for queries and
+    for blocks; later micro-batches count all of these passes, each of them itself alone. What is
+    recomputed counts once. Later passes do not count one without gradients, such as an evaluation
+    in the middle of a step.
     """
 
     def __init__(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
         self._over_ranks = over_ranks
         self._number = 0
         self._counts: dict[int, Tensor] = {}
+        self._complete: set[int] = set()  # micro-batches that were counted in their forward pass
 
     @_disable_dynamo
     def __call__(self, counts_E: Tensor) -> Tensor:
         """For a layer's `reduce_counts`."""
         counts_E = self._over_ranks(counts_E)
         earlier = [c for n, c in self._counts.items() if n < self._number]
-        if torch.is_grad_enabled():
-            self._counts[self._number] = counts_E
+        if torch.is_grad_enabled() and self._counts_now():
+            before = self._counts.get(self._number)
+            self._counts[self._number] = counts_E if before is None else before + counts_E
         return torch.stack([*earlier, counts_E]).sum(0)
+
+    def _counts_now(self) -> bool:
+        """Not if a backward pass computes again what the forward pass has counted.
+
+        It has not where torch's reentrant checkpoint runs it without gradients.
+        """
+        if torch._C._current_graph_task_id() != -1:  # as torch's checkpoint tells a backward pass
+            return self._number not in self._complete
+        self._complete.add(self._number)
+        return True
 
     def begin(self, number: int) -> None:
         """The next forward pass is of micro-batch `number`; 0 begins a step."""
         if number == 0:
             self._counts.clear()
+            self._complete.clear()
+        self._counts.pop(number, None)  # of a forward pass that was given up
+        self._complete.discard(number)
         self._number = number
 
     def resume(self, number: int) -> None:

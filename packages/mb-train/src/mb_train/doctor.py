@@ -102,9 +102,10 @@ def _check_compiler(problems: list[str]) -> None:
     try:
         compile_module_from_src(_MODULE, "mb_doctor")
     except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
+        reason = str(error).rstrip(".")
         problems.append(
-            f"Triton cannot launch kernels: {error}. It needs a C compiler (gcc), Python's headers "
-            "(python3-dev) and a cache that it can write (TRITON_CACHE_DIR)."
+            f"Triton cannot launch kernels: {reason}. It needs a C compiler (gcc), Python's "
+            "headers (python3-dev) and a cache that it can write (TRITON_CACHE_DIR)."
         )
 
 

@@ -289,6 +289,14 @@ def test_a_directory_where_the_output_goes(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.idx"]
 
 
+def test_a_name_that_is_too_long_for_the_output_is_said_before_the_work(tmp_path):
+    """That of the unfinished output is shorter, and would be taken."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("a bad line")
+    with pytest.raises(OSError, match=r"too long: .*y_text_document.bin"):
+        preprocess(source, tmp_path / ("y" * 240), workers=1)
+
+
 def test_numbers_that_python_refuses_are_none_of_our_business(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"n": %b, "text": "a"}\n{"n": 1e999, "text": "b"}\n' % (b"9" * 5000))

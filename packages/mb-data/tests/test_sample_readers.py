@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
@@ -44,6 +45,19 @@ def bert(tmp_path):
 def equal(found, wanted):
     np.testing.assert_equal(found, wanted)
     return True
+
+
+def test_a_reader_imports_from_where_its_parent_does(tmp_path, monkeypatch):
+    """Files of the current folder are taken for modules only if the parent takes them for such."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('a queue of waiting jobs')")
+    (tmp_path / "a_users_own.py").write_text("class Samples(list): pass")
+    monkeypatch.chdir(tmp_path)
+    with SampleReaders([3, 5], 1) as read:
+        assert read([1]) == [5]
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])  # as in a notebook, where it is the first
+    samples = importlib.import_module("a_users_own").Samples([3, 5])
+    with SampleReaders(samples, 1) as read:
+        assert read([1]) == [5]
 
 
 def test_samples_and_errors_are_those_of_the_dataset(bert):

@@ -38,6 +38,20 @@ def problems(run: subprocess.CompletedProcess[str], case: str, target: str) -> l
     return builds[case, target]["problems"]
 
 
+def test_the_gate_takes_the_cores_that_it_may_use(monkeypatch, capsys) -> None:
+    """Of a host's 128 a container often has four, and memory for as many compilers."""
+    taken = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 127}, raising=False)
+    monkeypatch.setattr(gate, "build_all", lambda jobs, *, workers: taken.append(workers) or [])
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(gate, "kernel_modules", lambda names: [])
+    main(["--target", "sm90"])
+    assert taken == [3]
+    with pytest.raises(SystemExit):
+        main(["--workers", "0"])
+    assert "--workers: expected 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_the_gate_compiles_the_case_that_needs_more_registers():
     plain, gated = (
         GateCase(name=name, kernel=None, signature={"x": "*bf16"}, constexprs={"ACTIVATION": kind})

@@ -139,6 +139,12 @@ def _ranks(mesh, name):
     return dist.get_process_group_ranks(mesh.axis(name).get_group())
 
 
+@pytest.mark.parametrize("ranks", ["", "$SLURM_NTASKS_PER_NODE"])
+def test_a_launcher_that_says_no_number_of_ranks(sixteen_ranks, monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert ParallelDims(dp_shard=8, tp=2).build("cpu").tp_size == 2
+
+
 def test_the_picture_of_the_docstring(sixteen_ranks):
     mesh = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=2, ep=4).build("cpu")
     assert {name: _ranks(mesh, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")} == {

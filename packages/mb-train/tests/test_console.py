@@ -131,16 +131,17 @@ def test_a_pipe_that_breaks_elsewhere_is_said(monkeypatch, capsys):
     assert "Broken pipe" in capsys.readouterr().err
 
 
-def test_a_full_disk_under_the_last_lines_of_a_run_loses_them_alone(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("line", ["note: ", "mb-train 0.", "stopped after"])
+def test_a_full_disk_under_the_lines_of_a_run_loses_them_alone(monkeypatch, tmp_path, capsys, line):
     class Full(io.StringIO):
         def flush(self):
-            if "stopped after" in self.getvalue():
+            if line in self.getvalue():
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     result = Result(3, None, None, checkpoint=None, stopped_by=None, diverged=False)
     monkeypatch.setattr("mb_train.train.train", lambda config, start: result)
     monkeypatch.setattr(sys, "stdout", Full())
-    assert main(["--save", str(tmp_path), "--save-interval", "0"]) == 0
+    assert main(["--save", str(tmp_path), "--save-interval", "0", "--use-flash-attn"]) == 0
     assert capsys.readouterr().err == ""
 
 

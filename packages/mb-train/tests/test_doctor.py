@@ -1,6 +1,7 @@
 """What the machine is, and the variables that are set on it."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,23 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path
         "GPU 1 cannot multiply in bf16. Train with --no-bf16.",
         "GPU 1: more than half of its memory is in use by others.",
     ]
+
+
+@pytest.mark.parametrize("lacking", [None, "compiler", "cache"])
+def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
+    pytest.importorskip("triton")
+    if shutil.which("gcc") is None:
+        pytest.skip("needs a C compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setenv("CC", str(tmp_path / "cc") if lacking == "compiler" else "gcc")
+    if lacking == "cache":
+        cache.touch()
+    said = [line for line in diagnose(tmp_path)[1] if line.startswith("Triton cannot launch")]
+    assert len(said) == (lacking is not None)
+    assert all(str(tmp_path) in line and "C compiler (gcc)" in line for line in said)
 
 
 def test_a_torch_without_collectives(tmp_path, monkeypatch):

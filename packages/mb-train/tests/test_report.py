@@ -1,6 +1,9 @@
 """Curves from logs, resumed ones too, and the picture."""
 
+import sys
+
 import pytest
+from mb_train.cli import main
 from mb_train.curves import read_curves, summary
 from mb_train.report import draw, report, write_page
 from mb_train.run_log import RunLog
@@ -171,3 +174,11 @@ def test_nothing_to_draw_is_said(tmp_path):
     write(tmp_path, ("train", {"iteration": 3}))
     with pytest.raises(ValueError, match="an event 'train' that this mb-train cannot read"):
         draw(tmp_path)
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write(tmp_path, ("start", {"iteration": 0}), interval(2, [5.0, 4.0]))
+    for words in ([], ["--frontier"]):
+        assert main(["report", str(tmp_path), *words]) == 2
+        assert "Install it with pip install matplotlib." in capsys.readouterr().err

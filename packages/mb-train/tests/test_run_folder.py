@@ -265,3 +265,21 @@ def test_no_run_is_written_into_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=wanted), only_writer(str(tmp_path)):
         pytest.fail("got in")
     assert os.listdir(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+    """As NFS or Lustre may be mounted: a run there is not refused, nor is the one after a kill."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = tmp_path / "run"
+    killed, later = locked(run), locked(run)
+    for writer in (killed, later):  # nobody lets go of the first
+        with pytest.warns(RuntimeWarning, match=f"run: .* no locks .{os.strerror(number)}"):
+            writer.__enter__()
+        assert json.loads((run / ".lock-holder.json").read_text())["pid"] == os.getpid()
+        assert (run / ".lock").read_bytes() == b""  # no mark that would have to be removed

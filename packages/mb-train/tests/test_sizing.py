@@ -448,6 +448,12 @@ def test_a_run_that_will_not_fit_is_warned_of(kind):
     assert f"there are {host_memory() / GIB:.1f} GiB" in said or "available memory" in said
 
 
+@pytest.mark.parametrize("ranks", ["", "0", "$SLURM_NTASKS"])
+def test_a_launcher_that_says_no_number_of_ranks_is_taken_for_one_rank(monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert memory_warning(config_of(), 64, 1, torch.device("cpu"), "CPU") is None
+
+
 def test_the_command(capsys):
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import struct
 from array import array
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ def check_output_prefix(prefix: str | os.PathLike[str]) -> str:
     if not os.path.isdir(folder or "."):
         raise FileNotFoundError(f"{folder}: no such directory for the output")
     for end in (".bin", ".idx"):
-        if os.path.isdir(path + end):
-            raise ValueError(f"{path}{end} is a directory; choose another output prefix")
+        with contextlib.suppress(FileNotFoundError):  # a name that is too long is said now
+            if stat.S_ISDIR(os.stat(path + end).st_mode):
+                raise ValueError(f"{path}{end} is a directory; choose another output prefix")
     return path
 
 

@@ -90,11 +90,15 @@ class _Reader:
 
     def __init__(self) -> None:
         ignore = f"import signal as s; [s.signal(getattr(s, n), s.SIG_IGN) for n in {_IGNORED}]"
+        serving = f"{ignore}; from mb_data.sample_readers import serve; serve()"
+        # It imports from where this process does. -c alone would put the current folder first, and
+        # a queue.py that lies there would be taken for Python's own.
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{ignore}; from mb_data.sample_readers import serve; serve()"],
+            [sys.executable, "-P", "-c", serving],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": path},
         )
 
     def read(self, indices: Sequence[int]) -> list[Any]:

@@ -9,7 +9,6 @@ lock (OLMoE's layer, Triton 3.6). Kernels that few layers use come last.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.activation import is_glu
+from mb_kernels.runtime.host import cores
 from mb_kernels.runtime.registration import use_triton
 from mb_kernels.runtime.widths import lacking
 
@@ -61,7 +61,7 @@ def warm_up(
             exchange of tokens are added (not the exchange itself).
         device: of the layer; None is the current GPU.
         training: forward and backward; False: a forward that saves nothing for a backward.
-        threads: None is one for each core.
+        threads: None is one for each core that this process may use.
 
     Returns:
         A future. Its ``result()`` waits for all kernels and is their number, compiled or found in
@@ -113,7 +113,7 @@ def warm_up(
 
     def compile_all() -> int:
         with device_of(here):  # the current device is a thread's own
-            return compile_beside(launches, threads or os.cpu_count() or 1)
+            return compile_beside(launches, threads or cores())
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="warm-up")
     try:

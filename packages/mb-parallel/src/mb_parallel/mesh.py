@@ -27,7 +27,6 @@ A single process needs no process group and gets none: every axis is None and no
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import check_same, of_all_ranks, rank, world_size
+from mb_parallel.world import check_same, of_all_ranks, rank, ranks_on_host, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -156,7 +155,7 @@ class ParallelDims:
         return ParallelMesh(self, dense, expert, dp)
 
     def _warn_of_spread_nodes(self) -> None:
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        on_node = ranks_on_host()
         if on_node and on_node % self.tp and rank() == 0:
             warnings.warn(
                 f"tp = {self.tp} does not divide the {on_node} ranks of a node: some tensor-"

@@ -120,6 +120,11 @@ def _number(name: str) -> int:
     return int(said) if said.isdecimal() else -1
 
 
+def ranks_on_host() -> int:
+    """Number of ranks on this host, as the launcher says; 0 if it says none, or no number."""
+    return max(_number("LOCAL_WORLD_SIZE"), 0)
+
+
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -129,14 +129,14 @@ def _train(arguments: list[str]) -> int:
     if leader:
         idle = without_effect(command, config)
         for note in (*command.notes, *idle, *started.notes):
-            print(f"note: {note}", flush=True)
+            _tell(f"note: {note}")
     if started.start is not None and started.start.is_end_of(config):
         if leader:
             _complete(started.start, config)
         return 0
     prepare_host()
     if leader:
-        print(f"mb-train {__version__}: {_headline(config)}", flush=True)
+        _tell(f"mb-train {__version__}: {_headline(config)}")
     from mb_train.train import train
 
     result = train(config, started.start)
@@ -149,6 +149,16 @@ def _train(arguments: list[str]) -> int:
         except OSError:  # of a full disk a run loses lines, and no more
             sys.stdout = None
     return result.exit_code(config)
+
+
+def _tell(line: str) -> None:
+    """Print a line before there is a `Console`, which takes a full disk in the same way."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:  # of a full disk a run loses lines, and no more
+        pass
 
 
 def _complete(start: Start, config: TrainConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
         "picture and numbers go to --output, default the current folder",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            "Expected the matplotlib package to draw with, found none. Install it with "
+            "pip install matplotlib."
+        )
     runs = [Path(run) for run in options.run]
     output = None if options.output is None else Path(options.output)
     if options.frontier:

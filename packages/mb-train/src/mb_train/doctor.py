@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,7 +80,33 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
         facts.append("triton      none (needed on GPUs only)")
         if torch.cuda.is_available():
             problems.append("Triton is missing, and the kernels need it on a GPU. Install triton.")
+    else:
+        if torch.cuda.is_available():
+            _check_compiler(problems)
     _check_gpus(facts, problems)
+
+
+# What Triton builds before it launches a first kernel is such a module, in C.
+_MODULE = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "mb_doctor"};
+PyMODINIT_FUNC PyInit_mb_doctor(void) { return PyModule_Create(&module); }
+"""
+
+
+def _check_compiler(problems: list[str]) -> None:
+    """Small containers have no C compiler, a system's Python comes without its headers, and the
+    cache may be in a home that cannot be written."""
+    from triton.runtime.build import compile_module_from_src
+
+    try:
+        compile_module_from_src(_MODULE, "mb_doctor")
+    except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
+        reason = str(error).rstrip(".")
+        problems.append(
+            f"Triton cannot launch kernels: {reason}. It needs a C compiler (gcc), Python's "
+            "headers (python3-dev) and a cache that it can write (TRITON_CACHE_DIR)."
+        )
 
 
 def _check_gpus(facts: list[str], problems: list[str]) -> None:

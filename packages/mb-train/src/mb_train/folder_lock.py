@@ -2,6 +2,7 @@
 
 The kernel lets go of the lock when the process ends, however it ends, so a killed run leaves
 nothing to clean up. Beside the lock lies a note of who holds it, for the message to the second.
+Some network file systems have no locks; there a run goes on without one, with a warning.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from mb_data.system import try_lock
 
 LOCK_FILE = ".lock"
 HOLDER_FILE = ".lock-holder.json"
@@ -30,9 +33,9 @@ def locked(folder: Path) -> Generator[None]:
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK_FILE)
+    held = ExitStack()
     try:
-        lock.acquire(timeout=0)
+        held.enter_context(lock_of(folder, timeout=0))
     except Timeout:
         raise ValueError(
             f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
@@ -48,10 +51,31 @@ def locked(folder: Path) -> Generator[None]:
         if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
             with suppress(PermissionError):  # Windows: it is open
                 (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
-        lock.release()
+        held.close()
         with suppress(OSError):
             for path in made:
                 path.rmdir()
+
+
+def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]:
+    """The lock of a folder that is there, to be waited for so many seconds, or for ever.
+
+    Where the file system has none it is no lock, and a warning. FileLock alone would refuse the
+    folder there or, by the error that it gets, hold it by a file that outlives a kill.
+    """
+    path = folder / LOCK_FILE
+    with open(path, "ab") as file:
+        try:
+            try_lock(file.fileno())  # given back with the file
+        except OSError as error:
+            warnings.warn(
+                f"{folder}: this file system has no locks ({error.strerror}); see that no other "
+                "run writes there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return nullcontext()
+    return FileLock(path, timeout=timeout)
 
 
 def _holder(folder: Path) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 
 import mb_data
 import numpy as np
-from filelock import FileLock
 from mb_data import Tokenizer
 from mb_data.indexed_dataset import best_dtype
 
-from mb_train.folder_lock import LOCK_FILE
+from mb_train.folder_lock import lock_of
 from mb_train.tasks import Task
 
 # 5 MB of source is 2.1 M tokens, of which nine tenths are trained on: about 3,800 steps of
@@ -58,7 +57,7 @@ def sample_corpus(
         if there():
             return prefix
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / LOCK_FILE):  # runs without a folder of their own share this one
+        with lock_of(folder):  # runs without a folder of their own share this one
             if not there():
                 if mock:
                     tokens = _write_mock_corpus(tokenizer, prefix)

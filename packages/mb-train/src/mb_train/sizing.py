@@ -9,12 +9,12 @@ there. Seconds are `step_time`'s.
 from __future__ import annotations
 
 import operator
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.world import ranks_on_host
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
@@ -291,8 +291,7 @@ def memory_warning(
     if device.type == "cuda":
         there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
     else:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        there, what = host_memory() // here, "available memory"
+        there, what = host_memory() // max(ranks_on_host(), 1), "available memory"
     if needed <= there:
         return None
     return (

@@ -16,7 +16,6 @@ import functools
 import importlib
 import json
 import multiprocessing
-import os
 import pkgutil
 import re
 import subprocess
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any
 
+from mb_kernels.runtime.host import cores
 from mb_kernels.targets.table import TARGETS, GateCase, Target
 
 _NOT_KERNELS = ("mb_kernels.targets.gate", "mb_kernels.targets.__main__", "mb_kernels.testing")
@@ -264,12 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--module", action="append", default=[], help="default: all of mb_kernels")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument(
         "--all", action="store_true", help="every dtype, activation and size: hours"
     )
     parser.add_argument("--json", action="store_true", help="print builds as JSON, not a table")
     arguments = parser.parse_args(argv)
+    if arguments.workers < 1:
+        parser.error(f"--workers: expected 1 or more, got {arguments.workers}")
 
     try:
         from triton import knobs

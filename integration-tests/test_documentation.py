@@ -44,6 +44,15 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{page}: {link}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_reads_alike_in_the_repository_and_on_the_site(page: str) -> None:
+    """Where the two kinds of Markdown differ: what belongs to an item of a list is indented by 4,
+    and a `|` inside a table's cell cannot be written for both."""
+    for line in (ROOT / page).read_text("utf-8").splitlines():
+        assert not re.match(r" {1,3}(```|[-*] |\d+\. )", line), f"{page}: {line}"
+        assert not (line.startswith("|") and "\\|" in line), f"{page}: {line}"
+
+
 FILES = r"(?:packages/[\w-]+/)?(?:(?:integration-)?tests|benchmarks|examples)/[\w/]+\.(?:py|sh)"
 
 

@@ -44,6 +44,30 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{page}: {link}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_reads_alike_in_the_repository_and_on_the_site(page: str) -> None:
+    """Where the two kinds of Markdown differ: what belongs to an item of a list is indented by 4,
+    and a `|` inside a table's cell cannot be written for both."""
+    for line in (ROOT / page).read_text("utf-8").splitlines():
+        assert not re.match(r" {1,3}(```|[-*] |\d+\. )", line), f"{page}: {line}"
+        assert not (line.startswith("|") and "\\|" in line), f"{page}: {line}"
+
+
+FILES = r"(?:packages/[\w-]+/)?(?:(?:integration-)?tests|benchmarks|examples)/[\w/]+\.(?:py|sh)"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_and_tests_that_a_page_names_exist(page: str) -> None:
+    """From the repository's root or from the page's package; a test's bare name, anywhere in it."""
+    text, folders = (ROOT / page).read_text("utf-8"), [ROOT, *(ROOT / page).parents]
+    package = folders[1 : folders.index(ROOT, 1)]
+    for name in re.findall(rf"(?<![\w/-]){FILES}", text):
+        assert any((folder / name).exists() for folder in folders), f"{page}: {name}"
+    for name in re.findall(r"(?<![\w/])test_\w+\.py", text):
+        found = [path for folder in package or [ROOT] for path in folder.rglob(name)]
+        assert found, f"{page}: {name}"
+
+
 def commands(page: str) -> list[list[str]]:
     """The words of every command in a page's blocks of code, from the program's name on."""
     blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / page).read_text("utf-8"), flags=re.DOTALL)

@@ -1,10 +1,11 @@
-"""The README's examples run as they stand."""
+"""The README's examples run as they stand, and what it counts are as many."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -23,3 +24,19 @@ def test_examples_run(capsys) -> None:
     assert printed.startswith("[")
     assert printed.endswith("0.0 118\ntorch.Size([1])\n")
     assert names["layer"].experts.w1.requires_grad  # merged
+
+
+def test_families_and_blocks_are_as_many_as_the_pages_say() -> None:
+    pytest.importorskip("transformers")
+    from mb_layers.transformers.block_routing import BLOCKS
+
+    package = Path(__file__).parents[1]
+    readme = (package / "README.md").read_text()
+    page = (package / "docs/transformers.md").read_text()
+    figures = r"^\| \w+ \| ([\d.e-]+\+?\d*) \| ([\d.e-]+) \| (?:fused|steps) \| (?:same|-) \|"
+    rows = re.findall(figures, page, flags=re.MULTILINE)
+    assert f"[{len(rows)} model families]" in readme
+    assert max(float(logits) for logits, _ in rows) <= 3e-7
+    assert max(float(gradients) for _, gradients in rows) <= 7e-6
+    assert f"It knows {len(BLOCKS)} classes of blocks" in readme
+    assert f"the {len(BLOCKS)} classes of blocks" in page

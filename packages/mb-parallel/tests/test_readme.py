@@ -1,13 +1,16 @@
 """The pages' examples run as printed; the example of a test is collected with the tests."""
 
 import copy
+import inspect
 import re
 from pathlib import Path
 
+import mb_parallel
+import mb_parallel.random
 import torch
 from mb_kernels.testing import assert_close
 from mb_layers import MoEConfig, dMoE
-from mb_parallel import ParallelDims, parallelize_experts, tensor_parallel
+from mb_parallel import ParallelDims, parallelize_experts, recompute, tensor_parallel, testing
 from mb_parallel.testing import run_ranks
 from torch import nn
 
@@ -24,6 +27,24 @@ def test_readme_example(capsys):
     chosen, norm = capsys.readouterr().out.splitlines()
     assert chosen.startswith("expert parallelism: ep = 1")
     assert norm.startswith("gradient norm ")
+
+
+def test_arguments_are_taken_as_the_table_writes_them():
+    """Those behind a `*` by their names only, and no others."""
+    table = re.findall(r"^\| (`.*)", (PACKAGE / "README.md").read_text(), flags=re.MULTILINE)
+    calls = re.findall(r"`(?:mb_parallel\.\w+\.)?(\w+)\(([^`()]*)\)`", "".join(table))
+    places = (mb_parallel, mb_parallel.random, recompute, tensor_parallel, testing)
+    checked = 0
+    for name, written in calls:
+        function = next((vars(place)[name] for place in places if name in vars(place)), None)
+        if function is not None:
+            parameters = inspect.signature(function).parameters.values()
+            named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+            before, _, after = written.partition("*, ")
+            assert named.isdisjoint(before.split(", ")), name
+            assert named >= set(after.split(", ")) - {"", "..."}, name
+            checked += 1
+    assert checked > 15
 
 
 def _plan(rank, world_size):

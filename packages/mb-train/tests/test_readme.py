@@ -14,6 +14,8 @@ def test_readme_example(capsys, tmp_path, monkeypatch):
     names = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["scores"].isfinite().all()
+    # Loaded once: `mb-train eval` encodes each text of a file by it.
+    assert names["trained"].tokenizer is names["trained"].tokenizer
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"loss 10\.\d\d -> \d+\.\d\d, kept in runs/quickstart/iter_0000004", last)
 

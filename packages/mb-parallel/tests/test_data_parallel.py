@@ -409,20 +409,25 @@ def test_ranks_may_use_other_parameters_if_the_model_is_told(zero_stage):
 
 
 def gives_up(rank, world_size, zero_stage, dtype, replicas):
-    """The norm of a step after one that was not finished, and without."""
+    """The norms of a step alone, and after one whose gradients were dropped, in several ways."""
     dims = ParallelDims(dp_replicate=replicas, dp_shard=world_size // replicas)
     norms = []
-    for given_up in (1, 0):
+    for dropped_by in (None, "optimizer", "torch", "model", "around"):
         model, mesh = build(), dims.build("cpu")
         how = {"compute_dtype": dtype, "zero_stage": zero_stage}
         apply_data_parallel(model, mesh, blocks=list(model)[:2], **how)
         optimizer = AdamW(model.parameters())
-        for _ in range(given_up):
+        others = {
+            "torch": torch.optim.AdamW(model.parameters()), "model": model,
+            "around": nn.ModuleList([model]),
+        }  # fmt: skip
+        drops = others.get(dropped_by, optimizer)
+        for _ in range(0 if dropped_by is None else 1):
             for kept in (False, True):
                 set_gradient_sync(model, False)
-                optimizer.zero_grad(set_to_none=kept)
+                drops.zero_grad(set_to_none=kept)
                 model(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.zero_grad()
+            drops.zero_grad()
         for m in range(2):
             set_gradient_sync(model, m == 1)
             model(torch.ones(2, WIDTH)).sum().backward()
@@ -435,8 +440,8 @@ def gives_up(rank, world_size, zero_stage, dtype, replicas):
     [(1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
 )
 def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replicas):
-    for after, fresh in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
-        assert after == fresh
+    for fresh, *after in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
+        assert after == [fresh] * 4
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])

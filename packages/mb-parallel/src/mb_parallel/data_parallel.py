@@ -154,8 +154,9 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     Call it with False before every micro-batch of a step but the last, and with True before the
     last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
     gradients. Replicas add up their gradients at the last one. Optimizers, torch's too, and norms
-    of this package refuse (ValueError) what ranks have not added up, and `zero_grad` of this
-    package's optimizers drops it. Nothing happens to a model that `apply_data_parallel` left alone.
+    of this package refuse (ValueError) what ranks have not added up, and `zero_grad` of an
+    optimizer or of the model drops it. Nothing happens to a model that `apply_data_parallel` left
+    alone.
     """
     one_module(model)
     stage, sync = zero_stage_of(model), sync_of(model)

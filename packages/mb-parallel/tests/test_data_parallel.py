@@ -451,6 +451,27 @@ def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     assert first == second
 
 
+def refused_by_one(rank, world_size):
+    """What each rank is told of arguments, and of a model, that one of them gives."""
+    said = []
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    for wrong in ("blocks", "dtypes"):
+        model, mine = nn.Sequential(nn.Linear(WIDTH, WIDTH)), rank == 1
+        if mine and wrong == "dtypes":
+            model[0].bias.data = model[0].bias.data.bfloat16()
+        blocks = [nn.Linear(1, 1)] if mine and wrong == "blocks" else list(model)
+        with pytest.raises(ValueError, match="Expected") as refused:
+            apply_data_parallel(model, mesh, blocks=blocks)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_one_rank_refuses_all_refuse():
+    for blocks, dtypes in run_ranks(refused_by_one, 2, timeout_s=30.0):
+        assert "blocks to be submodules of the model, got a Linear" in blocks
+        assert "torch.bfloat16 and torch.float32 in Linear" in dtypes
+
+
 def test_one_process_is_left_alone():
     model = build()
     before = dict(model.named_parameters())

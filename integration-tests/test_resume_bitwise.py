@@ -109,6 +109,21 @@ def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_p
     assert len(tiny_run.losses(run)) == 4
 
 
+def test_without_optimizer_state_rates_and_loss_scale_begin_anew(tokens, tmp_path):
+    """Megatron's `load_checkpoint` takes the scheduler and the loss scale with the optimizer."""
+    run = tmp_path / "run"
+    more = "--fp16 --initial-loss-scale 64 --loss-scale-window 2 --log-interval 1 --train-iters 8"
+    assert tiny_run.train(tiny_run.flags(tokens, run, more, "--exit-interval 3")) == 0
+    assert tiny_run.train(["--load", str(run), "--no-load-optim", "--exit-interval", "6"]) == 0
+    assert tiny_run.train(["--load", str(run), "--train-iters", "7"]) == 0
+    events = tiny_run.events(run, "train")
+    assert [event["iteration"] for event in events] == list(range(1, 8))
+    for key in "lr", "loss_scale":
+        first, second = ([event[key] for event in events[i : i + 3]] for i in (0, 3))
+        assert first == second
+    assert events[0]["lr"] < events[6]["lr"] < events[5]["lr"]  # counted on from the second start
+
+
 @pytest.mark.parametrize("missing", ["optimizer", "none"])
 def test_a_checkpoint_without_optimizer_state(tokens, tmp_path, capsys, missing):
     run = tmp_path / "run"

@@ -409,20 +409,25 @@ def test_ranks_may_use_other_parameters_if_the_model_is_told(zero_stage):
 
 
 def gives_up(rank, world_size, zero_stage, dtype, replicas):
-    """The norm of a step after one that was not finished, and without."""
+    """The norms of a step alone, and after one whose gradients were dropped, in several ways."""
     dims = ParallelDims(dp_replicate=replicas, dp_shard=world_size // replicas)
     norms = []
-    for given_up in (1, 0):
+    for dropped_by in (None, "optimizer", "torch", "model", "around"):
         model, mesh = build(), dims.build("cpu")
         how = {"compute_dtype": dtype, "zero_stage": zero_stage}
         apply_data_parallel(model, mesh, blocks=list(model)[:2], **how)
         optimizer = AdamW(model.parameters())
-        for _ in range(given_up):
+        others = {
+            "torch": torch.optim.AdamW(model.parameters()), "model": model,
+            "around": nn.ModuleList([model]),
+        }  # fmt: skip
+        drops = others.get(dropped_by, optimizer)
+        for _ in range(0 if dropped_by is None else 1):
             for kept in (False, True):
                 set_gradient_sync(model, False)
-                optimizer.zero_grad(set_to_none=kept)
+                drops.zero_grad(set_to_none=kept)
                 model(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.zero_grad()
+            drops.zero_grad()
         for m in range(2):
             set_gradient_sync(model, m == 1)
             model(torch.ones(2, WIDTH)).sum().backward()
@@ -435,8 +440,8 @@ def gives_up(rank, world_size, zero_stage, dtype, replicas):
     [(1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
 )
 def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replicas):
-    for after, fresh in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
-        assert after == fresh
+    for fresh, *after in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
+        assert after == [fresh] * 4
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
@@ -444,6 +449,27 @@ def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     """In stage 1 the experts, which have their gradients at once, would train alone."""
     first, second = run_ranks(steps_too_early, 2, zero_stage)
     assert first == second
+
+
+def refused_by_one(rank, world_size):
+    """What each rank is told of arguments, and of a model, that one of them gives."""
+    said = []
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    for wrong in ("blocks", "dtypes"):
+        model, mine = nn.Sequential(nn.Linear(WIDTH, WIDTH)), rank == 1
+        if mine and wrong == "dtypes":
+            model[0].bias.data = model[0].bias.data.bfloat16()
+        blocks = [nn.Linear(1, 1)] if mine and wrong == "blocks" else list(model)
+        with pytest.raises(ValueError, match="Expected") as refused:
+            apply_data_parallel(model, mesh, blocks=blocks)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_one_rank_refuses_all_refuse():
+    for blocks, dtypes in run_ranks(refused_by_one, 2, timeout_s=30.0):
+        assert "blocks to be submodules of the model, got a Linear" in blocks
+        assert "torch.bfloat16 and torch.float32 in Linear" in dtypes
 
 
 def test_one_process_is_left_alone():

@@ -13,7 +13,9 @@ from mb_train.convert.architectures import architecture_for
 from mb_train.convert.safetensors_files import TensorFolder
 from mb_train.from_bert import begin_from_bert
 from mb_train.loading import load_trained
+from mb_train.models.classifier import Classifier
 from mb_train.models.segments import Segments
+from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -39,6 +41,15 @@ KINDS = {
     "t5 unscaled": ("T5", "ForConditionalGeneration", T5 | {"tie_word_embeddings": False}),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+# What a run says that begins from a BERT of theirs.
+FINETUNED = {
+    "num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80,
+    "max_position_embeddings": 24, "seq_length": 24, "post_layernorm": True,
+    "activation": "gelu", "layernorm_epsilon": 1e-12, "micro_batch_size": 2, "train_iters": 1,
+    "lr": 1.0,
+}  # fmt: skip
 
 
 def theirs(kind, vocab_size=77):
@@ -143,13 +154,7 @@ def test_a_retriever_begins_from_theirs(tmp_path):
     """Its vocabulary padded; another epsilon than the run's is refused."""
     model = theirs("bert")
     model.save_pretrained(tmp_path)
-    sizes = {
-        "num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80,
-        "max_position_embeddings": 24, "seq_length": 24, "post_layernorm": True,
-        "activation": "gelu", "layernorm_epsilon": 1e-12,
-    }  # fmt: skip
-    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
-    config = TrainConfig(**sizes, **run, model="ict")
+    config = TrainConfig(**FINETUNED, model="ict")
     ict = whole_model(config, vocab_size=128).eval()
     begin_from_bert(ict, str(tmp_path))
     x, _, valid, _ = inputs(19)
@@ -160,6 +165,36 @@ def test_a_retriever_begins_from_theirs(tmp_path):
     other = whole_model(replace(config, layernorm_epsilon=1e-5), vocab_size=128)
     with pytest.raises(ValueError, match=r"norm_eps 1e-05 in .* \(--bert-load\), got .*1e-12"):
         begin_from_bert(other, str(tmp_path))
+
+
+@pytest.mark.parametrize("pooler", [True, False], ids=["pooler", "no pooler"])
+@pytest.mark.parametrize("kind", ["bert", "megatron"])
+def test_a_classifier_begins_from_a_model_without_heads(tmp_path, kind, pooler):
+    """A bare BertModel writes names without `bert.`; all of them are accounted for."""
+    model = theirs(kind).bert
+    if not pooler:
+        model.pooler = None
+    model.save_pretrained(tmp_path)
+    config = TrainConfig(**FINETUNED | {"post_layernorm": kind == "bert"}, model="bert")
+    classifier = Classifier(transformer_config(config, 128), classes=2).eval()
+    fresh = classifier.bert.pooler.dense.weight.clone()
+    begin_from_bert(classifier, str(tmp_path))
+    x, types, valid, _ = inputs(19)
+    ends = torch.nn.functional.pad(valid.sum(1, keepdim=True), (0, 1), value=x.shape[1])
+    with torch.no_grad():
+        want = model(x, token_type_ids=types, attention_mask=valid).last_hidden_state
+        got, _ = classifier.bert.encode(x, types, ends, valid)
+    torch.testing.assert_close(got[:, 0], want[:, 0], rtol=1e-4, atol=1e-5)
+    kept = model.pooler.dense.weight if pooler else fresh
+    torch.testing.assert_close(classifier.bert.pooler.dense.weight, kept, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"missing from the source: .*cls\.predictions\.bias"):
+        read_model(tmp_path)  # to be a BERT it lacks its heads
+    change_tensors(tmp_path, lambda state: state | {"extra.weight": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"nothing uses: bert\.extra\.weight"):
+        begin_from_bert(classifier, str(tmp_path))
+    change_tensors(tmp_path, lambda state: {n: t for n, t in state.items() if "layer.1" not in n})
+    with pytest.raises(ValueError, match=r"missing from the source: bert\.encoder\.layer\.1"):
+        begin_from_bert(classifier, str(tmp_path))
 
 
 @kinds

@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import sys
+import threading
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -276,6 +279,28 @@ def test_a_task_is_judged_before_the_model_is_read(task, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     assert main(["eval", "no such run", "--task", *task.split()]) == 2
     assert "no such run" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such pipes")
+def test_a_pipe_is_opened_once(trained, tmp_path, monkeypatch, capsys):
+    pipe, opened, open_path = tmp_path / "pipe", [], Path.open
+    os.mkfifo(pipe)
+
+    def once(path, *how, **more):
+        assert path not in opened, "what was in it is lost, and nobody writes into it any more"
+        opened.append(path)
+        return open_path(path, *how, **more)
+
+    def write():
+        with open(pipe, "w") as file:
+            file.write("a b c d e f")
+
+    found = SimpleNamespace(**vars(trained), saved=SimpleNamespace(iteration=3))
+    monkeypatch.setattr("mb_train.loading.load_trained", lambda run, device: found)
+    monkeypatch.setattr(Path, "open", once)
+    threading.Thread(target=write, daemon=True).start()
+    assert main(["eval", "run", str(pipe), "--task", "wikitext"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["original_tokens"] == 6
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What a run does when something goes wrong: signals, two runs in a folder, NaN, a full disk."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from mb_parallel.testing import run_ranks
+from mb_train import saver
 from mb_train import train as loop
 from mb_train.cli import main
 from mb_train.data import DataError, _on_rank_zero_first, check_tokens
@@ -245,6 +247,25 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
     assert run("--train-iters", 3, "--save-interval", 1, *words) == 0
     out = capsys.readouterr().out
     assert "could not save iteration 2: OSError: [Errno 28] No space left" in out
+    assert names(run.folder) == ["iter_0000001", "iter_0000003"]
+    assert not list(run.folder.glob("*.partial"))
+
+
+def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, capsys):
+    saves, allocating = itertools.count(1), saver.allocating
+
+    @contextlib.contextmanager
+    def short():
+        with allocating():
+            if next(saves) == 2:
+                torch.empty(2**60, dtype=torch.uint8)
+            yield
+
+    monkeypatch.setattr(saver, "allocating", short)
+    assert run("--train-iters", 3, "--save-interval", 1, "--async-save") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"could not save iteration 2: MemoryError: .*allocate", out)
+    assert "The latest checkpoint is that of iteration 1." in out
     assert names(run.folder) == ["iter_0000001", "iter_0000003"]
     assert not list(run.folder.glob("*.partial"))
 

@@ -120,6 +120,19 @@ def test_settled_flags_are_answered_in_one_note():
     [
         ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
         ("--deepspeed --topk 2", r"--deepspeed cannot be .* --topk cannot be .*--moe-router-topk"),
+        (
+            "--perform-rl-step --grpo-group-size 2 --no-rl-partial-rollouts --refit-method gloo",
+            r"--perform-rl-step, --grpo-group-size, --no-rl-partial-rollouts, --refit-method "
+            r"cannot be honoured: there is no reinforcement learning",
+        ),
+        (
+            "--inference-max-requests 8 --flash-decode --num-tokens-to-generate 1",
+            r"--inference-max-requests, --flash-decode, --num-tokens-to-generate cannot be .*: "
+            r"mb-train generate RUN writes texts, and mb-train serve RUN",
+        ),
+        ("--export-quant-cfg x", r"--export-quant-cfg cannot be .* mb-train convert RUN"),
+        ("--train-idx-path x --repeated-dataloader", r"--train-idx-path, --rep.*--data-cache-path"),
+        ("--enable-zbh1-pipeline", r"--enable-zbh1-pipeline cannot .* interleaved-zero-bub"),
         ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
         (
             "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",

@@ -233,6 +233,28 @@ def test_sums_over_passes_steps_and_ranks():
     assert not dist.is_initialized()
 
 
+def test_losses_are_of_the_steps_that_were_taken():
+    """All of them; how experts were loaded is of all steps. A step that overflowed has any loss."""
+    accumulator = Accumulator(ParallelDims().build("cpu"))
+    for skipped, passes, loss in ((1.0, 2, math.inf), (0.0, 1, 3.0), (0.0, 3, 4.0)):
+        for _ in range(passes):
+            metrics = _metrics([[1, 3]], [0.25])
+            accumulator.add_pass(metrics | {"load_balancing_loss": torch.tensor([loss])})
+        accumulator.add_iteration({"lm loss": torch.tensor(loss)}, torch.tensor(skipped))
+    stats = accumulator.collect(torch.tensor(1.0))
+    assert stats.loss("lm loss") == 3.5
+    assert stats.layer_means["load_balancing_loss"] == [(3 + 3 * 4) / 4]  # a pass, as a step, each
+    assert stats.layer_means["z_loss"] == [2.0]
+    assert stats.layer_means["dropped_fraction"] == [0.25]
+    assert stats.tokens_per_expert == [[6, 18]]
+    metrics = _metrics([[1, 3]], [0.25])
+    accumulator.add_pass(metrics | {"z_loss": torch.tensor([math.nan])})
+    accumulator.add_iteration({"lm loss": torch.tensor(1.0)}, torch.tensor(1.0))
+    stats = accumulator.collect(torch.tensor(math.inf))
+    assert (stats.loss("lm loss"), stats.mean("z_loss")) == (0, 0)
+    assert stats.mean("router_entropy") == 0.5
+
+
 def test_a_dense_model_has_losses_alone():
     accumulator = Accumulator(ParallelDims().build("cpu"))
     accumulator.add_pass({})

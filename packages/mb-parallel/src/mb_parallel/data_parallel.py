@@ -42,7 +42,7 @@ from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.gradient_sync import share_sync, sync_of
-from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 
 _STAGE = "_mb_zero_stage"
 
@@ -68,6 +68,8 @@ def apply_data_parallel(
     `model.set_reduce_scatter_unused_params(True)` afterwards (from torch 2.13 on): a gradient that
     a rank lacks then counts as zero.
 
+    All ranks of the mesh call this together, and what one refuses all refuse.
+
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
             mesh's "tp" or "ep" already; fp32 for training.
@@ -91,10 +93,39 @@ def apply_data_parallel(
             dtypes that train in one unit, or experts with working copies or, where ep or tp > 1,
             without `parallelize_experts`.
     """
-    one_module(model)
     check_mesh(mesh, model)
+    with refused_alike(mesh):
+        blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
+        _refuse_arguments(model, blocks, keep_fp32, compute_dtype, zero_stage)
+        if mesh.dims.dp * mesh.dims.tp == 1:
+            return
+        _refuse_model(model, mesh)
+        from mb_parallel.fsdp_units import shard_units
+
+        shard_units(
+            model,
+            mesh,
+            blocks=blocks,
+            compute_dtype=compute_dtype,
+            keep_fp32=keep_fp32,
+            reshard=zero_stage == 3,
+            cast_inputs=cast_inputs,
+        )
+    setattr(model, _STAGE, zero_stage)
+    share_sync(model)
+    keep_sizes(mesh, model)
+
+
+def _refuse_arguments(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    keep_fp32: Iterable[nn.Module],
+    compute_dtype: torch.dtype,
+    zero_stage: int,
+) -> None:
+    """Raise ValueError for arguments of `apply_data_parallel` that mean nothing."""
+    one_module(model)
     floating(compute_dtype=compute_dtype)
-    blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
     inside = set(model.modules()) - {model}
@@ -106,8 +137,10 @@ def apply_data_parallel(
                     f"Expected {name} to be submodules of the model, got {got}. What no block owns "
                     "is sharded too, so blocks may be empty."
                 )
-    if mesh.dims.dp * mesh.dims.tp == 1:
-        return
+
+
+def _refuse_model(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Raise ValueError for a model that cannot be sharded, or not any more."""
     if is_fsdp(_compiled(model)):
         raise ValueError(
             f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
@@ -132,20 +165,6 @@ def apply_data_parallel(
             "Expected experts without working copies, which would stay behind the weights that "
             "replace theirs. Call hold_working_copies after apply_data_parallel."
         )
-    from mb_parallel.fsdp_units import shard_units
-
-    shard_units(
-        model,
-        mesh,
-        blocks=blocks,
-        compute_dtype=compute_dtype,
-        keep_fp32=keep_fp32,
-        reshard=zero_stage == 3,
-        cast_inputs=cast_inputs,
-    )
-    setattr(model, _STAGE, zero_stage)
-    share_sync(model)
-    keep_sizes(mesh, model)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -154,8 +173,9 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     Call it with False before every micro-batch of a step but the last, and with True before the
     last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
     gradients. Replicas add up their gradients at the last one. Optimizers, torch's too, and norms
-    of this package refuse (ValueError) what ranks have not added up, and `zero_grad` of this
-    package's optimizers drops it. Nothing happens to a model that `apply_data_parallel` left alone.
+    of this package refuse (ValueError) what ranks have not added up, and `zero_grad` of an
+    optimizer or of the model drops it. Nothing happens to a model that `apply_data_parallel` left
+    alone.
     """
     one_module(model)
     stage, sync = zero_stage_of(model), sync_of(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,22 +38,13 @@ class GradientSync:
     def drop(self) -> None:
         """Forget the gradients that are apart."""
         model = self._model()
-        for unit in () if model is None else model.modules():
-            if not is_fsdp(unit):
-                continue
-            state: Any = unit._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-                group._partial_reduce_output = None
-                for held in group.fsdp_params:
-                    held.unsharded_accumulated_grad = None
-                    if hasattr(held, "_unsharded_param"):
-                        held._unsharded_param.grad = None
+        if model is not None:
+            _drop_units(model)
 
 
 def share_sync(model: nn.Module) -> None:
     """Let the model and its parameters, sharded already, have one `GradientSync`."""
-    _watch_optimizers()
+    _watch_torch()
     sync = GradientSync(model)
     for one in (model, *model.parameters()):
         setattr(one, _SYNC, sync)
@@ -66,17 +57,37 @@ def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    """From now on, let every optimizer of torch refuse such gradients; this package's do anyway."""
+def _watch_torch() -> None:
+    """From now on, let torch's own optimizers and modules know of gradients that are apart.
+
+    A step refuses them, and `zero_grad`, for which torch has no hook, forgets them.
+    """
     register_optimizer_step_pre_hook(_refuse_apart)
+    _let_zero_grad(torch.optim.Optimizer, lambda optimizer: drop_apart(_parameters(optimizer)))
+    _let_zero_grad(nn.Module, _drop_units)
+
+
+def _let_zero_grad(kind: Any, drop: Callable[[Any], None]) -> None:
+    """Call `drop` after each `zero_grad` of this kind."""
+    zero_grad = vars(kind)["zero_grad"]
+
+    @functools.wraps(zero_grad)
+    def zero_all(self: Any, *args: Any, **kwargs: Any) -> None:
+        zero_grad(self, *args, **kwargs)
+        drop(self)
+
+    kind.zero_grad = zero_all
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
     if any(map(callable, (*args, *kwargs.values()))):
         return  # a closure computes gradients first, those of the last micro-batch perhaps
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            has_grad(parameter)
+    for parameter in _parameters(optimizer):
+        has_grad(parameter)
 
 
 def has_grad(parameter: Tensor) -> bool:
@@ -100,3 +111,18 @@ def drop_apart(parameters: Iterable[Tensor]) -> None:
     for sync in {sync_of(parameter) for parameter in parameters}:
         if sync is not None and sync.apart:
             sync.drop()
+
+
+def _drop_units(module: nn.Module) -> None:
+    """Forget what FSDP2's units in a module have not added up."""
+    for unit in module.modules():
+        if not is_fsdp(unit):
+            continue
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            group._partial_reduce_output = None
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None

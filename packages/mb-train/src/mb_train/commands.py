@@ -225,8 +225,10 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
             raise ValueError(
                 f"Expected a file to evaluate on with --task {options.task}, got none."
             )
-        Path(options.file).open("rb").close()  # before a model is loaded for it
-        measure = partial(task, path=Path(options.file), options=how)
+        path = Path(options.file)
+        if not path.is_fifo():  # which can be read once
+            path.open("rb").close()  # before a model is loaded for it
+        measure = partial(task, path=path, options=how)
     given = {"file": options.file, "--stride": options.stride, "--include": options.include}
     given["--strict"] = options.strict or None
     _refuse_idle(given, takes, f" with --task {options.task}")

@@ -60,13 +60,14 @@ def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
 def _read_bert(folder: Path, vocab_size: int) -> Bert:
     if not (folder / "config.json").is_file():
         return load_trained(folder, kinds=("bert",)).model
-    config, weights = read_model(folder)
+    config, weights = read_model(folder, headless=True)
     if config.model != "bert":
         raise ValueError(f"Expected a BERT in {folder} (--bert-load), got {config.model}.")
     weights = with_rows(weights, vocab_size)  # theirs is not padded
     bert = whole_model(config, vocab_size=rows_of(weights))
     assert isinstance(bert, Bert)
-    bert.load_state_dict(weights, assign=True)
+    # All of the folder is in `weights`; heads that it has not are drawn, and nobody takes them.
+    bert.load_state_dict(weights, assign=True, strict=False)
     return bert
 
 

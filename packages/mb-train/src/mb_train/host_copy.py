@@ -7,8 +7,9 @@ buffers are pinned once, and emptied by threads of the host.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
@@ -40,6 +41,9 @@ class HostCopier:
 
         Args:
             pairs: of a tensor and memory of the host, such as its `torch.empty_like(device="cpu")`.
+
+        Raises:
+            MemoryError: none can be pinned.
         """
         pieces = [piece for pair in pairs for piece in pieces_of(*pair, _BUFFER_BYTES)]
         if not pieces:
@@ -50,8 +54,9 @@ class HostCopier:
 
     def _copy_piece(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
         own = self._own
-        if not hasattr(own, "buffer"):
-            own.buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        if not hasattr(own, "stream"):
+            with allocating():
+                own.buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
             own.stream = torch.cuda.Stream(source.device)
         with torch.cuda.stream(own.stream):
             own.stream.wait_event(ready)
@@ -59,6 +64,16 @@ class HostCopier:
             pinned.copy_(source, non_blocking=True)
             own.stream.synchronize()
         target.copy_(pinned)
+
+
+@contextlib.contextmanager
+def allocating() -> Generator[None]:
+    """Raise MemoryError where memory runs short; torch raises a RuntimeError without a class."""
+    try:
+        yield
+    except RuntimeError as error:
+        said, *_ = str(error).splitlines() or [""]
+        raise MemoryError(said) from error
 
 
 def pieces_of(source: Tensor, target: Tensor, nbytes: int) -> Iterator[tuple[Tensor, Tensor]]:

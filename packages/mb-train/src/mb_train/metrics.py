@@ -17,7 +17,8 @@ import torch
 from mb_parallel import ParallelMesh
 from torch import Tensor
 
-_LAYER_MEANS = ("load_balancing_loss", "z_loss", "dropped_fraction", "router_entropy")
+_LAYER_LOSSES = ("load_balancing_loss", "z_loss")
+_LAYER_MEANS = (*_LAYER_LOSSES, "dropped_fraction", "router_entropy")
 
 
 @dataclass
@@ -29,7 +30,7 @@ class IntervalStats:
     params_norm: float | None = None
     zeros_in_grad: float | None = None
     skipped: list[bool] = field(default_factory=list)  # one per iteration
-    layer_means: dict[str, list[float]] = field(default_factory=dict)  # per layer
+    layer_means: dict[str, list[float]] = field(default_factory=dict)  # per layer; losses as `loss`
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [L][E], sums
 
     @property
@@ -79,23 +80,27 @@ class Accumulator:
     def _clear(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
         self._skipped: list[Tensor] = []
-        self._passes = 0
+        self._passes: list[int] = []  # of each step
         self._counts_LE: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._passes_of_step = 0
+        self._sums_of_step: dict[str, Tensor] = {}
 
     def add_pass(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add one forward pass: its MoE metrics, each [L] or [L, E]; {} for a dense model."""
-        self._passes += 1
+        """Add one forward pass of a step: its MoE metrics, [L] or [L, E]; {} for a dense model."""
+        self._passes_of_step += 1
         if not metrics:
             return
         counts_LE = metrics["tokens_per_expert"].double()
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
         for key in _LAYER_MEANS:
-            value_L = metrics[key].double()
-            self._sums[key] = self._sums[key] + value_L if key in self._sums else value_L
+            _add(self._sums_of_step, key, metrics[key].double())
 
     def add_iteration(self, losses: Mapping[str, Tensor], skipped: Tensor | None = None) -> None:
-        """Add one step.
+        """Add one step, after its passes.
 
         Args:
             losses: of this data-parallel rank, scalars whose sum over those ranks is the loss.
@@ -106,6 +111,12 @@ class Accumulator:
         if skipped is None:
             skipped = torch.zeros((), device=next(iter(losses.values())).device)
         self._skipped.append(skipped)
+        for key, value_L in self._sums_of_step.items():
+            if key in _LAYER_LOSSES:  # 0 times infinity would be no number
+                value_L = torch.where(skipped.to(value_L.device) != 0, 0.0, value_L)
+            _add(self._sums, key, value_L)
+        self._passes.append(self._passes_of_step)
+        self._begin_step()
 
     def collect(
         self,
@@ -144,15 +155,23 @@ class Accumulator:
             return values[place - count : place]
 
         losses = {name: take(len(parts)) for name, parts in self._losses.items()}
-        passes = self._mesh.dp_size * max(self._passes, 1)
-        means = {key: [v / passes for v in take(s.numel())] for key, s in self._sums.items()}
+        sums = {key: take(value.numel()) for key, value in self._sums.items()}
         counts: list[list[float]] = []
         if self._counts_LE is not None:
             layers, experts = self._counts_LE.shape
             counts = [take(experts) for _ in range(layers)]
         (grad_norm,) = take(1)
         skipped = [value != 0 for value in take(len(self._skipped))]
+        taken = sum(n for n, left_out in zip(self._passes, skipped, strict=True) if not left_out)
+        means = {}
+        for key, values_L in sums.items():
+            passes = taken if key in _LAYER_LOSSES else sum(self._passes)
+            means[key] = [v / (self._mesh.dp_size * max(passes, 1)) for v in values_L]
         more = dict(zip(asked, take(len(asked)), strict=True))
         return IntervalStats(
             losses, grad_norm, skipped=skipped, layer_means=means, tokens_per_expert=counts, **more
         )
+
+
+def _add(sums: dict[str, Tensor], key: str, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value

@@ -63,7 +63,9 @@ _REASONS: Mapping[str, str] = {
         --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type
         --mask-factor
     """,
-    "no layer looks up neighbours of a text, as Retro's do": "--retro-*",
+    "no layer looks up neighbours of a text, as Retro's do": """
+        --retro-* --output-bert-embeddings --bert-embedder-type
+    """,
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
     "the layers are this library's": "--spec",
     "experts take the whole hidden state": "--moe-latent-size",
@@ -101,7 +103,19 @@ _REASONS: Mapping[str, str] = {
     "the convert command does that": "--ckpt-convert-*",
     "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
     "there is no training on chats: --load RUN --finetune goes on with texts": """
-        --sft --sft-tokenizer-prompt-format
+        --sft --sft-tokenizer-prompt-format --finetune-hf-dataset
+    """,
+    "there is no reinforcement learning: a run learns from the texts of --data-path": """
+        --perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-*
+    """,
+    "mb-train generate RUN writes texts, and mb-train serve RUN answers requests": """
+        --inference* --ds-inference --use-legacy-static-engine --decode-only-cuda-graphs
+        --enable-chunked-prefill --disable-chunked-prefill --num-speculative-tokens
+        --return-log-probs --skip-prompt-log-probs --use-flashinfer-fused-rope --flash-decode
+        --symmetric-ar-type --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill
+        --use-same-sampling-seed-across-dp-ranks --moe-pad-experts-for-cuda-graph-inference
+        --use-inference-optimized-layers --prompt-format --num-tokens-to-generate --out-seq-length
+        --sample-input-file --sample-output-file --genfile
     """,
     "--load RUN --finetune begins from weights, and mb-train finetune RUN learns a task": """
         --pretrained-checkpoint
@@ -118,9 +132,28 @@ _REASONS: Mapping[str, str] = {
     "say --recompute-granularity": """
         --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
         --synchronize-each-layer --profile-backward --split-transformers
+        --memory-centric-tiled-linear --tile-factor --scattered-embeddings
     """,
     "say --recompute-num-layers": "--checkpoint-num-layers",
     "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
+    "say --optimizer-state-dtype bf16, which halves it": "--use-bnb-optimizer",
+    "say --pipeline-schedule interleaved-zero-bubble or zbv-zero-bubble": "--enable-zbh1-*",
+    "say --ckpt-step": "--load-iteration",
+    "--load RUN --finetune begins at step 0": "--reset-iteration",
+    "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state",
+    "data is read as often as --train-iters or --train-samples need it, and its index is built "
+    "here: see --data-cache-path": """
+        --train-data-exact-num-epochs --repeated-dataloader --return-data-index --use-dataset-only
+        --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
+        --train-shuffle-idx-path --aml-data-download-path
+    """,
+    "leave it out, what is logged is in the run folder, log.jsonl": """
+        --log-level --log-level-replica --log-path --log-optimizer-states-to-tensorboard
+        --codecarbon-dir
+    """,
+    "leave it out, there is one implementation": """
+        --disable-mem-efficient-ln --custom-token-counting --multiprocessing-context
+    """,
     "say --rotary-base": "--rotary-position-embeddings-theta",
     "leave it out, attention always takes the fastest kernel of torch": """
         --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
@@ -134,11 +167,12 @@ _REASONS: Mapping[str, str] = {
         --curriculum-learning-* --data-efficiency-curriculum-learning --random-ltd
     """,
     "a model learns from texts, not from another model": """
-        --kd --kd-* --load-teacher --num-layers-teacher --num-attention-heads-teacher
-        --hidden-size-teacher --num-experts-teacher --teacher-model-config
+        --kd --kd-* --mos --mos-* --teacher-forward --load-teacher --num-layers-teacher
+        --num-attention-heads-teacher --hidden-size-teacher --num-experts-teacher
+        --teacher-model-config
     """,
-    "weights are neither pruned nor rounded for a later use": "--compression-training",
-    "mb-train generate RUN writes texts": "--inference --ds-inference",
+    "weights are neither pruned nor rounded for a later use: mb-train convert RUN gives them to "
+    "others as they are": "--compression-training --export-* --modelopt-enabled",
     "say --train-data-path, --valid-data-path and --test-data-path": """
         --train-weighted-split-paths* --valid-weighted-split-paths* --test-weighted-split-paths*
     """,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
 from mb_data.sample_readers import made_by_python
-from mb_parallel import check_same, rank, world_size
+from mb_parallel import ParallelMesh, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
@@ -79,10 +79,19 @@ class Run:
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
         self.device = device
-        self._lay_out(config)
+
+        # The ranks' meshes, and the batches and rates that follow from their number.
+        self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
         config = self.config
+        self.iterations = train_iterations(config, self.batch_sizes)
+        self.schedule: Schedule = build_schedule(config, self.batch_sizes.full)
+        self.compute_dtype = compute_dtype(config, device.type)
+        dims = self.mesh.dims
+        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
+
+        # What is learned, from what text.
         check_files(config)
         self._copies = copies_for(config, start)
         tokenizer = load_tokenizer(config, self._copies)
@@ -100,9 +109,25 @@ class Run:
         warning = memory_warning(config, self.vocab_size, world_size(), device, device_name(device))
         if warning is not None:
             self.say(warning)
+
+        # The model, what trains it, and where they stand.
         compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
         with self.timers("model-and-optimizer-setup"):
-            self._build(start)
+            with in_flags(layout.NAMED):
+                self.model: Assembled = assemble(
+                    self.task, config, self.mesh, device, self.compute_dtype
+                )
+            self.optimizer = build_optimizer(self.model, config)
+            self.scaler = build_scaler(config)
+            self.load_balance = LoadBalance(self.model.parts, config, self.mesh)
+            self.progress = Progress(0, 0)
+            # That the schedule does not count, as Megatron's: of steps that an overflow skipped,
+            # and all before a start without the state of an optimizer.
+            self.skipped_samples = 0
+            # This rank's of the last step, on the device.
+            self.last_losses: dict[str, Tensor] = {}
+            if start is not None:
+                self._load(start)
         self.say(
             parameters_line(
                 sum(p.numel() for part in self.model.parts for p in part.parameters()),
@@ -113,6 +138,8 @@ class Run:
         for note in (*self.model.notes, describe(self.optimizer)):
             self.say(f" {note}")
         self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
+
+        # Its samples; and, since nothing is wrong, where it is kept.
         self.folder = Path(config.save) if config.save else None
         with self.timers("train/valid/test-data-iterators-setup"):
             self.data = self._prepare_data(start, tokenizer)
@@ -132,51 +159,17 @@ class Run:
         self.say("done with setup ...")
         self.say(self.timers.lines())
 
-    def _lay_out(self, config: TrainConfig) -> None:
-        """The ranks' meshes, and the batches and rates that follow from their number."""
-        check_profiled(config, self.device)
-        check_boards(config)
-        if world_size() > 1:
-            check_same(program(), "the program")
-        check_same(config, "the configuration")  # before groups: other sizes would make others
-        self.mesh = layout.parallel_dims(config, world_size()).build(self.device.type)
-        batch_size = config.batch_size(self.mesh.dp_size)
-        # What the ranks of this start decided stays the run's own, on however many it goes on.
-        self.config = config = dataclasses.replace(config, global_batch_size=batch_size)
-        per_pass = whole(config.micro_batch_size) * self.mesh.dp_size
-        self.batch_sizes = sizes = BatchSizes(config, batch_size, step=per_pass)
-        layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
-        self.iterations = train_iterations(config, sizes)
-        self.schedule: Schedule = build_schedule(config, batch_size)
-        self.compute_dtype = compute_dtype(config, self.device.type)
-        dims = self.mesh.dims
-        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
-
-    def _build(self, start: Start | None) -> None:
-        """The model, what trains it, and where they stand."""
-        config = self.config
-        self.progress = Progress(0, 0)
-        # Of steps that an overflow skipped: Megatron's schedule does not count them.
-        self.skipped_samples = 0
-        # This rank's of the last step, on the device.
-        self.last_losses: dict[str, Tensor] = {}
-        with in_flags(layout.NAMED):
-            self.model: Assembled = assemble(
-                self.task, config, self.mesh, self.device, self.compute_dtype
-            )
-        self.optimizer = build_optimizer(self.model, config)
-        self.scaler = build_scaler(config)
-        self.load_balance = LoadBalance(self.model.parts, config, self.mesh)
-        if start is not None:
-            self._load(start)
-
     def _load(self, start: Start) -> None:
+        """Go on from a checkpoint: its weights, its optimizer's state, its place."""
         config = self.config
         optimizer = None if config.finetune or config.no_load_optim else self.optimizer
         load_checkpoint(start.checkpoint, self.model.parts, optimizer)
         if config.finetune:
             return
         self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+        if config.no_load_optim:
+            self.skipped_samples = start.saved.consumed_samples
+            return
         self.skipped_samples = start.saved.state.get("skipped_samples", 0)
         if self.scaler is not None and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])
@@ -268,6 +261,24 @@ class Run:
     def reports(self, iteration: int) -> bool:
         """Whether a progress line is due after this step, whatever happens in it."""
         return iteration % self.config.log_interval == 0 or iteration == self.iterations
+
+
+def _laid_out(
+    config: TrainConfig, device: torch.device
+) -> tuple[TrainConfig, ParallelMesh, BatchSizes]:
+    """The run as it is on these ranks, their meshes, and the batches that they share."""
+    check_profiled(config, device)
+    check_boards(config)
+    if world_size() > 1:
+        check_same(program(), "the program")
+    check_same(config, "the configuration")  # before groups: other sizes would make others
+    mesh = layout.parallel_dims(config, world_size()).build(device.type)
+    batch_size = config.batch_size(mesh.dp_size)
+    # What the ranks of this start decided stays the run's own, on however many it goes on.
+    config = dataclasses.replace(config, global_batch_size=batch_size)
+    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.dp_size)
+    layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
+    return config, mesh, sizes
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 Every rank writes its shards under a temporary name and sums them up; when all are on disk, rank 0
 renames the folder and then rewrites the "latest" file, so a run that is killed leaves its previous
-checkpoint in force. A save that fails (the disk is full) is said, leaves nothing behind, and does
-not end the run. Weights that are not numbers are not saved: the latest checkpoint is always one to
-go on from.
+checkpoint in force. A save that fails (the disk is full, there is no memory for a copy) is said,
+leaves nothing behind, and does not end the run. Weights that are not numbers are not saved: the
+latest checkpoint is always one to go on from.
 
 Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
 beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, quiet, tensors_of
 from mb_train.health import all_finite
-from mb_train.host_copy import HostCopier
+from mb_train.host_copy import HostCopier, allocating
 from mb_train.reporting import saved_line, saving_line
 from mb_train.run_folder import (
     FORMAT,
@@ -133,7 +133,10 @@ class Saver:
         )
         tensors = tensors_of(model, optimizer)
         self._bytes = sum(map(_local_bytes, tensors.values()))
+        copies: dict[str, Tensor] = {}
         problem = _attempt(lambda: self._begin(iteration) if rank() == 0 else None)
+        if problem is None and self._thread is not None:
+            problem = _attempt(lambda: copies.update(self._snapshot(tensors)))
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
@@ -143,7 +146,6 @@ class Saver:
                 self._discard(iteration)
                 raise
             return self._finish(iteration, problem)
-        copies = self._snapshot(tensors)
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._pending = iteration, self._thread.submit(self._write, run, tensors, copies, copied)
         return True
@@ -180,15 +182,24 @@ class Saver:
             shutil.rmtree(self._draft(iteration), ignore_errors=True)
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's shards, on the device if there is room, else on the host."""
+        """Copies of this rank's shards, on the device if there is room, else on the host.
+
+        Raises:
+            MemoryError: there is none for them.
+        """
         shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
         away = {}
         if not _fits_on_device(shards.values()):
             away = {name: shard for name, shard in shards.items() if shard.is_cuda}
-        self._host = {name: self._memory_for(name, shard) for name, shard in away.items()}
-        self._copier.fill((shard, self._host[name]) for name, shard in away.items())
-        clones = {name: shard.clone() for name, shard in shards.items() if name not in away}
-        return clones | self._host
+        with allocating():
+            host = {name: self._memory_for(name, shard) for name, shard in away.items()}
+            here = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}
+        self._host = {}  # if copying fails, some of it may still be under way
+        self._copier.fill((shard, host[name]) for name, shard in away.items())
+        self._host = host
+        for name, clone in here.items():
+            clone.copy_(shards[name])
+        return here | host
 
     def _memory_for(self, name: str, shard: Tensor) -> Tensor:
         kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")
@@ -288,7 +299,7 @@ def _attempt(action: Callable[[], Any]) -> str | None:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error
         return cause_of(error)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -105,7 +105,8 @@ def within_budget(
 
     The second time there is room for all rows. It starts without gradients, and draws the same
     random numbers as the first. Every rank of the world calls this. The host waits for the device
-    once.
+    once. If one rank alone raises, in `step` too, the others wait for it, until the process group's
+    timeout.
 
     Args:
         parts: the model's stages on this rank, without gradients, after `parallelize_experts` with

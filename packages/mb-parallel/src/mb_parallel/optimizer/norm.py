@@ -195,6 +195,9 @@ def clip_and_step(
     no step count. The gradients themselves stay as they are, except with torch's fused optimizers,
     which write them back clipped and without the scale.
 
+    Every rank calls this. What one alone refuses the others do not hear of, for which they would
+    have to wait for each other in every step: they wait for it, until the process group's timeout.
+
     Args:
         optimizer: of this package, or torch's with `fused=True`; one, or several that share the
             norm and skip together.

@@ -182,7 +182,12 @@ _BERT_COPIES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-_BERT_RENAMED = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+# Files of the model without heads have no prefix.
+_BERT_PREFIXED = {r"^(?!bert\.|cls\.)": "bert."}
+_BERT_RENAMED = {
+    r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias",
+    **_BERT_PREFIXED,
+}  # fmt: skip
 
 
 _SIDES = ("encoder", "decoder")
@@ -228,7 +233,8 @@ ARCHITECTURES = {
         Architecture(
             "megatron-bert", "MegatronBertForPreTraining", partial(bert_fields, post_norm=False),
             bert_config, partial(bert_rules, names=MEGATRON_BERT), defaults=BERT_DEFAULTS,
-            left_out=_BERT_LEFT_OUT, copies=_BERT_COPIES, special=_bert_special,
+            left_out=_BERT_LEFT_OUT, copies=_BERT_COPIES, renamed=_BERT_PREFIXED,
+            special=_bert_special,
         ),
         Architecture(
             "t5", "T5ForConditionalGeneration", t5_fields, t5_config, t5_rules,

@@ -37,16 +37,22 @@ from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.whole_files import replaceable, replaced_folder, write_text
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
-_ORDER_HEAD = "cls.seq_relationship.weight"
+_ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
+_BERT_HEADS = ("lm_head.", "order_head.")  # by our names
 
 
 def read_model(
-    folder: Path, *, say: Callable[[str], None] = print, **fields: Any
+    folder: Path,
+    *,
+    say: Callable[[str], None] = print,
+    headless: bool = False,
+    **fields: Any,
 ) -> tuple[TrainConfig, dict[str, Tensor]]:
     """The configuration and the weights of a Hugging Face folder, by our names.
 
     Args:
         say: gets a line for each setting that is left out.
+        headless: a BERT may be without its heads, all of them; then they are not among the weights.
         fields: of the configuration, over what the folder says.
 
     Raises:
@@ -71,6 +77,9 @@ def read_model(
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.
         config = dataclasses.replace(config, bert_binary_head=True)
+    headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
+    if headless:
+        config = dataclasses.replace(config, bert_binary_head=_POOLER in source)
     rules_of, least = found.rules, max(whole(config.num_layers), config.decoder_layers)
     if found.stacked is not None and any(map(_STACKED.search, source)):
         rules_of = found.stacked
@@ -91,6 +100,9 @@ def read_model(
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
             rules = rules_of(config, transformer_config(config, vocab_size))
     shapes = shapes_of(config, vocab_size)
+    if headless:
+        rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
+        shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
     try:
         weights = translate(source, rules, shapes)
     except RuntimeError as error:  # parts that cannot be laid together

@@ -19,7 +19,7 @@ _CASED = "BertWordPieceCase"
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
+def find_tokenizer(folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """How a run names the tokenizer of a folder, and the files that belong to it.
 
     Raises:
@@ -32,7 +32,7 @@ def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
     return _fields(main), files
 
 
-def named_tokenizer(name: str) -> dict[str, str]:
+def named_tokenizer(name: str) -> dict[str, Any]:
     """How a run names the tokenizer of `--tokenizer`.
 
     Raises:

@@ -11,14 +11,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear, Norm
-from mb_train.models.rotary import rotate
-from mb_train.models.segments import Bounds, Grid, attend
+from mb_train.models.relative import RelativeBias
+from mb_train.models.rotary import rotary_tables, rotate
+from mb_train.models.segments import (
+    Bounds,
+    Grid,
+    Segments,
+    attend,
+    flash_takes,
+    within_segments,
+)
 
 
 class BlockContext(NamedTuple):
@@ -44,6 +53,38 @@ class BlockContext(NamedTuple):
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
+
+
+def context_of(
+    segments: Segments,
+    positions_BS: Tensor,
+    valid_BS: Tensor,
+    config: TransformerConfig,
+    *,
+    causal: bool,
+    relative: RelativeBias | None,
+    dtype: torch.dtype,
+    training: bool,
+) -> BlockContext:
+    """That of blocks whose tokens attend within segments, to their own sequence.
+
+    Args:
+        positions_BS: of what the segments keep.
+        valid_BS: nonzero for tokens that are not padding, of all places.
+        relative: the table of relative positions, if these are.
+        dtype: of the activations.
+        training: attention may have a dropout.
+    """
+    how = {"training": training, "relative": relative is not None}
+    within = within_segments(
+        segments,
+        causal=causal,
+        flash=flash_takes(config, dtype, valid_BS.device, **how),
+        bias_HA=None if relative is None else relative(segments.length),
+        dtype=dtype,
+    )
+    rope = rotary_tables(config, positions_BS)
+    return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
 
 
 class CoreAttention(nn.Module):

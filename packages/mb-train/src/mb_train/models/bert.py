@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext
+from mb_train.models.attention import context_of
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
 from mb_train.models.head import scores
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
-from mb_train.models.rotary import rotary_tables
-from mb_train.models.segments import Segments, flash_takes, within_segments
+from mb_train.models.segments import Segments
 from mb_train.models.stack import Stack
 
 LM_LOSS, ORDER_LOSS = "lm loss", "sop loss"
@@ -192,21 +191,10 @@ class Bert(nn.Module):
             assert self.embedding is not None
             x = self.embedding(segments.keep(x), positions_BS, segments.keep(token_types_BS))
             x = x.to(self.compute_dtype)
-        rope = rotary_tables(self.config, positions_BS)
-        within = within_segments(
-            segments,
-            causal=False,
-            flash=flash_takes(
-                self.config,
-                self.compute_dtype,
-                x.device,
-                training=self.training,
-                relative=self.bias is not None,
-            ),
-            bias_HA=None if self.bias is None else self.bias(segments.length),
-            dtype=self.compute_dtype,
-        )
-        context = BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
+        context = context_of(
+            segments, positions_BS, valid_BS, self.config, causal=False, relative=self.bias,
+            dtype=self.compute_dtype, training=self.training,
+        )  # fmt: skip
         x, reports = self.stack(x, context)
         return segments.spread(x) if self.last else x, reports
 

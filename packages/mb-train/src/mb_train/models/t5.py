@@ -19,14 +19,13 @@ import torch
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import Attention, BlockContext
+from mb_train.models.attention import Attention, BlockContext, context_of
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
 from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
-from mb_train.models.rotary import rotary_tables
 from mb_train.models.segments import Segments, flash_takes, within_segments
 from mb_train.models.stack import Stack
 from mb_train.models.transformer import Block
@@ -182,7 +181,10 @@ class T5(nn.Module):
             read: their segments. States are of the places that it keeps.
         """
         positions_BS = read.keep(read.positions())
-        context = self._context(read, positions_BS, valid_BS, self.encoder_bias, causal=False)
+        context = context_of(
+            read, positions_BS, valid_BS, self.config, causal=False, relative=self.encoder_bias,
+            dtype=self.compute_dtype, training=self.training,
+        )  # fmt: skip
         x_BSD = self._embed(read.keep(x), positions_BS) if self.first else x
         return self.encoder(x_BSD, context)
 
@@ -204,8 +206,12 @@ class T5(nn.Module):
         if self.encoder.narrow is not None:
             memory_BSD = memory_BSD.to(self.encoder.narrow)
         positions_BR = written.keep(written.positions())
-        context = self._context(written, positions_BR, valid_BR, self.decoder_bias, causal=True)
-        flash = self._flash(valid_BR.device)
+        context = context_of(
+            written, positions_BR, valid_BR, self.config, causal=True, relative=self.decoder_bias,
+            dtype=self.compute_dtype, training=self.training,
+        )  # fmt: skip
+        config, device = self.config, valid_BR.device
+        flash = flash_takes(config, self.compute_dtype, device, training=self.training)
         within = within_segments(written, causal=False, flash=flash, attended=read)
         cross = BlockContext(**within, source_BSD=memory_BSD)
         x_BRD = self._embed(written.keep(x), positions_BR) if self.begins else x
@@ -235,29 +241,6 @@ class T5(nn.Module):
         """Scores of the next token after each of the decoder's, [B, R, V] fp32."""
         weight_VD = head_weight(self.head, self.embedding)
         return scores(x_BRD * self.head_scale, weight_VD, self.head_bias)
-
-    def _context(
-        self,
-        segments: Segments,
-        positions_BS: Tensor,
-        valid_BS: Tensor,
-        relative: RelativeBias | None,
-        *,
-        causal: bool,
-    ) -> BlockContext:
-        within = within_segments(
-            segments,
-            causal=causal,
-            flash=self._flash(valid_BS.device, relative=relative is not None),
-            bias_HA=None if relative is None else relative(segments.length),
-            dtype=self.compute_dtype,
-        )
-        rope = rotary_tables(self.config, positions_BS)
-        return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
-
-    def _flash(self, device: torch.device, *, relative: bool = False) -> bool:
-        how = {"training": self.training, "relative": relative}
-        return flash_takes(self.config, self.compute_dtype, device, **how)
 
     def _embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         assert self.embedding is not None

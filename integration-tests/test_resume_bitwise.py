@@ -120,4 +120,8 @@ def test_a_checkpoint_without_optimizer_state(tokens, tmp_path, capsys, missing)
     else:
         assert code == 2
         assert "saved without optimizer state. Add --no-load-optim" in capsys.readouterr().err
-        assert tiny_run.train(["--load", str(run), "--train-iters", "4", "--no-load-optim"]) == 0
+        again = ["--load", str(run), "--train-iters", "4", "--no-load-optim"]
+        assert tiny_run.train([*again, "--log-interval", "1"]) == 0
+        # Steps 3 and 4 of a warm-up of two steps that begins anew; logged is the next step's rate.
+        rates = [event["lr"] for event in tiny_run.events(run, "train")]
+        assert rates[-2:] == [1.5e-3, 3e-3]

@@ -156,7 +156,8 @@ class Run:
         """The model, what trains it, and where they stand."""
         config = self.config
         self.progress = Progress(0, 0)
-        # Of steps that an overflow skipped: Megatron's schedule does not count them.
+        # Those that the rates do not count, as in Megatron: of steps that an overflow skipped, and
+        # all before the last --no-load-optim.
         self.skipped_samples = 0
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
@@ -177,6 +178,9 @@ class Run:
         if config.finetune:
             return
         self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+        if config.no_load_optim:  # as in Megatron, a new optimizer warms up
+            self.skipped_samples = start.saved.consumed_samples
+            return
         self.skipped_samples = start.saved.state.get("skipped_samples", 0)
         if self.scaler is not None and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])

@@ -15,7 +15,8 @@ iterations are turned into samples with the global batch. The rules are Megatron
 
 The first step of a warm-up therefore trains at its start, --lr-warmup-init, which is 0. A step that
 is skipped (fp16, an overflow) does not move the rates on though its samples are consumed: they
-count the samples of the steps that were taken.
+count the samples of the steps that were taken. Where a run goes on with a new optimizer
+(--no-load-optim), they count from there.
 """
 
 from __future__ import annotations

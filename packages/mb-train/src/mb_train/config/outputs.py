@@ -45,8 +45,9 @@ class CheckpointingFields:
         also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )  # fmt: skip
     no_load_optim: bool = flag(
-        "do not take the optimizer state of --load", False, on_load="own", needs=("load",)
-    )
+        "do not take the optimizer state of --load: the optimizer and its rates begin anew", False,
+        on_load="own", needs=("load",),
+    )  # fmt: skip
     no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False)
 
 

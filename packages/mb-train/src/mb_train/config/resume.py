@@ -82,7 +82,7 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """Compare a run with the saved configuration it goes on from.
 
     Returns:
-        A line for every change that alters the course of the run.
+        A line for everything that alters the course of the run.
 
     Raises:
         ValueError: another model; or, unless the run is a new one from the weights, a change that
@@ -103,10 +103,13 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
             f"Expected {name} {there}, with which the run to go on from was started, got {here}. "
             "Leave it as it was, or begin a new run from its weights with --finetune."
         )
-    return [
+    changes = [
         f"{name} was {there} until now, and is {here} from here on"
         for name, there, here in _differences(before, config, "said")
     ]
+    if config.no_load_optim:
+        changes.append("with --no-load-optim the schedules begin anew from here, as in Megatron")
+    return changes
 
 
 def _differences(

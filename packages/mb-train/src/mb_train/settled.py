@@ -17,6 +17,7 @@ _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
     "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
+_TYPED_WINS = "a flag that is typed always wins over --load"
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
 # The answer, and the flags it is for. "=1" behind a flag: a value follows it; "=?": one or none;
@@ -93,7 +94,7 @@ _ANSWERS: Mapping[str, str] = {
     "--load always takes over what the run was started with": """
         --use-checkpoint-args --use-mp-args-from-checkpoint-args
     """,
-    "a flag that is typed always wins over --load": """
+    _TYPED_WINS: """
         --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
     """,
     "random numbers follow from the seed and the step, there is no state to keep": """
@@ -266,7 +267,8 @@ class Understood(NamedTuple):
     values: all else that was said, and the fields that translated flags set.
     of_every_layer: those weights of `values` that every layer's loss has, not their mean.
     notes: remarks to print.
-    wrong: a sentence on each translated flag whose value means nothing here.
+    wrong: a sentence on each translated flag whose value means nothing here, and on settled flags
+        beside one that says the opposite.
     """
 
     values: dict[str, Any]
@@ -295,6 +297,12 @@ def understood(said: Mapping[str, Any]) -> Understood:
             if field in said and (said[field] != value or sums_layers):
                 notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
         values = {**meant, **values}
+    overriding = [name for name in settled if SETTLED[name][1] == _TYPED_WINS]
+    if overriding and said.get("use_checkpoint_opt_param_scheduler"):
+        wrong.append(
+            f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "
+            "first the schedules that are typed win, with the second those of --load."
+        )
     return Understood(values, of_every_layer, notes, wrong)
 
 

@@ -12,8 +12,13 @@ from typing import Any
 
 from mb_train.config.field import flag_name, spec
 from mb_train.config.train_config import TrainConfig
-from mb_train.config.training import RateFields
+from mb_train.config.training import RateFields, RegularizationFields
 
+# Fields of the schedules, of learning rate and weight decay.
+OF_SCHEDULES = (
+    *(f.name for f in fields(RateFields)),
+    *(f.name for f in fields(RegularizationFields) if "weight_decay" in f.name),
+)
 # Fields of earlier versions, which refused every value but one.
 _GONE = ("retriever_seq_length", "pipeline_model_parallel_split_rank")
 
@@ -65,12 +70,7 @@ def schedules(saved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
             "it was, or say the schedules."
         )
     defaults = {f.name: f.default for f in fields(TrainConfig)}
-    rates = {f.name for f in fields(RateFields)}
-    found = {
-        name: saved.get(name, default)
-        for name, default in defaults.items()
-        if name in rates or "weight_decay" in name
-    }
+    found = {name: saved.get(name, defaults[name]) for name in OF_SCHEDULES}
     constant = found["weight_decay_incr_style"] == "constant"
     for course in ("lr_decay",) if constant else ("lr_decay", "weight_decay_incr"):
         for unit in ("iters", "samples"):

@@ -115,8 +115,13 @@ _ANSWERS: Mapping[str, str] = {
         --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
     """,
     "indices are built by rank 0, and kept": """
-        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --mid-level-dataset-surplus=1
-        --object-storage-cache-path=1
+        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --object-storage-cache-path=1
+    """,
+    "a blend asks each data set for 0.5 % more samples than its share, Megatron's default": """
+        --mid-level-dataset-surplus=1
+    """,
+    "--dataloader-type cyclic always shuffles all samples together, not each rank its part": """
+        --no-data-sharding
     """,
     "the loss is always fused with the head": """
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl=1

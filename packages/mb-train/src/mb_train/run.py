@@ -79,6 +79,9 @@ class Run:
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
         self.device = device
+        self.progress = Progress(0, 0)
+        if start is not None and not config.finetune:
+            self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
         self._lay_out(config)
         config = self.config
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
@@ -146,16 +149,20 @@ class Run:
         per_pass = whole(config.micro_batch_size) * self.mesh.dp_size
         self.batch_sizes = sizes = BatchSizes(config, batch_size, step=per_pass)
         layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
-        self.iterations = train_iterations(config, sizes)
+        self.iterations = train_iterations(
+            config,
+            sizes,
+            iteration=self.progress.iteration,
+            consumed_samples=self.progress.consumed_samples,
+        )
         self.schedule: Schedule = build_schedule(config, batch_size)
         self.compute_dtype = compute_dtype(config, self.device.type)
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
 
     def _build(self, start: Start | None) -> None:
-        """The model, what trains it, and where they stand."""
+        """The model and what trains it, as they stand."""
         config = self.config
-        self.progress = Progress(0, 0)
         # Those that the rates do not count, as in Megatron: of steps that an overflow skipped, and
         # all before the last --no-load-optim.
         self.skipped_samples = 0
@@ -177,7 +184,6 @@ class Run:
         load_checkpoint(start.checkpoint, self.model.parts, optimizer)
         if config.finetune:
             return
-        self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
         if config.no_load_optim:  # as in Megatron, a new optimizer warms up
             self.skipped_samples = start.saved.consumed_samples
             return
@@ -189,6 +195,9 @@ class Run:
         folder = (self.folder or Path("runs")) / "data"
         batch_size = self.batch_sizes.full
         samples = train_samples(self.config, batch_size)
+        if not self.config.by_samples:  # more, if batches were larger until now
+            left = (self.iterations - self.progress.iteration) * batch_size
+            samples = max(samples, self.progress.consumed_samples + left)
         data = prepare_data(
             self.config, self.task, batch_size, samples, folder, self.say,
             tokenizer=tokenizer, vocab_size=self.vocab_size,

@@ -101,6 +101,24 @@ def test_a_weight_of_the_only_data_set_says_nothing(tokens, tmp_path, capsys):
     assert "weights of" not in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_batches_of_another_size_to_the_length_asked_for(tokens, tmp_path):
+    run = tmp_path / "run"
+
+    def end():
+        last = tiny_run.events(run, "train")[-1]
+        return last["iteration"], last["consumed_samples"]
+
+    # A blend has no sample more than it is asked for.
+    blend = f"--data-path 1 {tokens} 1 {tokens} --exit-interval 3"
+    assert tiny_run.train(tiny_run.flags(tokens, run, blend)) == 0
+    assert end() == (3, 3 * 4)
+    go_on = ["--load", str(run), "--global-batch-size"]
+    assert tiny_run.train([*go_on, "2"]) == 0
+    assert end() == (8, 12 + 5 * 2)
+    assert tiny_run.train([*go_on, "4", "--train-samples", "41", "--lr-decay-samples", "41"]) == 0
+    assert end() == (12, 22 + 4 * 4)
+
+
 def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_path):
     run = tmp_path / "run"
     script = tiny_run.flags(tokens, run, f"--load {run} --train-iters 4 --lr-decay-iters 4")
@@ -135,4 +153,8 @@ def test_a_checkpoint_without_optimizer_state(tokens, tmp_path, capsys, missing)
     else:
         assert code == 2
         assert "saved without optimizer state. Add --no-load-optim" in capsys.readouterr().err
-        assert tiny_run.train(["--load", str(run), "--train-iters", "4", "--no-load-optim"]) == 0
+        again = ["--load", str(run), "--train-iters", "4", "--no-load-optim"]
+        assert tiny_run.train([*again, "--log-interval", "1"]) == 0
+        # Steps 3 and 4 of a warm-up of two steps that begins anew; logged is the next step's rate.
+        rates = [event["lr"] for event in tiny_run.events(run, "train")]
+        assert rates[-2:] == [1.5e-3, 3e-3]

@@ -466,6 +466,25 @@ class TestICT:
             query = sample["query_tokens"][sample["query_pad_mask"] == 1].tolist()[1:-1]
             assert set(query) <= set(sample["block_tokens"].tolist())
 
+    def test_titles_are_documents(self, tmp_path):
+        # As Core and `--keep-empty` write them: without a sequence, or of several sentences.
+        titles = [[[9000 + d] for _ in range(d % 4)] for d in range(1, 21)]
+        dataset = ICTDataset(
+            write(tmp_path / "d", self.documents()),
+            range(3, 20),
+            titles=write(tmp_path / "t", titles),
+            cls=CLS,
+            sep=SEP,
+            pad=PAD,
+            seq_length=32,
+            num_samples=60,
+            seed=4,
+        )
+        for index, (_, _, document, _) in enumerate(dataset.mapping.tolist()):
+            block = dataset[index]["block_tokens"].tolist()
+            title = [9001 + document] * ((document + 1) % 4)
+            assert block[1 : block.index(SEP)] == title == dataset.title(document)
+
     def test_title_longer_than_a_sample(self, tmp_path):
         dataset = ICTDataset(
             write(tmp_path / "d", [[[5] * 4, [6] * 4, [7] * 4]]),

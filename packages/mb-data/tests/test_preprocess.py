@@ -129,6 +129,36 @@ def test_several_keys_and_files(tmp_path):
     assert documents(tmp_path / "one_title_document") == [encode("B")]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_empty_documents_kept(tmp_path, split):
+    if split:
+        pytest.importorskip("sentencex")
+    texts = [("", "a"), ("One. Two.", ""), ("", ""), ("Three.", "b"), ("Four.", "c"), ("", "d")]
+    source = write(tmp_path / "in.jsonl", [{"text": t, "title": n} for t, n in texts])
+    how = {"json_keys": ["text", "title"], "append_eod": True, "split_sentences": split}
+    written = set()
+    for workers, block_bytes in (1, 4 << 20), (2, 40):
+        summary = preprocess(
+            source,
+            tmp_path / "out",
+            keep_empty=True,
+            workers=workers,
+            block_bytes=block_bytes,
+            **how,
+        )
+        written.add(tuple(map(output_bytes, map(Path, summary.outputs))))
+    assert len(written) == 1
+    assert (summary.documents, summary.empty) == (12, 5)
+    # Every document is of its line; what has tokens is as without those that have none.
+    for output, column in zip(summary.outputs, zip(*texts, strict=True), strict=True):
+        assert mb_data.maintenance.validate(output) == []
+        found = IndexedDataset(output)
+        assert [len(found.document(i)) > 0 for i in range(6)] == [text != "" for text in column]
+    kept = [documents(output) for output in summary.outputs]
+    preprocess(source, tmp_path / "out", workers=1, **how)
+    assert kept == [documents(output) for output in summary.outputs]
+
+
 @pytest.mark.parametrize("append_eod", [False, True])
 @pytest.mark.parametrize("keep_newlines", [False, True])
 def test_split_sentences(tmp_path, append_eod, keep_newlines):

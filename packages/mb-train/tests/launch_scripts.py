@@ -201,7 +201,7 @@ FORK_FLAGS = """
     --train-iters 5 | --train-samples 5 | --log-interval 5 | --exit-interval 5
     --exit-duration-in-mins 5 | --exit-signal-handler | --tensorboard-dir boards
     --no-masked-softmax-fusion | --no-bias-gelu-fusion | --no-bias-dropout-fusion | --use-flash-attn
-    --optimizer adafactor | --dataloader-type single
+    --optimizer adafactor | --dataloader-type single | --no-data-sharding
     --no-async-tensor-model-parallel-allreduce | --no-persist-layer-norm | --sequence-parallel
     --no-gradient-accumulation-fusion
 

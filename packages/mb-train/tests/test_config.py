@@ -237,6 +237,17 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     assert said is None or said in lines[0]
 
 
+def test_schedules_in_steps_that_another_batch_moves_are_named():
+    saved = SAVED | {"global_batch_size": 4}
+    config = TrainConfig(**inherited(saved, "run.json") | {"global_batch_size": 8})
+    size, schedules = check_changes(saved, config)
+    assert size == "--global-batch-size was 4 until now, and is 8 from here on"
+    assert "as if all samples so far had come in batches of 8, and so jump" in schedules
+    by_samples = {"train_iters": None, "train_samples": 80, "lr_decay_samples": 40}
+    lines = check_changes(saved, dataclasses.replace(config, **by_samples))
+    assert not any("jump" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("change", "says", "new_run_may"),
     REFUSED,
@@ -268,7 +279,9 @@ def test_only_a_table_of_positions_bounds_how_long_texts_may_get():
 
 def test_the_optimizer_may_change_without_its_state():
     config = TrainConfig(**inherited(SAVED, "") | {"optimizer": "sgd", "no_load_optim": True})
-    assert check_changes(SAVED, config) == []
+    assert check_changes(SAVED, config) == [
+        "with --no-load-optim the schedules begin anew from here, as in Megatron"
+    ]
 
 
 def test_a_run_of_muon_from_before_its_matrices_were_split_goes_on_as_it_was():

@@ -282,6 +282,20 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         )  # fmt: skip
 
 
+def test_a_schedule_that_is_typed_and_overruled_is_said():
+    words = "--load a --lr 0.4 --min-lr 0.1 --clip-grad 3 --lr-warmup-iters 5"
+    loaded = {"lr": 0.5, "min_lr": 0.1, "clip_grad": 2.0, "train_iters": 10, "lr_warmup_iters": 2}
+    line = parse([*RUN, *words.split(), "--use-checkpoint-opt_param-scheduler"])
+    assert without_effect(line, resolve(line, loaded)) == [
+        "no effect beside --use-checkpoint-opt-param-scheduler: --lr, --lr-warmup-iters"
+    ]
+    line = parse([*RUN, *words.split()])
+    assert without_effect(line, resolve(line, loaded)) == []
+    both = "--use-checkpoint-opt_param-scheduler --override-lr-scheduler"
+    with pytest.raises(ValueError, match=r"Expected --override-lr-scheduler or .* got both"):
+        parse([*RUN, *both.split()])
+
+
 def test_the_weight_decay_of_the_checkpoint_rises_for_as_long_as_it_would_have():
     started = {"lr": 0.5, "train_iters": 100}
     ends = {"start_weight_decay": 0.1, "end_weight_decay": 0.3, "weight_decay_incr_style": "linear"}

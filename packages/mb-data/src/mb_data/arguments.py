@@ -74,6 +74,12 @@ def command_line() -> Parser:
     command.add_argument(
         "--keep-newlines", action="store_true", help="keep the white space after sentences"
     )
+    command.add_argument(
+        "--keep-empty",
+        action="store_true",
+        help="write a document without tokens for an empty text, as Megatron Core does, so that "
+        "those of several --json-keys remain side by side",
+    )
     command.add_argument("--workers", type=int, help="processes (default: one per core)")
     command.add_argument(
         "--on-error",

@@ -93,6 +93,7 @@ def _preprocess(options: argparse.Namespace) -> None:
         split_sentences=options.split_sentences,
         language=options.lang,
         keep_newlines=options.keep_newlines,
+        keep_empty=options.keep_empty,
         dtype=options.dtype,
         on_error=options.on_error,
         restart=options.restart,
@@ -107,7 +108,8 @@ def _preprocess(options: argparse.Namespace) -> None:
     megabytes = (summary.text_bytes - summary.resumed_text_bytes) / 1e6
     print(
         f"{summary.documents:,} documents, {summary.tokens:,} tokens, "
-        f"{summary.text_bytes:,} bytes of text; {summary.empty:,} empty documents left out, "
+        f"{summary.text_bytes:,} bytes of text; {summary.empty:,} empty documents "
+        f"{'kept' if options.keep_empty else 'left out'}, "
         f"{summary.bad_lines:,} bad lines skipped"
     )
     if summary.careful:

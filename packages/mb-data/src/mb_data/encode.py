@@ -37,7 +37,8 @@ class Job:
     """What to do with every block.
 
     ``keys`` are the values of each line's object to encode, ``splitter`` cuts them into sentences.
-    ``bos`` is the token that begins each document, if any.
+    ``bos`` is the token that begins each document, if any. With ``keep_empty`` a text without
+    tokens is a document of no sequence.
     """
 
     tokenizer: Tokenizer
@@ -47,14 +48,18 @@ class Job:
     dtype: np.dtype
     max_line_bytes: int
     splitter: SentenceSplitter | None = None
+    keep_empty: bool = False
 
 
 class Tokens(NamedTuple):
-    """Documents of one key: S sequences in D documents, in order, documents without tokens gone."""
+    """Documents of one key: S sequences in D documents, in order.
+
+    Those without tokens are gone, unless the job keeps them.
+    """
 
     tokens: npt.NDArray  # [n], in the job's dtype
     sizes: npt.NDArray[np.int32]  # [S]
-    counts: npt.NDArray[np.int32]  # [D], sequences of each document; empty if none was split
+    counts: npt.NDArray[np.int32]  # [D], sequences of each document; empty if all have one
     documents: int
     empty: int
     text_bytes: int
@@ -273,11 +278,12 @@ def _encode_whole(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
         start, size = int(starts[row]), int(lengths[row])
         return texts[row], tokens[start : start + size - (append and size > 0)]
 
+    counts = (lengths > 0) if job.keep_empty else np.zeros(0)
     done = Tokens(
         framed.astype(job.dtype, copy=False),
         sizes.astype(np.int32),
-        counts=np.zeros(0, dtype=np.int32),
-        documents=len(sizes),
+        counts=counts.astype(np.int32),
+        documents=len(texts) if job.keep_empty else len(sizes),
         empty=len(texts) - len(sizes),
         text_bytes=sum(map(len, texts)),
     )
@@ -294,8 +300,10 @@ def _encode_split(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
     document_of = np.repeat(np.arange(len(texts)), [len(document) for document in split])
     kept = lengths > 0
     counts = np.bincount(document_of[kept], minlength=len(texts))
-    counts = counts[counts > 0]
-    framed, sizes = _framed(job, tokens, lengths[kept], counts)
+    full = counts[counts > 0]
+    framed, sizes = _framed(job, tokens, lengths[kept], full)
+    if not job.keep_empty:
+        counts = full
 
     def first_sentence(row: int) -> Unit:
         sentence = int(np.searchsorted(document_of, row))
@@ -309,7 +317,7 @@ def _encode_split(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
         sizes.astype(np.int32),
         counts=counts.astype(np.int32),
         documents=len(counts),
-        empty=len(texts) - len(counts),
+        empty=len(texts) - len(full),
         text_bytes=sum(map(len, texts)),
     )
     return done, first_sentence

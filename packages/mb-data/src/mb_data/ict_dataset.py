@@ -34,7 +34,7 @@ class ICTDataset(SentenceSamples):
     Args:
         indexed: sentences as sequences, documents as documents.
         documents: which to use.
-        titles: one sequence for each document of ``indexed``, or None.
+        titles: one document for each of ``indexed``, or None.
         cls, sep, pad: ids of the special tokens.
         seq_length: S, tokens of a query and of a block with special tokens and padding.
         num_samples: how many must be there at least.
@@ -64,10 +64,11 @@ class ICTDataset(SentenceSamples):
             raise ValueError(
                 f"query_in_block_prob must lie between 0 and 1, got {query_in_block_prob}"
             )
-        if titles is not None and len(titles) != indexed.num_documents:
+        if titles is not None and titles.num_documents != indexed.num_documents:
             raise ValueError(
-                f"{titles.prefix} has {len(titles):,} titles, {indexed.prefix} "
-                f"{indexed.num_documents:,} documents; they must be made from the same lines"
+                f"{titles.prefix} has {titles.num_documents:,} titles, {indexed.prefix} "
+                f"{indexed.num_documents:,} documents; they must be made from the same lines, with "
+                "`mb-data preprocess --keep-empty` where some have no title or no text"
             )
         special = 2 if titles is None else 3
         if seq_length <= special:
@@ -83,7 +84,8 @@ class ICTDataset(SentenceSamples):
         self.query_in_block_prob = query_in_block_prob
         sizes = np.zeros(len(documents), dtype=np.int32)
         if titles is not None:
-            sizes = titles.sizes[documents.start : documents.stop]
+            before = np.concatenate([[0], np.cumsum(titles.sizes, dtype=np.int64)])
+            sizes = np.diff(before[titles.boundaries(documents)]).astype(np.int32)
         self._index = block_mapping(
             indexed,
             documents,
@@ -126,13 +128,20 @@ class ICTDataset(SentenceSamples):
         """Tokens and mask [S] of a whole block under its title, for a retrieval index."""
         return self._block([self.indexed[i].tolist() for i in range(start, end)], document)
 
+    def title(self, document: int) -> list[int]:
+        """Tokens of a document's title; [] without titles."""
+        if self.titles is None:
+            return []
+        parts = (self.titles[i].tolist() for i in self.titles.document(document))
+        return list(chain.from_iterable(parts))
+
     def _block(
         self, sentences: list[list[int]], document: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         tokens = [self.cls]
         if self.titles is not None:
             # A title that fills the sample is cut, to leave half of it to the block.
-            title = self.titles[document].tolist()
+            title = self.title(document)
             if len(title) > self.seq_length - 3:
                 title = title[: min(self.seq_length // 2, self.seq_length - 3)]
             tokens += [*title, self.sep]

@@ -43,11 +43,12 @@ MAX_LINE_BYTES = 64 << 20
 class Summary:
     """What a run did, all keys together.
 
-    ``documents`` were written, ``empty`` had no token and were left out, ``bad_lines`` were
-    skipped and are listed in ``bad_lines_file``. ``careful`` documents have letters that are too
-    new for some library, and were encoded by the slow, readable implementation. ``text_bytes`` is
-    the size of the texts in UTF-8; ``resumed_text_bytes`` of them had been done by an earlier,
-    interrupted run. ``outputs`` are the prefixes of the datasets.
+    ``documents`` were written; ``empty`` ones had no token and were left out, or are among them
+    with ``keep_empty``. ``bad_lines`` were skipped and are listed in ``bad_lines_file``.
+    ``careful`` documents have letters that are too new for some library, and were encoded by the
+    slow, readable implementation. ``text_bytes`` is the size of the texts in UTF-8;
+    ``resumed_text_bytes`` of them had been done by an earlier, interrupted run. ``outputs`` are the
+    prefixes of the datasets.
     """
 
     documents: int
@@ -73,6 +74,7 @@ def preprocess(
     split_sentences: bool = False,
     language: str = "english",
     keep_newlines: bool = False,
+    keep_empty: bool = False,
     dtype: str | None = None,
     on_error: str = "stop",
     restart: bool = False,
@@ -98,6 +100,8 @@ def preprocess(
             decides, see ``Tokenizer``.
         split_sentences: make each sentence a sequence; ``language`` as Megatron's ``--lang``,
             ``keep_newlines`` keeps the white space after sentences.
+        keep_empty: write a document of no sequence for a text without tokens, as Megatron Core
+            does, so that document i is of line i under every key.
         dtype: of the tokens; by default uint16 where the vocabulary fits, else int32.
         on_error: "stop" at the first bad line or damaged archive, or "skip" it and list it.
         restart: drop what an interrupted run has left there.
@@ -148,7 +152,8 @@ def preprocess(
     from mb_data.sentences import SentenceSplitter
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
-    job = Job(tokenizer, keys, append_eod, bos, _dtype(tokenizer, dtype), max_line_bytes, splitter)
+    width = _dtype(tokenizer, dtype)
+    job = Job(tokenizer, keys, append_eod, bos, width, max_line_bytes, splitter, keep_empty)
     settings: dict[str, Any] = {
         "format": FORMAT,
         "sources": [[s.path, s.size, s.version, s.unit] for s in sources],
@@ -161,6 +166,8 @@ def preprocess(
         "dtype": job.dtype.str,
         "block_bytes": block_bytes,
     }
+    if keep_empty:
+        settings["keep_empty"] = True
     skip = on_error == "skip"
     resume = not any(source.stream for source in sources)
     with PartialOutput(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
-from mb_train.config.resume import schedules
+from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.core_flags import TOPK, defaults_beside, spelled_out, summed_logits, two_moments
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import nearest, wrong_flags
@@ -285,7 +285,14 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
             words = (w.words if isinstance(w, Bounds) else w for w in wanted)
             way = f"{flag_name(name)} {' or '.join(words)}".rstrip()
             idle.setdefault(way, []).append(flag_name(f.name))
-    return [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
+    remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
+    if config.load is not None and config.use_checkpoint_opt_param_scheduler:
+        typed = [name for name in OF_SCHEDULES if name in command.values]
+        lost = [flag_name(n) for n in typed if command.values[n] != getattr(config, n)]
+        if lost:
+            names = ", ".join(lost)
+            remarks.append(f"no effect beside --use-checkpoint-opt-param-scheduler: {names}")
+    return remarks
 
 
 def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> TrainConfig:

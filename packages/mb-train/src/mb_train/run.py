@@ -80,10 +80,18 @@ class Run:
         self._console = console
         self.device = device
 
-        # The ranks' meshes, and the batches and rates that follow from their number.
+        # The ranks' meshes, the batches and rates that follow from their number, and where it stands.
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
         config = self.config
-        self.iterations = train_iterations(config, self.batch_sizes)
+        self.progress = Progress(0, 0)
+        if start is not None and not config.finetune:
+            self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+        self.iterations = train_iterations(
+            config,
+            self.batch_sizes,
+            iteration=self.progress.iteration,
+            consumed_samples=self.progress.consumed_samples,
+        )
         self.schedule: Schedule = build_schedule(config, self.batch_sizes.full)
         self.compute_dtype = compute_dtype(config, device.type)
         dims = self.mesh.dims
@@ -110,7 +118,7 @@ class Run:
         if warning is not None:
             self.say(warning)
 
-        # The model, what trains it, and where they stand.
+        # The model and what trains it.
         compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
         with self.timers("model-and-optimizer-setup"):
             with in_flags(layout.NAMED):
@@ -120,7 +128,6 @@ class Run:
             self.optimizer = build_optimizer(self.model, config)
             self.scaler = build_scaler(config)
             self.load_balance = LoadBalance(self.model.parts, config, self.mesh)
-            self.progress = Progress(0, 0)
             # That the schedule does not count, as Megatron's: of steps that an overflow skipped,
             # and all before a start without the state of an optimizer.
             self.skipped_samples = 0
@@ -160,13 +167,12 @@ class Run:
         self.say(self.timers.lines())
 
     def _load(self, start: Start) -> None:
-        """Go on from a checkpoint: its weights, its optimizer's state, its place."""
+        """Go on from a checkpoint: its weights, its optimizer's state and loss scale."""
         config = self.config
         optimizer = None if config.finetune or config.no_load_optim else self.optimizer
         load_checkpoint(start.checkpoint, self.model.parts, optimizer)
         if config.finetune:
             return
-        self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
         if config.no_load_optim:
             self.skipped_samples = start.saved.consumed_samples
             return
@@ -178,6 +184,9 @@ class Run:
         folder = (self.folder or Path("runs")) / "data"
         batch_size = self.batch_sizes.full
         samples = train_samples(self.config, batch_size)
+        if not self.config.by_samples:  # more, if batches were larger until now
+            left = (self.iterations - self.progress.iteration) * batch_size
+            samples = max(samples, self.progress.consumed_samples + left)
         data = prepare_data(
             self.config, self.task, batch_size, samples, folder, self.say,
             tokenizer=tokenizer, vocab_size=self.vocab_size,

@@ -177,18 +177,21 @@ class BatchSizes:
         """Of each rank in a step of `size` sequences."""
         return size // self._step
 
-    def steps(self, samples: int) -> int:
-        """Whole steps in `samples` sequences; what does not fill the last one is left out."""
-        steps = consumed = 0
+    def steps(self, samples: int, consumed: int = 0) -> int:
+        """Whole steps from `consumed` to `samples`; what does not fill the last one is left out."""
+        steps = 0
         while (size := self.size(consumed)) < self.full and consumed + size <= samples:
             steps, consumed = steps + 1, consumed + size
-        return steps + (samples - consumed) // self.full
+        return steps + max(samples - consumed, 0) // self.full
 
 
-def train_iterations(config: TrainConfig, sizes: BatchSizes) -> int:
-    """Number of steps of the run."""
+def train_iterations(
+    config: TrainConfig, sizes: BatchSizes, *, iteration: int = 0, consumed_samples: int = 0
+) -> int:
+    """Number of steps of the run, which stands at `iteration`: those before may have had batches
+    of other sizes."""
     if config.train_samples is not None:
-        return sizes.steps(config.train_samples)
+        return iteration + sizes.steps(config.train_samples, consumed_samples)
     assert config.train_iters is not None
     return config.train_iters
 

@@ -17,6 +17,7 @@ _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
     "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
+_TYPED_WINS = "a flag that is typed always wins over --load"
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
 # The answer, and the flags it is for. "=1" behind a flag: a value follows it; "=?": one or none;
@@ -93,7 +94,7 @@ _ANSWERS: Mapping[str, str] = {
     "--load always takes over what the run was started with": """
         --use-checkpoint-args --use-mp-args-from-checkpoint-args
     """,
-    "a flag that is typed always wins over --load": """
+    _TYPED_WINS: """
         --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
     """,
     "random numbers follow from the seed and the step, there is no state to keep": """
@@ -114,8 +115,13 @@ _ANSWERS: Mapping[str, str] = {
         --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
     """,
     "indices are built by rank 0, and kept": """
-        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --mid-level-dataset-surplus=1
-        --object-storage-cache-path=1
+        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --object-storage-cache-path=1
+    """,
+    "a blend asks each data set for 0.5 % more samples than its share, Megatron's default": """
+        --mid-level-dataset-surplus=1
+    """,
+    "--dataloader-type cyclic always shuffles all samples together, not each rank its part": """
+        --no-data-sharding
     """,
     "the loss is always fused with the head": """
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl=1
@@ -266,7 +272,8 @@ class Understood(NamedTuple):
     values: all else that was said, and the fields that translated flags set.
     of_every_layer: those weights of `values` that every layer's loss has, not their mean.
     notes: remarks to print.
-    wrong: a sentence on each translated flag whose value means nothing here.
+    wrong: a sentence on each translated flag whose value means nothing here, and on settled flags
+        beside one that says the opposite.
     """
 
     values: dict[str, Any]
@@ -295,6 +302,12 @@ def understood(said: Mapping[str, Any]) -> Understood:
             if field in said and (said[field] != value or sums_layers):
                 notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
         values = {**meant, **values}
+    overriding = [name for name in settled if SETTLED[name][1] == _TYPED_WINS]
+    if overriding and said.get("use_checkpoint_opt_param_scheduler"):
+        wrong.append(
+            f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "
+            "first the schedules that are typed win, with the second those of --load."
+        )
     return Understood(values, of_every_layer, notes, wrong)
 
 

@@ -12,8 +12,13 @@ from typing import Any
 
 from mb_train.config.field import flag_name, spec
 from mb_train.config.train_config import TrainConfig
-from mb_train.config.training import RateFields
+from mb_train.config.training import RateFields, RegularizationFields
 
+# Fields of the schedules, of learning rate and weight decay.
+OF_SCHEDULES = (
+    *(f.name for f in fields(RateFields)),
+    *(f.name for f in fields(RegularizationFields) if "weight_decay" in f.name),
+)
 # Fields of earlier versions, which refused every value but one.
 _GONE = ("retriever_seq_length", "pipeline_model_parallel_split_rank")
 
@@ -65,12 +70,7 @@ def schedules(saved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
             "it was, or say the schedules."
         )
     defaults = {f.name: f.default for f in fields(TrainConfig)}
-    rates = {f.name for f in fields(RateFields)}
-    found = {
-        name: saved.get(name, default)
-        for name, default in defaults.items()
-        if name in rates or "weight_decay" in name
-    }
+    found = {name: saved.get(name, defaults[name]) for name in OF_SCHEDULES}
     constant = found["weight_decay_incr_style"] == "constant"
     for course in ("lr_decay",) if constant else ("lr_decay", "weight_decay_incr"):
         for unit in ("iters", "samples"):
@@ -82,7 +82,7 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """Compare a run with the saved configuration it goes on from.
 
     Returns:
-        A line for every change that alters the course of the run.
+        A line for everything that alters the course of the run.
 
     Raises:
         ValueError: another model; or, unless the run is a new one from the weights, a change that
@@ -103,10 +103,19 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
             f"Expected {name} {there}, with which the run to go on from was started, got {here}. "
             "Leave it as it was, or begin a new run from its weights with --finetune."
         )
-    return [
+    changes = [
         f"{name} was {there} until now, and is {here} from here on"
         for name, there, here in _differences(before, config, "said")
     ]
+    sizes = before.global_batch_size, config.global_batch_size
+    if sizes[0] != sizes[1] and not config.by_samples and not config.no_load_optim:
+        changes.append(
+            "schedules in steps go on as if all samples so far had come in batches of "
+            f"{sizes[1]}, and so jump; in samples (--train-samples, --lr-decay-samples) they do not"
+        )
+    if config.no_load_optim:
+        changes.append("with --no-load-optim the schedules begin anew from here, as in Megatron")
+    return changes
 
 
 def _differences(

@@ -204,9 +204,8 @@ class Retriever:
     def _answer(self, score: float, place: int) -> Answer:
         start, end, document, _ = self._rows_AX[place].tolist()
         dataset, decode = self._dataset, self._tokenizer.decode
-        title = "" if dataset.titles is None else decode(dataset.titles[document].tolist())
         sentences = [decode(dataset.indexed[i].tolist()) for i in range(start, end)]
-        return Answer(score, title, " ".join(sentences))
+        return Answer(score, decode(dataset.title(document)), " ".join(sentences))
 
 
 def _about(index: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Run:
         self._console = console
         self.device = device
 
-        # The ranks' meshes, the batches and rates that follow from their number, and where it stands.
+        # The ranks' meshes, batches and rates, which follow from their number, and where it stands.
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
         config = self.config
         self.progress = Progress(0, 0)

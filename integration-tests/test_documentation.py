@@ -9,7 +9,7 @@ import pytest
 from mb_data.cli import main as mb_data
 from mb_train.cli import main as mb_train
 from mb_train.commands import COMMANDS
-from mb_train.flags import parse, resolve
+from mb_train.flags.command_line import parse, resolve
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -18,8 +18,8 @@ import torch
 from mb_layers import MoE, MoEConfig, dMoE
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model
+from mb_train.folder.run_folder import find_checkpoint
 from mb_train.loading import load_trained
-from mb_train.run_folder import find_checkpoint
 from torch import nn
 
 pytestmark = pytest.mark.gpu

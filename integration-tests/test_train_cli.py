@@ -15,7 +15,7 @@ import pytest
 import tiny_run
 import torch
 from mb_train.cli import main
-from mb_train.run_folder import find_checkpoint
+from mb_train.folder.run_folder import find_checkpoint
 
 TRAIN_LINE = re.compile(
     r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mb_data
-import mb_train.report
+import mb_train.report.pictures
 import numpy as np
 from mb_train.cli import main
 
@@ -49,7 +49,7 @@ def train(arguments: Sequence[str]) -> int:
     """`mb_train`'s exit code; it draws no picture, which takes longer than the steps of a tiny run,
     and waits for no disk, as what is written need not outlive the machine to be read again."""
     with (
-        patch.object(mb_train.report, "draw", lambda folder: folder / "no picture"),
+        patch.object(mb_train.report.pictures, "draw", lambda folder: folder / "no picture"),
         patch.object(os, "fsync", lambda descriptor: None),
     ):
         return main(arguments)

@@ -28,4 +28,4 @@ def _no_sync(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch):
     """What a run draws at its end takes longer than its steps: `test_report` looks at pictures."""
-    monkeypatch.setattr("mb_train.report.draw", lambda folder: folder / "loss.png")
+    monkeypatch.setattr("mb_train.report.pictures.draw", lambda folder: folder / "loss.png")

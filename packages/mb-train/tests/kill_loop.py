@@ -56,7 +56,7 @@ def start(words: list[str], output: str) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    from mb_train.run_log import read_log
+    from mb_train.logs.run_log import read_log
 
     found = {}
     for event in read_log(folder / "log.jsonl"):
@@ -87,12 +87,12 @@ def at_work(run: Path) -> list[tuple[str, int]]:
 
 def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: list[str]) -> Met:
     """Returns what the kills met. Raises AssertionError."""
-    from mb_train.checksums import damage, read_sums
-    from mb_train.run_folder import checkpoints
+    from mb_train.folder.checksums import damage, read_sums
+    from mb_train.folder.run_folder import checkpoints
 
     random.seed(seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mb_train.train", "mb_train.cli", "mb_train.report"])
+    context.set_forkserver_preload(["mb_train.train", "mb_train.cli", "mb_train.report.pictures"])
     make_data(folder / "text")
     common = [*TINY, *words, "--data-path", str(folder / "text"), "--train-iters", str(iterations)]
     output = folder / "output"

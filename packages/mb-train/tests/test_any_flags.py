@@ -13,7 +13,7 @@ import pytest
 from mb_train.cli import main
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
-from mb_train.settled import SETTLED
+from mb_train.flags.settled import SETTLED
 
 TYPES = value_types(TrainConfig)
 BASE = [

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
-from mb_train import checkpoint_files, host_copy
-from mb_train import saver as saver_module
-from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
-from mb_train.checksums import format_sums, sum_of
-from mb_train.run_folder import checkpoints, find_checkpoint, read_saved_run
-from mb_train.saver import Saver
+from mb_train.checkpoint import files as checkpoint_files
+from mb_train.checkpoint import host_copy
+from mb_train.checkpoint import saver as saver_module
+from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
+from mb_train.checkpoint.saver import Saver
+from mb_train.folder.checksums import format_sums, sum_of
+from mb_train.folder.run_folder import checkpoints, find_checkpoint, read_saved_run
 from torch import nn
 
 

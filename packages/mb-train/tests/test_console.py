@@ -7,11 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from mb_train import console
 from mb_train.cli import main
 from mb_train.commands import COMMANDS
-from mb_train.console import Console
-from mb_train.signals import stop_signals
+from mb_train.logs import console
+from mb_train.logs.console import Console
+from mb_train.machine.signals import stop_signals
 from mb_train.train import Result
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_under_the_lines_of_a_run_loses_them_alone(monkeypatch, tmp_
 def test_streams_that_are_closed_take_what_is_said():
     """And no file gets their numbers: what libraries print would be in it."""
     program = (
-        "import os, sys\nfrom mb_train import cli, console\ndef main():\n"
+        "import os, sys\nfrom mb_train import cli\nfrom mb_train.logs import console\ndef main():\n"
         "    console.Console().say('one')\n    os.write(1, b'two')\n"
         "    assert os.open('.', os.O_RDONLY) > 2\n    return 5\n"
         "cli.main = main\ncli.program()"

@@ -15,8 +15,8 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
-from mb_train.folder_lock import locked
-from mb_train.generate import Generator, Sampling
+from mb_train.folder.lock import locked
+from mb_train.inference.generate import Generator, Sampling
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables

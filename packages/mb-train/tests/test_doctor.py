@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mb_train import doctor
-from mb_train.doctor import diagnose
-from mb_train.environment import VARIABLES, explain
+from mb_train.machine import doctor
+from mb_train.machine.doctor import diagnose
+from mb_train.machine.environment import VARIABLES, explain
 
 
 def test_this_machine(tmp_path, monkeypatch):

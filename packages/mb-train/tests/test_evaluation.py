@@ -13,10 +13,10 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.evaluation import EvalOptions, detokenized, task_of
-from mb_train.harness import harness_model
+from mb_train.inference.evaluation import EvalOptions, detokenized, task_of
+from mb_train.inference.harness import harness_model
+from mb_train.inference.scoring import Window, continuation, rolling, score
 from mb_train.models.gpt import GPT
-from mb_train.scoring import Window, continuation, rolling, score
 from mb_train.tasks.architecture import transformer_config
 
 CONTEXT = 8
@@ -268,7 +268,7 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
     ],
 )
 def test_what_has_no_effect_on_a_task_is_refused(words, flag, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mb_train.harness.tasks_of", lambda names, include: print)
+    monkeypatch.setattr("mb_train.inference.harness.tasks_of", lambda names, include: print)
     path = lines(tmp_path / "text.jsonl", "a b")
     assert main(["eval", str(tmp_path), str(path), *words]) == 2
     assert f"Expected no {flag}, on which it has no effect" in capsys.readouterr().err
@@ -331,7 +331,7 @@ def test_the_harness_gets_its_log_likelihoods(trained, harness):
 
 def test_the_harness_itself_runs_a_task_of_ones_own(trained, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="not installed: it brings some 40 packages")
-    from mb_train import harness
+    from mb_train.inference import harness
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import torch
 from mb_parallel.testing import run_ranks
-from mb_train import saver
 from mb_train import train as loop
+from mb_train.checkpoint import saver
 from mb_train.cli import main
-from mb_train.data import DataError, _on_rank_zero_first, check_tokens
-from mb_train.run_folder import checkpoints, find_checkpoint
-from mb_train.run_log import read_log
-from mb_train.same_data import check_same_data
-from mb_train.sample_data import sample_corpus
+from mb_train.data.datasets import DataError, _on_rank_zero_first, check_tokens
+from mb_train.data.same import check_same_data
+from mb_train.data.sample import sample_corpus
+from mb_train.folder.run_folder import checkpoints, find_checkpoint
+from mb_train.logs.run_log import read_log
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -79,7 +79,7 @@ def test_a_picture_that_cannot_be_drawn_fails_no_run(run, monkeypatch, capsys):
     def draw(folder):
         raise ValueError("'nonsense' is no backend,\nnor another")  # as of MPLBACKEND
 
-    monkeypatch.setattr("mb_train.report.draw", draw)
+    monkeypatch.setattr("mb_train.report.pictures.draw", draw)
     assert run("--train-iters", 1) == 0
     said = capsys.readouterr().out
     assert " picture              none: 'nonsense' is no backend, nor another\n" in said
@@ -191,7 +191,7 @@ def test_a_signal_ends_an_evaluation(run, monkeypatch, capsys):
 
 
 def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(run, capsys):
-    from mb_train.folder_lock import locked
+    from mb_train.folder.lock import locked
 
     assert run("--train-iters", 2) == 0
     before = sorted(p.name for p in run.folder.iterdir() if not p.name.startswith(".lock"))
@@ -458,7 +458,7 @@ def test_a_gpu_without_enough_memory_is_one_line(run, monkeypatch, capsys):
 
 def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
     """Weights that were saved by an earlier version, or damaged by hand."""
-    from mb_train import saver
+    from mb_train.checkpoint import saver
 
     monkeypatch.setattr(saver, "all_finite", lambda modules: True)
     monkeypatch.setattr(loop, "numbers", lambda losses: True)

@@ -13,7 +13,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
 from mb_train.loading import load_trained
-from mb_train.run_log import read_log
+from mb_train.logs.run_log import read_log
 from mb_train.tasks.examples import ExampleDataset
 from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tasks.pairs import read_pairs

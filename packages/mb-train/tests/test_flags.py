@@ -11,12 +11,12 @@ from mb_train.cli import main
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
-from mb_train.core_flags import CORES
-from mb_train.flags import Parser, build_parser, parse, resolve, without_effect
+from mb_train.config.toml_file import UsageError, read_toml, to_toml
+from mb_train.flags.command_line import Parser, build_parser, parse, resolve, without_effect
+from mb_train.flags.core import CORES
+from mb_train.flags.settled import SETTLED
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
-from mb_train.settled import SETTLED
-from mb_train.toml_file import UsageError, read_toml, to_toml
 
 RUN = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),

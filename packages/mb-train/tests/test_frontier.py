@@ -6,7 +6,7 @@ import math
 import pytest
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.frontier import noise_of, points_of, read_run, same_size_speed_up, speed_up
+from mb_train.report.frontier import noise_of, points_of, read_run, same_size_speed_up, speed_up
 from mb_train.train import train as train_run
 
 BATCH, S = 4, 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mb_train
 import pytest
-from mb_train.flags import parse, resolve
+from mb_train.flags.command_line import parse, resolve
 
 SCRIPT = Path(mb_train.__file__).parent / "runs" / "frontier.sh"
 

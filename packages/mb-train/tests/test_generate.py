@@ -10,7 +10,7 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.generate import (
+from mb_train.inference.generate import (
     Generator,
     Next,
     Sampling,
@@ -249,7 +249,7 @@ class Letters:
 @pytest.fixture
 def spelling(monkeypatch):
     """A generator that goes on through the alphabet, and ends a document after "z"."""
-    import mb_train.generate as module
+    import mb_train.inference.generate as module
 
     generator = Generator.__new__(Generator)
     generator.model, generator.tokenizer, generator.context = None, Letters(), 8

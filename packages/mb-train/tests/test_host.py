@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from mb_train.doctor import _check_memory
-from mb_train.host import keep_freed_memory
-from mb_train.whole_files import sync_directory
+from mb_train.folder.whole_files import sync_directory
+from mb_train.machine.doctor import _check_memory
+from mb_train.machine.host import keep_freed_memory
 
 PROGRAM = """
 import resource, sys
 if sys.argv[1] == "kept":
-    from mb_train.host import keep_freed_memory
+    from mb_train.machine.host import keep_freed_memory
     keep_freed_memory()
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

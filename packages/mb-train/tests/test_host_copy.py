@@ -1,6 +1,6 @@
 import pytest
 import torch
-from mb_train.host_copy import HostCopier, pieces_of
+from mb_train.checkpoint.host_copy import HostCopier, pieces_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
@@ -30,7 +30,7 @@ def test_pieces_are_a_whole_tensor_of_any_layout(shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [1, 4])
 def test_copies_are_of_the_moment_of_the_call(monkeypatch, threads):
-    monkeypatch.setattr("mb_train.host_copy._BUFFER_BYTES", 1024)
+    monkeypatch.setattr("mb_train.checkpoint.host_copy._BUFFER_BYTES", 1024)
     copier = HostCopier(threads)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

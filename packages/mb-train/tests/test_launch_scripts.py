@@ -15,11 +15,11 @@ import pytest
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.flags import build_parser, parse, resolve
+from mb_train.config.toml_file import to_toml
+from mb_train.data.tokenizers import load_tokenizer
+from mb_train.flags.command_line import build_parser, parse, resolve
+from mb_train.flags.settled import TRANSLATED
 from mb_train.recipes import recipe
-from mb_train.settled import TRANSLATED
-from mb_train.tokenizers import load_tokenizer
-from mb_train.toml_file import to_toml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS

@@ -10,9 +10,9 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.logs.run_log import read_log
 from mb_train.profiling import Profiler, device_spans, kind_of, rooms_of_kernels, summarize
 from mb_train.recipes import recipe
-from mb_train.run_log import read_log
 
 
 def kernel(name, begin, end, group=None):

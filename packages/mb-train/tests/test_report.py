@@ -4,9 +4,9 @@ import sys
 
 import pytest
 from mb_train.cli import main
-from mb_train.curves import read_curves, summary
-from mb_train.report import draw, report, write_page
-from mb_train.run_log import RunLog
+from mb_train.logs.run_log import RunLog
+from mb_train.report.curves import read_curves, summary
+from mb_train.report.pictures import draw, report, write_page
 
 
 def write(folder, *events):

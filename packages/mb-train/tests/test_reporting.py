@@ -12,8 +12,8 @@ from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.interval import Speed, extra_line, speed
-from mb_train.metrics import Accumulator, IntervalStats
-from mb_train.reporting import (
+from mb_train.logs.metrics import Accumulator, IntervalStats
+from mb_train.logs.reporting import (
     argument_lines,
     datetime_line,
     parameters_line,
@@ -25,9 +25,9 @@ from mb_train.reporting import (
     vocabulary_line,
     world_line,
 )
-from mb_train.run_log import RunLog, read_log
+from mb_train.logs.run_log import RunLog, read_log
+from mb_train.logs.timers import Timers, timer_lines
 from mb_train.tasks.make import one_process_task
-from mb_train.timers import Timers, timer_lines
 from mb_train.validate import measure
 
 

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from mb_parallel.optimizer import SGD, Adafactor, AdamW, Muon, decay_groups, muon_groups
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
-from mb_train.run_folder import find_checkpoint
-from mb_train.saver import Saver
+from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
+from mb_train.checkpoint.saver import Saver
+from mb_train.folder.run_folder import find_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

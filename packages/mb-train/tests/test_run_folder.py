@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from mb_train import run_folder
-from mb_train.folder_lock import locked
+from mb_train.folder import run_folder
+from mb_train.folder.lock import locked
+from mb_train.folder.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+from mb_train.folder.whole_files import replaced, replaced_folder, write_text
 from mb_train.run import only_writer
-from mb_train.run_folder import find_checkpoint, recover, set_aside, set_later_aside
-from mb_train.whole_files import replaced, replaced_folder, write_text
 
 
 def fill(folder, iterations, text="old"):
@@ -226,7 +226,7 @@ def test_two_runs_in_one_folder(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from mb_train.folder_lock import locked
+from mb_train.folder.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -14,7 +14,7 @@ from pathlib import Path
 import mb_data
 import mb_train
 import pytest
-from mb_train.flags import parse, resolve
+from mb_train.flags.command_line import parse, resolve
 
 RUNS = Path(mb_train.__file__).parent / "runs"
 

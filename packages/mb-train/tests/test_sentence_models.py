@@ -13,8 +13,9 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
-from mb_train.data import batches
+from mb_train.data.datasets import batches
 from mb_train.from_bert import begin_from_bert
+from mb_train.machine.signals import StopFlag
 from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
@@ -23,8 +24,7 @@ from mb_train.models.ict import ICT
 from mb_train.models.relative import RelativeBias, by_pairs, near_scores, relative_buckets
 from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
-from mb_train.retrieval.bm25 import BM25, rank_of, recall
-from mb_train.signals import StopFlag
+from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.make import whole_model
 from mb_train.tasks.packed import sample_lengths

@@ -14,14 +14,14 @@ import pytest
 import torch
 from mb_data import load_tokenizer
 from mb_train.cli import main
-from mb_train.completions import Answer, Request, Told
-from mb_train.generate import Generator
-from mb_train.service import Service
+from mb_train.inference.completions import Answer, Request, Told
+from mb_train.inference.generate import Generator
+from mb_train.inference.service import Service
 
 pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
-served = importlib.import_module("mb_train.serve")
+served = importlib.import_module("mb_train.inference.serve")
 application, serve = served.application, served.serve
 
 
@@ -338,7 +338,7 @@ def test_a_request_of_too_many_bytes_is_refused(client, monkeypatch):
 
 
 def test_what_serving_needs_is_named(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "mb_train.serve")
+    monkeypatch.delitem(sys.modules, "mb_train.inference.serve")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "nowhere"]) == 2
     assert "found no uvicorn. Install them with pip" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from mb_train.signals import stop_signals
+from mb_train.machine.signals import stop_signals
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])

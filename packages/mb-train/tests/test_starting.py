@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from mb_data.tokenizer.readable_bpe import byte_to_letter
-from mb_train import run_log
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.curves import read_curves
-from mb_train.flags import parse
+from mb_train.data.tokenizers import vocabulary_rows
+from mb_train.flags.command_line import parse
+from mb_train.logs import run_log
 from mb_train.recipes import recipe
+from mb_train.report.curves import read_curves
 from mb_train.starting import command_line, plan
-from mb_train.tokenizers import vocabulary_rows
 from mb_train.train import train
 
 TINY = [

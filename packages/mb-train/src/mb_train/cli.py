@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
-from mb_train.flags import parse, run_command, without_effect
-from mb_train.host import leads, prepare_host
-from mb_train.run_folder import LOG_FILE, PICTURE, recover
+from mb_train.flags.command_line import parse, run_command, without_effect
+from mb_train.folder.run_folder import LOG_FILE, PICTURE, recover
+from mb_train.machine.host import leads, prepare_host
 from mb_train.starting import Start, command_line, plan
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _complete(start: Start, config: TrainConfig) -> None:
     print(f"{start.checkpoint} is at iteration {start.saved.iteration}, the end of this run.")
     if config.save is None or Path(config.save) != folder:
         return
-    from mb_train.folder_lock import locked
+    from mb_train.folder.lock import locked
 
     with contextlib.suppress(OSError), locked(folder):  # a folder that is another's to write
         for line in recover(folder):
@@ -186,7 +186,7 @@ def _headline(config: TrainConfig) -> str:
 
 def _close(config: TrainConfig, result: Result) -> None:
     """The last lines of a run: what came out of it and where it lies."""
-    from mb_train.reporting import perplexity
+    from mb_train.logs.reporting import perplexity
 
     print(f"\n stopped after iteration {result.iteration}")
     if result.first_loss is not None:
@@ -212,7 +212,7 @@ def _close(config: TrainConfig, result: Result) -> None:
 
 
 def _picture(folder: Path) -> str:
-    from mb_train.report import draw
+    from mb_train.report.pictures import draw
 
     try:
         return str(draw(folder))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.finetune import finetune
-from mb_train.flags import Command, Parser, add_run, parse
+from mb_train.flags.command_line import Command, Parser, add_run, parse
 from mb_train.retrieval.commands import index, retrieve
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -22,7 +22,7 @@ def doctor(parser: Parser, arguments: Sequence[str]) -> int:
     """What is this machine, and what is wrong with it?"""
     parser.add_argument("--save", default="runs", help="folder that runs would be written to")
     options = parser.parse_args(arguments)
-    from mb_train.doctor import diagnose
+    from mb_train.machine.doctor import diagnose
 
     facts, problems = diagnose(Path(options.save))
     print("\n".join(facts))
@@ -50,12 +50,12 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
     runs = [Path(run) for run in options.run]
     output = None if options.output is None else Path(options.output)
     if options.frontier:
-        from mb_train.frontier_picture import report_frontier
+        from mb_train.report.frontier_picture import report_frontier
 
         text, picture, numbers = report_frontier(runs, output or Path())
         print(f"{text}\npicture: {picture}\nnumbers: {numbers}")
         return 0
-    from mb_train.report import report
+    from mb_train.report.pictures import report
 
     text, picture, page = report(runs, output)
     print(f"{text}\npicture: {picture}\npage: {page}")
@@ -82,8 +82,8 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
         return 0
     import torch
 
-    from mb_train.sizing import describe, sizes
-    from mb_train.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows
+    from mb_train.data.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows
+    from mb_train.plan.sizing import describe, sizes
 
     there = torch.cuda.device_count()
     ranks = (there or 1) if options.gpus is None else options.gpus
@@ -121,7 +121,7 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     import torch
 
     from mb_train.convert import export_model, import_megatron, import_model, is_megatron
-    from mb_train.run_folder import find_checkpoint
+    from mb_train.folder.run_folder import find_checkpoint
 
     tokenizer, divisible_by = options.tokenizer, options.divisible_by
     if is_megatron(source):
@@ -163,7 +163,7 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
     options = parser.parse_args(arguments)
-    from mb_train.generate import Generator, Sampling
+    from mb_train.inference.generate import Generator, Sampling
 
     sampling = Sampling(
         temperature=options.temperature,
@@ -208,8 +208,8 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     import json
 
-    from mb_train.evaluation import EvalOptions, task_of
-    from mb_train.harness import tasks_of
+    from mb_train.inference.evaluation import EvalOptions, task_of
+    from mb_train.inference.harness import tasks_of
     from mb_train.loading import load_trained
 
     stride = EvalOptions.stride if options.stride is None else options.stride
@@ -247,10 +247,10 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     options = parser.parse_args(arguments)
-    from mb_train.generate import Generator
+    from mb_train.inference.generate import Generator
 
     try:
-        from mb_train.serve import serve
+        from mb_train.inference.serve import serve
     except ModuleNotFoundError as missing:
         raise ValueError(
             f"Expected starlette and uvicorn to serve with, found no {missing.name}. Install them "

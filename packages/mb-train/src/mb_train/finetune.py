@@ -17,9 +17,9 @@ from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags import Parser, parse, resolve, without_effect
-from mb_train.host import leads, prepare_host
-from mb_train.run_folder import checkpoint_in, read_saved_run
+from mb_train.flags.command_line import Parser, parse, resolve, without_effect
+from mb_train.folder.run_folder import checkpoint_in, read_saved_run
+from mb_train.machine.host import leads, prepare_host
 
 # Besides the model: what its sequences and its vocabulary are.
 _KEPT = (

@@ -9,13 +9,13 @@ import torch
 from mb_parallel import world_size
 
 from mb_train.config import TrainConfig
-from mb_train.device import device_name
-from mb_train.flops import flops, peak_flops
-from mb_train.metrics import IntervalStats
+from mb_train.logs.metrics import IntervalStats
+from mb_train.logs.reporting import train_line
+from mb_train.logs.timers import timer_lines
+from mb_train.machine.device import device_name
 from mb_train.models.workload import Workload
-from mb_train.reporting import train_line
+from mb_train.plan.flops import flops, peak_flops
 from mb_train.run import Run
-from mb_train.timers import timer_lines
 
 
 @dataclass(frozen=True)

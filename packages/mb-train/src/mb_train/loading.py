@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mb_train.checkpoint import load_checkpoint
+from mb_train.checkpoint.read import load_checkpoint
 from mb_train.config import TrainConfig
-from mb_train.device import device_type
-from mb_train.run_folder import SavedRun, checkpoint_in, read_saved_run
+from mb_train.data.tokenizers import load_tokenizer
+from mb_train.folder.run_folder import SavedRun, checkpoint_in, read_saved_run
+from mb_train.machine.device import device_type
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task, whole_model
-from mb_train.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer

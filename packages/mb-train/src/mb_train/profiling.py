@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mb_train.config import TrainConfig
-from mb_train.whole_files import replaced
+from mb_train.folder.whole_files import replaced
 
 EXCHANGE, SHARDING = "expert exchange", "data-parallel communication"
 

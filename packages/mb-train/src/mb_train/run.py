@@ -19,21 +19,29 @@ from mb_parallel import ParallelMesh, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
-from mb_train import layout, run_folder
+from mb_train import layout
 from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import LoadBalance
-from mb_train.checkpoint import Progress, load_checkpoint
+from mb_train.checkpoint.read import Progress, load_checkpoint
+from mb_train.checkpoint.saver import Saver
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
-from mb_train.console import Console
-from mb_train.data import Data, batches, check_files, prepare_data
-from mb_train.device import compute_dtype, device_name
-from mb_train.folder_lock import locked
-from mb_train.optimizer import build_optimizer, build_scaler
-from mb_train.profiling import check_profiled
-from mb_train.program import program
-from mb_train.reporting import (
+from mb_train.config.toml_file import to_toml
+from mb_train.data.datasets import Data, batches, check_files, prepare_data
+from mb_train.data.same import check_same_data
+from mb_train.data.tokenizers import (
+    copies_for,
+    keep_tokenizer,
+    load_tokenizer,
+    saved_rows,
+    vocabulary_rows,
+)
+from mb_train.folder import run_folder
+from mb_train.folder.lock import locked
+from mb_train.folder.whole_files import write_text
+from mb_train.logs.console import Console
+from mb_train.logs.reporting import (
     argument_lines,
     datetime_line,
     loaded_line,
@@ -41,24 +49,17 @@ from mb_train.reporting import (
     vocabulary_line,
     world_line,
 )
-from mb_train.run_log import RunLog, check_boards, open_boards
-from mb_train.same_data import check_same_data
-from mb_train.saver import Saver
+from mb_train.logs.run_log import RunLog, check_boards, open_boards
+from mb_train.logs.timers import Timers
+from mb_train.machine.device import compute_dtype, device_name
+from mb_train.machine.program import program
+from mb_train.machine.signals import StopFlag
+from mb_train.optimizer import build_optimizer, build_scaler
+from mb_train.plan.sizing import memory_warning
+from mb_train.profiling import check_profiled
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
-from mb_train.signals import StopFlag
-from mb_train.sizing import memory_warning
 from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
-from mb_train.timers import Timers
-from mb_train.tokenizers import (
-    copies_for,
-    keep_tokenizer,
-    load_tokenizer,
-    saved_rows,
-    vocabulary_rows,
-)
-from mb_train.toml_file import to_toml
-from mb_train.whole_files import write_text
 
 
 class Run:

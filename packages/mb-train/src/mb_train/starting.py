@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
-from mb_train.flags import CommandLine, resolve
-from mb_train.run_folder import (
+from mb_train.flags.command_line import CommandLine, resolve
+from mb_train.folder.run_folder import (
     SavedRun,
     checkpoint_in,
     find_checkpoint,

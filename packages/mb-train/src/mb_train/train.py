@@ -23,22 +23,22 @@ from typing import Any
 import torch
 from mb_parallel import any_rank, distributed, rank, world_size
 
-from mb_train import run_folder
-from mb_train.checkpoint import Progress
+from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
-from mb_train.data import DataError, samples_of_step
-from mb_train.device import device_type
+from mb_train.data.datasets import DataError, samples_of_step
+from mb_train.folder import run_folder
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
-from mb_train.metrics import Accumulator, IntervalStats
+from mb_train.logs.metrics import Accumulator, IntervalStats
+from mb_train.logs.reporting import datetime_line, validation_lines
+from mb_train.logs.timers import Clock
+from mb_train.machine.device import device_type
+from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.profiling import Profiler
-from mb_train.reporting import datetime_line, validation_lines
 from mb_train.run import Run, only_writer
-from mb_train.signals import StopFlag, stop_signals
 from mb_train.starting import Start, plan_of
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
-from mb_train.timers import Clock
 from mb_train.validate import END, evaluate, measure
 
 

@@ -1,6 +1,6 @@
 """Losses of a run on held-out data, while it trains and at its end.
 
-`mb_train.evaluation` is `mb-train eval`: a finished run on a file.
+`mb_train.inference.evaluation` is `mb-train eval`: a finished run on a file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mb_parallel import any_rank, gather_rest, of_all_ranks
 from mb_parallel.engines import is_dtensor
 from torch import nn
 
-from mb_train.checkpoint import tensors_of
-from mb_train.reporting import measured_line, perplexity, validation_lines
+from mb_train.checkpoint.read import tensors_of
+from mb_train.logs.reporting import measured_line, perplexity, validation_lines
+from mb_train.machine.signals import StopFlag
 from mb_train.run import Run
-from mb_train.signals import StopFlag
 from mb_train.tasks import Dataset
 
 END = "the end of training for val data"

@@ -2,8 +2,8 @@
 
 Names, meanings and defaults are Megatron-LM's (2023), so that its launch scripts carry over; a
 field that Megatron does not have says so with "(ours)". A recipe, a TOML file and the command line
-are layers of the same fields: see `mb_train.flags`. Nothing here imports torch: `--help` must be
-quick.
+are layers of the same fields: see `mb_train.flags.command_line`. Nothing here imports torch:
+`--help` must be quick.
 """
 
 from __future__ import annotations

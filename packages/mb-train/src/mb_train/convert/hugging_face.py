@@ -15,7 +15,8 @@ import torch
 from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
 
-from mb_train.checkpoint import Progress
+from mb_train.checkpoint.read import Progress
+from mb_train.checkpoint.saver import Saver
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.architectures import (
     Architecture,
@@ -26,15 +27,14 @@ from mb_train.convert.architectures import (
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.tokenizer import find_tokenizer, named_tokenizer, write_tokenizer
 from mb_train.convert.vocabulary import rows_of, with_rows
-from mb_train.folder_lock import locked
+from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer
+from mb_train.folder.lock import locked
+from mb_train.folder.run_folder import TOKENIZER, checkpoints
+from mb_train.folder.whole_files import replaceable, replaced_folder, write_text
 from mb_train.loading import load_trained
 from mb_train.models.unfilled import unfilled
-from mb_train.run_folder import TOKENIZER, checkpoints
-from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
-from mb_train.tokenizers import keep_tokenizer, load_tokenizer
-from mb_train.whole_files import replaceable, replaced_folder, write_text
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"

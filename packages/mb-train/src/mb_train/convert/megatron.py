@@ -26,7 +26,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import safe_pickle
 from mb_train.convert.architectures import imported_config
 from mb_train.convert.hugging_face import check_shapes, refuse_run, shapes_of, write_run
-from mb_train.run_folder import LATEST, iteration_folder
+from mb_train.folder.run_folder import LATEST, iteration_folder
 from mb_train.tasks.architecture import transformer_config
 
 _GPT2 = "GPT2BPETokenizer"

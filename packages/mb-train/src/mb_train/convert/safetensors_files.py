@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mb_train.whole_files import write_text
+from mb_train.folder.whole_files import write_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mb_train.flags import Parser, add_run
-from mb_train.run_folder import checkpoint_in
+from mb_train.flags.command_line import Parser, add_run
+from mb_train.folder.run_folder import checkpoint_in
 
 
 def index(parser: Parser, arguments: Sequence[str]) -> int:

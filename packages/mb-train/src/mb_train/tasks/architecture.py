@@ -6,9 +6,9 @@ from mb_layers import MoEConfig
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
+from mb_train.config.toml_file import to_toml
 from mb_train.models.config import RopeScaling, TransformerConfig
 from mb_train.models.transformer import output_std
-from mb_train.toml_file import to_toml
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 

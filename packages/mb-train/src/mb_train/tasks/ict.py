@@ -18,7 +18,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.models.plans import ict_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.retrieval.bm25 import BM25, rank_of, recall
+from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.base import (
     Borders,
     DataPaths,

@@ -1,0 +1,1 @@
+"""Checkpoints: read without trust, written whole or not at all."""

@@ -1,0 +1,181 @@
+"""How torch's distributed checkpoints are read and written here: without trust, and with sums."""
+
+# Apart from `checkpoint` and `saver`, whose users need not wait for torch's checkpoints to be
+# imported, DTensor with them, before a run's first step.
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mb_train.checkpoint.host_copy import HostCopier
+from mb_train.folder.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
+from mb_train.folder.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
+from mb_train.folder.whole_files import sync_directory, write_text
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorProperties",
+        "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader, with a `.metadata` that can name data classes only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+        except Exception as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no checkpoint's metadata.")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
+            "it may be meant to run code. Refusing to load it."
+        )
+
+
+# Bytes of a rank's state that go into one file, or a tensor that has more: torch's writer keeps
+# what it copied to the host until its file is whole.
+_FILE_BYTES = 2**30
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """torch's planner, which hands the writer a snapshot, and tensors of a GPU on the host.
+
+    Else the writer copies each into new pinned memory of its size (see `host_copy`).
+
+    Args:
+        snapshot: by name this rank's shards as they are to be written, in place of those that the
+            state dict holds by then.
+    """
+
+    def __init__(self, snapshot: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+        self._copier = HostCopier(1)  # a thread: the steps go on beside it
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        data = self._snapshot.get(write_item.index.fqn, object)
+        data = super().transform_object(write_item, data)
+        if isinstance(data, Tensor) and data.is_cuda:
+            return self._copier.copy(data)
+        return data
+
+
+class Writer(dcp.FileSystemWriter):
+    """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
+
+    A rank writes files of about `_FILE_BYTES`, and sums up one while it writes the next. The sums
+    travel among the write results. What `finish` raises on rank 0 is raised on all.
+    """
+
+    def __init__(self, draft: Path, run: SavedRun) -> None:
+        super().__init__(draft)
+        self._run = run
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        folder, results, sums = Path(self.path), [], {}
+        with ThreadPoolExecutor(1, thread_name_prefix="sums") as beside:
+            for piece in _pieces(plan):
+                written = super().write_data(piece, planner).wait()
+                if len(written) != len(piece.items):
+                    raise OSError(f"{len(written)} of {len(piece.items)} tensors were written")
+                results += written
+                name = written[0].storage_data.relative_path  # one file for all
+                sums[name] = beside.submit(sum_of, folder / name)
+        results += [WriteResult(MetadataIndex(n), 0, value.result()) for n, value in sums.items()]
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        everything = [result for one in results for result in one]
+        shards = [result for result in everything if not isinstance(result.storage_data, str)]
+        super().finish(metadata, [shards])
+        folder = Path(self.path)
+        write_text(folder / RUN_FILE, json.dumps(asdict(self._run), indent=1) + "\n")
+        sums = {
+            result.index.fqn: result.storage_data
+            for result in everything
+            if isinstance(result.storage_data, str)
+        }
+        sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
+        write_text(folder / SUMS_FILE, format_sums(sums))
+        _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
+        write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
+
+
+def _pieces(plan: SavePlan) -> Iterator[SavePlan]:
+    """Parts of a plan, a file each."""
+    pieces: list[list[WriteItem]] = []
+    room = 0
+    for item in plan.items:
+        if room <= 0:
+            pieces.append([])
+            room = _FILE_BYTES
+        pieces[-1].append(item)
+        room -= _bytes_of(item)
+    for number, items in enumerate(pieces):
+        prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+        yield replace(plan, items=items, storage_data=prefix)
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _replace_folder(draft: Path, final: Path) -> None:
+    """Put a whole folder where an earlier one of that name may be (`run_folder.recover`)."""
+    aside = final.with_name(final.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        os.rename(final, aside)
+    sync_directory(draft)
+    os.rename(draft, final)
+    sync_directory(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""Checkpoints: torch's distributed format, read without trust. `saver` writes them.
+
+    RUN/latest_checkpointed_iteration.txt    the iteration to go on from
+    RUN/iter_0000100/run.json                configuration, counters, what model this is
+    RUN/iter_0000100/.metadata, *.distcp     tensors, in shards as the ranks held them
+    RUN/iter_0000100/SHA256SUMS              of all of them, see `checksums`
+
+Tensors are found by name and place. A rank holds what it holds, whole layers of a pipeline, DTensor
+shards over tensor, expert and data parallel ranks, or all; any layout can load what any other
+wrote, because names are those of the whole model on every rank. Together the ranks must name every
+tensor of the checkpoint, and no other.
+
+The format's `.metadata` is a pickle, which could run code. It is read through an unpickler that
+knows the format's own dozen classes and refuses the rest; tensors are read with torch's
+`weights_only`, and nothing but tensors is accepted. State of random generators is not needed: see
+`mb_parallel.random.seed_micro_batch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mb_parallel import of_all_ranks, rank, world_size
+from torch import Tensor, nn
+
+from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
+from mb_train.folder.run_folder import checkpoints, iteration_of, read_saved_run
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
+
+Modules = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+# What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands."""
+
+    iteration: int
+    consumed_samples: int
+
+
+def load_checkpoint(
+    path: Path, model: Modules, optimizer: Optimizers, *, alone: bool = False
+) -> None:
+    """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
+
+    Every tensor of the model must be there with its shape, and every tensor there must be used on
+    some rank (the optimizer's may be left out by passing None). All ranks call this together.
+
+    Args:
+        model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
+        optimizer: over the parameters of `model`, one or several.
+        alone: no other rank takes part, whatever process group there is; `model` is a whole one.
+
+    Raises:
+        CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
+            damaged checkpoint the latest whole one beside it. Equal on all ranks.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from mb_train.checkpoint.files import SafeReader
+
+    _check_sums(path, alone=alone)
+    reader = SafeReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in saved.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
+        shapes[name] = tuple(entry.size)
+    if optimizer is None:
+        shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
+    else:
+        _make_optimizer_state(optimizer)
+        saved_state = any(name.startswith("optimizer.") for name in shapes)
+        if not saved_state and any(_optimizer_entries(model, optimizer)):
+            raise CheckpointError(
+                f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
+            )
+        _forget_state(model, optimizer, shapes)
+    tensors = list(_tensors(model, optimizer))
+    state = dict(tensors)
+    _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone), shapes)
+    with quiet():
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=alone or world_size() == 1)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if tensor is not state[name]:  # two stages on this rank have one of that name
+                tensor.copy_(state[name])
+    for entry, kind, name in _optimizer_entries(model, optimizer):
+        if isinstance(entry[kind], (int, float)):
+            entry[kind] = type(entry[kind])(state[name].item())
+
+
+def cause_of(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed."""
+    cause = next(iter(error.failures.values()))[0]
+    return f"{type(cause).__name__}: {cause}"
+
+
+def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
+    """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
+
+    Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
+    share, such as tied embeddings, is there once.
+    """
+    return dict(_tensors(model, optimizer))
+
+
+def _tensors(model: Modules, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
+    for module in as_list(model):
+        for name, tensor in module.state_dict().items():
+            yield f"model.{plain_name(name)}", tensor
+    for entry, kind, name in _optimizer_entries(model, optimizer):
+        value = entry[kind]
+        number = isinstance(value, (int, float))
+        yield name, torch.tensor(value, dtype=torch.float64) if number else value
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was built, whatever has been wrapped around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def as_list(given: Any) -> list[Any]:
+    """One thing, several or None, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _optimizer_entries(
+    model: Modules, optimizer: Optimizers
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Each tensor or number in the optimizers' state: its dict, its key there, its full name."""
+    for parameter, name in _named(model):
+        for one in as_list(optimizer):
+            entry = one.state.get(parameter, {})
+            for kind, value in entry.items():
+                if isinstance(value, (Tensor, int, float)):
+                    yield entry, kind, f"optimizer.{kind}.{name}"
+
+
+def _named(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
+    for module in as_list(model):
+        for name, parameter in module.named_parameters():
+            yield parameter, plain_name(name)
+
+
+def _make_optimizer_state(optimizer: Optimizers) -> None:
+    """Have every optimizer make its state, by a step that changes nothing, to load into."""
+    for one in as_list(optimizer):
+        if one.state:
+            continue
+        rates = [group["lr"] for group in one.param_groups]
+        for group in one.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        one.step()
+        one.zero_grad(set_to_none=True)
+        for group, lr in zip(one.param_groups, rates, strict=True):
+            group["lr"] = lr
+
+
+def _forget_state(
+    model: Modules, optimizer: Optimizers, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Drop the state of parameters that had none when they were saved: they got no gradient."""
+    with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
+    for parameter, name in _named(model):
+        for one in as_list(optimizer):
+            if name not in with_state:
+                one.state.pop(parameter, None)
+
+
+def _over_ranks(shapes: dict[str, tuple[int, ...]], *, alone: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors that all ranks together hold."""
+    everyones = [shapes] if alone else of_all_ranks(shapes)
+    return {name: size for one in everyones for name, size in one.items()}
+
+
+def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    missing, surplus = (
+        sorted(expected.keys() - found.keys()),
+        sorted(found.keys() - expected.keys()),
+    )
+    other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
+    if not (missing or surplus or other):
+        return
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} tensors are missing ({missing[0]}, ...)")
+    if surplus:
+        parts.append(f"{len(surplus)} do not belong ({surplus[0]}, ...)")
+    if other:
+        name = other[0]
+        parts.append(f"{name} is {list(found[name])}, expected {list(expected[name])}")
+    raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}.")
+
+
+def _check_sums(path: Path, *, alone: bool) -> None:
+    """Compare the files with their checksums, every rank its share of them."""
+    found: list[str] = []
+    here, ranks = (0, 1) if alone else (rank(), world_size())
+    try:
+        if (path / SUMS_FILE).is_file():
+            sums = read_sums(path / SUMS_FILE)
+            found = damage(path, sums, sorted(sums)[here::ranks])
+        elif read_saved_run(path).format > 1:
+            found = [f"{path / SUMS_FILE} is missing"]
+    except (ValueError, OSError) as error:
+        found = [str(error).rstrip(".")]
+    found = found if alone else [line for one in of_all_ranks(found) for line in one]
+    if found:
+        raise CheckpointError(f"{'; '.join(dict.fromkeys(found))}.{_offer(path)}")
+
+
+def _offer(path: Path) -> str:
+    """A sentence that names the latest whole checkpoint before the one at `path`, if any."""
+    try:
+        earlier = [p for p in checkpoints(path.parent) if iteration_of(p) < iteration_of(path)]
+    except ValueError:  # not named after an iteration
+        return ""
+    for other in reversed(earlier):
+        with contextlib.suppress(ValueError, OSError):
+            sums = read_sums(other / SUMS_FILE)
+            if not damage(other, sums, sums):
+                return f" {other} is whole: go on from there with --load {other}"
+    return " No checkpoint before it is whole." if earlier else ""
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Without two warnings of torch's checkpoints about what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Stages of a pipeline hold other tensors than their neighbours: `_compare` has seen to it.
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
+        yield

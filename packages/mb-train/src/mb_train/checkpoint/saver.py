@@ -1,0 +1,344 @@
+"""Writing checkpoints: whole or not at all, beside the training if asked, the last few kept.
+
+Every rank writes its shards under a temporary name and sums them up; when all are on disk, rank 0
+renames the folder and then rewrites the "latest" file, so a run that is killed leaves its previous
+checkpoint in force. A save that fails (the disk is full, there is no memory for a copy) is said,
+leaves nothing behind, and does not end the run. Weights that are not numbers are not saved: the
+latest checkpoint is always one to go on from.
+
+Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
+beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
+a disk: the syncs of a checkpoint take seconds on some. The loop's `poll` tells when every rank is
+done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mb_parallel import any_rank, rank, world_size
+from mb_parallel.optimizer import local
+from torch import Tensor
+
+from mb_train.checkpoint.host_copy import HostCopier, allocating
+from mb_train.checkpoint.read import (
+    Modules,
+    Optimizers,
+    Progress,
+    as_list,
+    cause_of,
+    quiet,
+    tensors_of,
+)
+from mb_train.folder.run_folder import (
+    FORMAT,
+    LATEST,
+    SavedRun,
+    checkpoints,
+    iteration_folder,
+    read_saved_run,
+    withdraw,
+)
+from mb_train.health import all_finite
+from mb_train.logs.reporting import saved_line, saving_line
+
+# That fill a snapshot in host memory: 44 GB in 7.0 s beside one H100, other numbers were not tried
+# (benchmarks/results/2026-11-26-h100.md).
+_COPYING_THREADS = 8
+
+
+class Saver:
+    """Writes the checkpoints of one run. All ranks call its methods at the same points.
+
+    Args:
+        folder: the run folder.
+        asynchronous: write beside the training. Needs memory for a second copy of the state.
+        keep: how many checkpoints to keep, those written last; None keeps all.
+        say: takes a line to print.
+
+    Attributes:
+        latest: iteration of the last checkpoint that was written whole; None before the first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._folder, self._keep, self._say = folder, keep, say
+        self.latest: int | None = None
+        self._bytes = 0  # of this rank in the checkpoint under way
+        self._pending: tuple[int, Future[None]] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._copier = HostCopier(_COPYING_THREADS)
+        self._host: dict[str, Tensor] = {}  # of the last snapshot, which the next one reuses
+        if asynchronous:
+            import mb_train.checkpoint.files  # noqa: F401 (now, and not beside the steps)
+
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="saver", initializer=_use_stream, initargs=(_stream(),)
+            )
+            if world_size() > 1:
+                # The writing thread's messages must not mix with the training's.
+                self._group = dist.new_group(backend="gloo")
+
+    def save(
+        self,
+        model: Modules,
+        optimizer: Optimizers,
+        progress: Progress,
+        *,
+        config: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        data: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Write one checkpoint from all ranks, or begin to.
+
+        Args:
+            model: this rank's module, or its parts of a pipeline, named as in the whole model.
+            optimizer: one or several; None leaves its state out.
+            config: fields of the run.
+            identity: what makes the model this model; a load compares it.
+            data: what tells this data from other.
+            state: small values to go on with, put into run.json.
+
+        Returns:
+            False if nothing was, or is being, written: `say` has been told why, and the previous
+            checkpoint stays in force.
+        """
+        self.wait()
+        iteration = progress.iteration
+        self._say(saving_line(iteration, self._folder))
+        if not all_finite(as_list(model)):
+            self._say(
+                f" not saved: at iteration {iteration} the weights are not numbers. "
+                f"{self.in_force()}"
+            )
+            return False
+        run = SavedRun(
+            format=FORMAT,
+            iteration=iteration,
+            consumed_samples=progress.consumed_samples,
+            config=dict(config),
+            identity=dict(identity),
+            data=dict(data),
+            torch=torch.__version__,
+            written=time.time(),
+            state=dict(state or {}),
+        )
+        tensors = tensors_of(model, optimizer)
+        self._bytes = sum(map(_local_bytes, tensors.values()))
+        copies: dict[str, Tensor] = {}
+        problem = _attempt(lambda: self._begin(iteration) if rank() == 0 else None)
+        if problem is None and self._thread is not None:
+            problem = _attempt(lambda: copies.update(self._snapshot(tensors)))
+        if any_rank(problem is not None):
+            return self._failed(iteration, problem or "another rank failed")
+        if self._thread is None:
+            try:
+                problem = _attempt(lambda: self._write(run, tensors, {}))
+            except KeyboardInterrupt:
+                self._discard(iteration)
+                raise
+            return self._finish(iteration, problem)
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        self._pending = iteration, self._thread.submit(self._write, run, tensors, copies, copied)
+        return True
+
+    def poll(self) -> bool:
+        """Whether a checkpoint has become the latest since the last call."""
+        if self._pending is None or any_rank(not self._pending[1].done()):
+            return False
+        return self.wait()
+
+    def wait(self) -> bool:
+        """Let a checkpoint that is being written become the latest; whether there was one."""
+        if self._pending is None:
+            return False
+        iteration, future = self._pending
+        self._pending = None
+        return self._finish(iteration, _attempt(future.result))
+
+    def close(self) -> None:
+        """End the writing thread, after what it has to do; call `wait` before."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _draft(self, iteration: int) -> Path:
+        return self._folder / (iteration_folder(iteration) + ".partial")
+
+    def _begin(self, iteration: int) -> None:
+        draft = self._draft(iteration)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+    def _discard(self, iteration: int) -> None:
+        if rank() == 0:
+            shutil.rmtree(self._draft(iteration), ignore_errors=True)
+
+    def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's shards, on the device if there is room, else on the host.
+
+        Raises:
+            MemoryError: there is none for them.
+        """
+        shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
+        away = {}
+        if not _fits_on_device(shards.values()):
+            away = {name: shard for name, shard in shards.items() if shard.is_cuda}
+        with allocating():
+            host = {name: self._memory_for(name, shard) for name, shard in away.items()}
+            here = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}
+        self._host = {}  # if copying fails, some of it may still be under way
+        self._copier.fill((shard, host[name]) for name, shard in away.items())
+        self._host = host
+        for name, clone in here.items():
+            clone.copy_(shards[name])
+        return here | host
+
+    def _memory_for(self, name: str, shard: Tensor) -> Tensor:
+        kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")
+        if kept is not None and _kind(kept) == _kind(needed):
+            return kept
+        return torch.empty_like(needed, device="cpu")
+
+    def _write(
+        self,
+        run: SavedRun,
+        tensors: Mapping[str, Tensor],
+        snapshot: Mapping[str, Tensor],
+        copied: torch.cuda.Event | None = None,
+    ) -> None:
+        """Write this rank's shards; rank 0 writes what is about all of them, and commits.
+
+        Args:
+            run: what is said of the run.
+            tensors: this rank's.
+            snapshot: of their shards, by name; empty: they are written as they are.
+            copied: after this the snapshot is what it should be.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        from mb_train.checkpoint.files import Planner, Writer
+
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        with quiet():
+            dcp.save(
+                dict(tensors),
+                storage_writer=Writer(self._draft(run.iteration), run),
+                planner=Planner(snapshot),
+                process_group=self._group,
+                no_dist=world_size() == 1,
+            )
+
+    def _finish(self, iteration: int, problem: str | None) -> bool:
+        """Say what became of a checkpoint, equal on all ranks."""
+        if any_rank(problem is not None):
+            return self._failed(iteration, problem or "another rank failed")
+        self.latest = iteration
+        self._say(saved_line(iteration, self._folder))
+        if rank() == 0 and self._keep is not None:
+            for old in surplus(self._folder, self._keep):
+                with contextlib.suppress(OSError):
+                    withdrawn = withdraw(old)
+                    if self._thread is None:
+                        shutil.rmtree(withdrawn)
+                    else:
+                        self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
+        return True
+
+    def _failed(self, iteration: int, problem: str) -> bool:
+        with contextlib.suppress(OSError):  # the folder is gone, or cannot be reached
+            free = shutil.disk_usage(self._folder).free
+            if free < self._bytes:  # torch's writer tells of positions in its file instead
+                problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
+        self._discard(iteration)
+        self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")
+        return False
+
+    def in_force(self) -> str:
+        """Which checkpoint a run would go on from, in words."""
+        latest = self._folder / LATEST
+        if not latest.is_file():
+            return "There is no checkpoint yet."
+        return f"The latest checkpoint is that of iteration {latest.read_text().strip()}."
+
+
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """The checkpoints to remove so that the `keep` written last stay, and the one in force."""
+
+    def written(path: Path) -> tuple[float, str]:
+        try:
+            return read_saved_run(path).written, path.name
+        except ValueError:  # damaged: the first to go
+            return -1.0, path.name
+
+    by_age = sorted(checkpoints(folder), key=written)
+    latest = folder / LATEST
+    in_force = iteration_folder(int(latest.read_text())) if latest.is_file() else None
+    return [path for path in by_age[:-keep] if path.name != in_force]
+
+
+def _attempt(action: Callable[[], Any]) -> str | None:
+    """None, or in words what kept the action from ending well.
+
+    Raises:
+        KeyboardInterrupt: a Ctrl-C, which torch takes for a failure of its own.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        action()
+    except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
+        return cause_of(error)
+    except (OSError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    shard = local(tensor)
+    return shard.numel() * shard.element_size()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _stream() -> torch.cuda.Stream | None:
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
+
+
+def _use_stream(stream: torch.cuda.Stream | None) -> None:
+    """A thread begins on the first GPU and on the training's stream, where its copies would stand
+    between the kernels of the steps; this one gets a stream of its own on the rank's GPU."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def _fits_on_device(shards: Iterable[Tensor]) -> bool:
+    """Whether the GPU holds a copy beside the most that training has ever used."""
+    on_gpu = [shard for shard in shards if shard.is_cuda]
+    if not on_gpu:
+        return False
+    device = on_gpu[0].device
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    # A twentieth more, for what the allocator cannot put into the holes there are.
+    return 1.05 * sum(shard.nbytes for shard in on_gpu) < free + unused

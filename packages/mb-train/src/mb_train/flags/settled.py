@@ -1,0 +1,320 @@
+"""Flags of Megatron-LM that are no choice here (settled), or have another name (translated).
+
+Scripts that have them are accepted as they are. One note at the start of a run lists the settled
+flags with the reason, so that nothing is ignored in silence. `core` translates those of
+Megatron Core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from mb_train.config import flag_name
+from mb_train.flags import core
+
+_NORMAL = (
+    "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
+    "where only ViT heeds this flag; Megatron Core draws them uniformly"
+)
+_TYPED_WINS = "a flag that is typed always wins over --load"
+_FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
+
+# The answer, and the flags it is for. "=1" behind a flag: a value follows it; "=?": one or none;
+# "=+": some.
+_ANSWERS: Mapping[str, str] = {
+    "data parallelism is FSDP2": """
+        --DDP-impl=1 --no-contiguous-buffers-in-local-ddp --overlap-grad-reduce
+        --overlap-param-gather --use-contiguous-parameters-in-local-ddp --use-megatron-fsdp
+        --use-custom-fsdp --ddp-bucket-size=1 --ddp-num-buckets=1
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
+        --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size=1
+        --enable-full-sharding-in-hsdp
+    """,
+    "the ranks always share the optimizer: see --zero-stage": "--use-distributed-optimizer",
+    "gradients are always summed in fp32": """
+        --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
+        --ddp-reduce-scatter-with-fp32-accumulation
+    """,
+    "fusion is the kernels' own matter": """
+        --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
+        --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --moe-permute-fusion
+        --moe-router-fusion --use-te-activation-func --use-fused-weighted-squared-relu
+        --use-transformer-engine-op-fuser --disable-jit-fuser
+    """,
+    "there is no such switch to turn off": """
+        --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
+    """,
+    "--sequence-parallel shares them": """
+        --distribute-saved-activations --distribute-checkpointed-activations
+    """,
+    "no example is left out at the end of a pass": "--keep-last",
+    "T5's layers are shared out evenly, the decoder's behind the encoder's": """
+        --pipeline-model-parallel-split-rank=1
+    """,
+    "stages are cut between layers": "--standalone-embedding-stage",
+    "the device decides: NCCL on GPUs, gloo on CPUs": """
+        --distributed-backend=1 --enable-gloo-process-groups --disable-gloo-process-groups
+        --pipeline-model-parallel-comm-backend=1
+    """,
+    "torchrun says it in LOCAL_RANK": "--local_rank=1 --local-rank=1",
+    "attention always takes the fastest kernel of torch": """
+        --use-flash-attn --attention-backend=1 --export-force-local-attention
+    """,
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": """
+        --no-bias-gelu-fusion
+    """,
+    "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
+    "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
+    "the loss is always computed in fp32": "--fp16-lm-cross-entropy",
+    "the default activation is that GELU": "--openai-gelu",
+    "there is no ONNX export": "--onnx-safe=?",
+    "the load-balancing loss is always computed in fp32": "--moe-lbl-in-fp32=?",
+    "the experts are this library's, dropless": "--moe-use-megatron-switch=?",
+    "the experts are always computed together": "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
+    "there is one implementation": "--use-mcore-models --transformer-impl=1 --use-legacy-models",
+    "it belongs to Megatron's text server, not to training": """
+        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
+    """,
+    _NORMAL: "--init-method-xavier-uniform",
+    "all ranks begin from one initialization": "--data-parallel-random-init",
+    "initialization does not depend on the number of ranks": "--use-cpu-initialization",
+    "rearranged samples need no padding": "--fim-pad-token=1",
+    "documents end with the tokenizer's own end of document": "--fim-eod-token=1",
+    "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
+    "weights that are loaded are not drawn before": "--no-initialization",
+    "torch's allocator needs no help": """
+        --empty-unused-memory-level=1 --no-clone-scatter-output-in-embedding
+    """,
+    "SIGTERM always saves and exits": """
+        --exit-signal-handler --exit-signal-handler-for-dataloader
+        --exit-signal-handler-for-training
+    """,
+    "it is a cluster of NVIDIA's": "--adlr-autoresume --adlr-autoresume-interval=1",
+    "--load always takes over what the run was started with": """
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args
+    """,
+    _TYPED_WINS: """
+        --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
+    """,
+    "random numbers follow from the seed and the step, there is no state to keep": """
+        --no-save-rng --no-load-rng
+    """,
+    "data files are always memory-mapped": """
+        --data-impl=1 --mmap-warmup --no-mmap-bin-files --dataloader-defer-npy-index-mmap
+    """,
+    "timers wait for the device, never for other ranks": "--no-barrier-with-level-1-timing",
+    "scalars are written every --log-interval": "--tensorboard-log-interval=1",
+    "it thins out images, and there are none": "--sample-rate=1",
+    "it belongs to Megatron's retrieval index, not to training": """
+        --ict-load=1 --retriever-seq-length=1 --evidence-data-path=1 --block-data-path=1
+        --embedding-path=1 --indexer-batch-size=1 --indexer-log-interval=1
+    """,
+    "scores are computed in fp32, where it changes nothing": "--apply-query-key-layer-scaling",
+    "the data loader never makes one": """
+        --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
+    """,
+    "indices are built by rank 0, and kept": """
+        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --object-storage-cache-path=1
+    """,
+    "a blend asks each data set for 0.5 % more samples than its share, Megatron's default": """
+        --mid-level-dataset-surplus=1
+    """,
+    "--dataloader-type cyclic always shuffles all samples together, not each rank its part": """
+        --no-data-sharding
+    """,
+    "the loss is always fused with the head": """
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl=1
+    """,
+    "a step's loss is always the mean over its tokens": "--calculate-per-token-loss",
+    "experts compute no empty slots": "--moe-pad-expert-input-to-capacity",
+    "loads are logged for every layer": "--moe-per-layer-logging",
+    "how and when ranks communicate is the library's own matter": """
+        --moe-shared-expert-overlap --delay-wgrad-compute --tp-comm-overlap
+        --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+        --no-delay-grad-reduce --delay-param-gather
+        --overlap-param-gather-with-optimizer-step --no-align-grad-reduce --no-align-param-gather
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit=1
+        --microbatch-group-size-per-virtual-pipeline-stage=1 --high-priority-stream-groups=+
+        --nccl-ub --use-sharp --tp-comm-overlap-cfg=1 --tp-comm-overlap-rs-dgrad
+        --tp-comm-bootstrap-backend=1 --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
+        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
+        --disable-tp-comm-split-rs --use-nccl-ub --disable-symmetric-registration
+        --fsdp-manual-registration --sharp-enabled-group=1 --use-ring-exchange-p2p
+        --nccl-communicator-config-path=1 --use-tp-pp-dp-mapping
+        --ep-overlap-early-attn-memory-release --train-sync-interval=1
+    """,
+    "see --moe-dispatcher": """
+        --moe-enable-deepep --moe-flex-dispatcher-backend=1 --moe-deepep-num-sms=1
+        --moe-hybridep-num-sms=1 --moe-flex-dispatcher-num-sms=1 --moe-enable-mori
+        --moe-mori-max-tokens-per-rank=1
+    """,
+    "see --moe-a2a-overlap-degree": "--overlap-moe-expert-parallel-comm",
+    "see --optimizer-state-dtype": "--use-precision-aware-optimizer",
+    "how a model is built is the library's own matter": "--init-model-with-meta-device",
+    "see --cuda-graph, for one GPU": """
+        --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
+        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
+    """,
+    "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",
+    "garbage is collected when Python does": """
+        --manual-gc --manual-gc-interval=1 --no-manual-gc-eval
+    """,
+    "see --nan-limit": """
+        --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss
+        --check-for-large-grads
+    """,
+    _FAULTS: """
+        --rerun-mode=1 --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=1
+        --inprocess-restart --inprocess-max-iterations=1 --inprocess-monitor-thread-interval=1
+        --inprocess-monitor-process-interval=1 --inprocess-progress-watchdog-interval=1
+        --inprocess-heartbeat-interval=1 --inprocess-soft-timeout=1 --inprocess-hard-timeout=1
+        --inprocess-heartbeat-timeout=1 --inprocess-barrier-timeout=1
+        --inprocess-completion-timeout=1 --inprocess-last-call-wait=1
+        --inprocess-termination-grace-time=1 --inprocess-granularity=1
+        --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --error-injection-rate=1
+        --error-injection-type=1 --result-rejected-tracker-filename=1
+        --check-weight-hash-across-dp-replicas-interval=1 --gpu-sniff-test-interval=1
+        --flight-recorder-dump-path=1 --flight-recorder-trace-buffer-size=1
+    """,
+    "the profile is rank 0's": "--profile-ranks=+",
+    "--profile is torch's profiler": """
+        --use-pytorch-profiler --pytorch-profiler-collect-shapes
+        --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --record-shapes
+        --nvtx-ranges --record-memory-history --memory-snapshot-path=1
+    """,
+    "checkpoints are torch's distributed format, each rank writes its own part": """
+        --ckpt-format=1 --dist-ckpt-format=1 --use-dist-ckpt --auto-detect-ckpt-format
+        --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save --ckpt-fully-parallel-load
+        --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure
+        --ckpt-fully-parallel-load-exchange-algo=1 --ckpt-fully-parallel-load-process-group=1
+        --ckpt-fully-parallel-save-process-group=1 --no-ckpt-load-validate-sharding-integrity
+        --no-strict-fsdp-dtensor-load --dist-ckpt-save-pre-mcore-014
+        --distrib-optim-fully-reshardable-mem-efficient
+    """,
+    "every tensor of a checkpoint has to fit, or it is an error": "--dist-ckpt-strictness=1",
+    "see --async-save": """
+        --use-persistent-ckpt-worker --async-strategy=1 --async-ckpt-cpu-priority=1
+        --async-ckpt-io-priority=1 --async-ckpt-use-cpu-shm
+    """,
+    "a tokenizer that is named is taken": "--no-use-tokenizer-model-from-checkpoint-args",
+    "what a run did is in its folder, log.jsonl": "--log-progress --config-logger-dir=1",
+    "there is one level": "--logging-level=1",
+    "it is a service of NVIDIA's": """
+        --enable-one-logger --no-one-logger --one-logger-project=1 --one-logger-run-name=1
+        --app-tag-run-name=1 --app-tag-run-version=1 --one-logger-async
+        --run-workload-inspector-server
+    """,
+    "there is one kind of tokenizer": """
+        --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
+    """,
+    "mb-data preprocess begins documents, see its --prepend-bos": """
+        --tokenizer-hf-no-include-special-tokens
+    """,
+    "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
+    "see --timing-log-option for the slowest rank": """
+        --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port=1
+        --straggler-minmax-count=1
+    """,
+    "checkpoints are written every --save-interval": """
+        --non-persistent-save-interval=1 --non-persistent-ckpt-type=1
+        --non-persistent-global-ckpt-dir=1 --non-persistent-local-ckpt-dir=1
+        --non-persistent-local-ckpt-algo=1 --replication --replication-jump=1 --replication-factor=1
+    """,
+    "checkpoints hold the fp32 weights": "--load-main-params-from-ckpt",
+    "checkpoints have checksums, which --load checks": "--verify-integrity",
+    "see --log-memory-to-tensorboard": "--log-memory-interval=1 --log-device-memory-used",
+    "it is not measured": "--log-energy --log-max-attention-logit",
+    "a global batch that the ranks cannot share is an error": "--decrease-batch-size-if-needed",
+    "--distributed-timeout-minutes holds for the whole run": """
+        --distributed-timeout-seconds-after-init=1
+    """,
+    "the optimizer stays on the GPUs": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
+        --no-pin-cpu-params
+    """,
+    "there is no context parallelism": "--cp-comm-type=+ --hierarchical-context-parallel-sizes=+",
+    "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",
+    "stages get equally many layers, the first ones more where they do not divide": """
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=1
+        --pipeline-model-parallel-layout=1 --pp-partition-method=1
+    """,
+    "no code that comes with a model is run": "--trust-remote-code",
+    "Muon's momentum is Nesterov's": "--muon-use-nesterov",
+    "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
+}
+
+# Flag -> whether a value follows ("?": one or none, "+": some), and the answer.
+SETTLED: Mapping[str, tuple[bool | str, str]] = {
+    name: ({"": False, "1": True}.get(count, count), answer)
+    for answer, flags in _ANSWERS.items()
+    for name, _, count in (word.partition("=") for word in flags.split())
+}
+
+# Flag -> whether a value follows ("+": some), and the fields that it sets.
+TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
+    "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
+    "--checkpoint-activations": (False, lambda _: {"recompute_granularity": "full"}),
+    "--activations-checkpoint-method": (
+        True,
+        lambda method: {"recompute_granularity": "full", "recompute_method": method},
+    ),
+    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
+    "--no-position-embedding": (False, lambda _: {}),  # see `core.defaults_beside`
+    **core.TRANSLATED,
+}
+
+
+class Understood(NamedTuple):
+    """What a command line comes to once its settled and its translated flags are read.
+
+    values: all else that was said, and the fields that translated flags set.
+    of_every_layer: those weights of `values` that every layer's loss has, not their mean.
+    notes: remarks to print.
+    wrong: a sentence on each translated flag whose value means nothing here, and on settled flags
+        beside one that says the opposite.
+    """
+
+    values: dict[str, Any]
+    of_every_layer: list[str]
+    notes: list[str]
+    wrong: list[str]
+
+
+def understood(said: Mapping[str, Any]) -> Understood:
+    """Read what was said, by flag or field; a field's own flag wins over one that is translated."""
+    settled = [name for name in SETTLED if name in said]
+    values = {name: value for name, value in said.items() if name not in SETTLED}
+    of_every_layer, notes, wrong = [], [_note(settled)] if settled else [], []
+    for name, (_, meaning) in TRANSLATED.items():
+        if name not in said:
+            continue
+        try:
+            meant = meaning(values.pop(name))
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        sums_layers = name in core.OF_EVERY_LAYER
+        for field, value in meant.items():
+            if sums_layers and field not in values:
+                of_every_layer.append(field)
+            if field in said and (said[field] != value or sums_layers):
+                notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
+        values = {**meant, **values}
+    overriding = [name for name in settled if SETTLED[name][1] == _TYPED_WINS]
+    if overriding and said.get("use_checkpoint_opt_param_scheduler"):
+        wrong.append(
+            f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "
+            "first the schedules that are typed win, with the second those of --load."
+        )
+    return Understood(values, of_every_layer, notes, wrong)
+
+
+def _note(flags: list[str]) -> str:
+    """What is said about the settled flags of a command line."""
+    answers: dict[str, list[str]] = {}
+    for name in flags:
+        answers.setdefault(SETTLED[name][1], []).append(name)
+    parts = [f"{', '.join(names)} ({answer})" for answer, names in answers.items()]
+    return "accepted without effect, the matter being settled here: " + "; ".join(parts)

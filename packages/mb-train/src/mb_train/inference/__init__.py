@@ -1,0 +1,1 @@
+"""What is done with a trained model: texts, scores, a server."""

@@ -1,0 +1,371 @@
+"""Text from a checkpoint: greedy, top-k or top-p sampling, several prompts at once.
+
+Keys and values of tokens are kept, so that a step computes the new token of each prompt alone. A
+model sees at most its training context: beyond it every step runs the last `positions` tokens
+through the model again, because their positions change. With an expert capacity every step does
+so, because the experts' places depend on all tokens of a pass. Prompts of one call need not be
+equally long: they are padded at the end, where a causal model does not look. Each draws with a
+generator of its own, so what a prompt is continued with does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mb_train.data.tokenizers import beginning, further_ends
+from mb_train.inference.scoring import NO_NUMBERS
+from mb_train.loading import Trained, load_trained
+from mb_train.models.cache import KVCache
+from mb_train.models.gpt import GPT
+
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
+
+# A text, or its tokens.
+Prompt: TypeAlias = str | Sequence[int]
+# Tokens that what follows is read with: more than the four that a character may take.
+READ_WITH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        temperature: scores are divided by it; 0 takes the likeliest token (greedy).
+        top_k: choose among this many likeliest tokens; 0 among all.
+        top_p: choose among the fewest likeliest tokens that hold this much probability.
+        seed: of the choice.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"Expected a temperature of at least 0, got {self.temperature}.")
+        if self.top_k < 0:
+            raise ValueError(f"Expected top-k of at least 0, got {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Expected top-p in (0, 1], got {self.top_p}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"Expected a seed of at most 63 bits, got {self.seed}.")
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token from scores [V]; top-k is applied before top-p, as in Megatron-LM.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
+    if sampling.temperature == 0:
+        if not bool(logits_V.isfinite().all()):
+            raise ValueError(NO_NUMBERS)
+        return int(logits_V.argmax())
+    values, ids = logits_V.float().sort(descending=True, stable=True)
+    # What fp32 takes for 0 would make 0/0 of the likeliest, and leave no token to draw.
+    temperature, top_p = (
+        max(setting, torch.finfo(values.dtype).tiny)
+        for setting in (sampling.temperature, sampling.top_p)
+    )
+    values = (values - values[0]) / temperature  # no overflow, however cold
+    if sampling.top_k:
+        values, ids = values[: sampling.top_k], ids[: sampling.top_k]
+    probs = values.softmax(0)
+    if not bool(probs[0] >= 0):
+        raise ValueError(NO_NUMBERS)
+    # A token stays if those before it do not hold top_p already: at least one always does.
+    kept = probs.cumsum(0) - probs < top_p
+    # Drawn in the order of the vocabulary: in that of the scores, two that differ by a rounding, as
+    # beside other prompts, would change places and with them what is drawn.
+    probs_V = probs.new_zeros(len(logits_V)).scatter_(0, ids, probs * kept)
+    return int(torch.multinomial(probs_V.cpu(), 1, generator=generator))
+
+
+class Next(NamedTuple):
+    """A token that continues a prompt, and the scores [V] it was drawn from."""
+
+    token: int
+    logits_V: Tensor
+
+
+class Likelihood(NamedTuple):
+    """Log probability of a token, in nats, and of the likeliest ones at its place by their ids."""
+
+    log_prob: float
+    likeliest: dict[int, float]
+
+
+def likelihood(logits_V: Tensor, token: int, count: int) -> Likelihood:
+    """How likely a token is by the scores at its place, beside the `count` likeliest.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
+    log_probs_V = logits_V.float().log_softmax(0)
+    if bool(log_probs_V.isnan().any()):
+        raise ValueError(NO_NUMBERS)
+    values, ids = log_probs_V.topk(min(count, len(log_probs_V)))
+    likeliest = dict(zip(ids.tolist(), values.tolist(), strict=True))
+    return Likelihood(float(log_probs_V[token]), likeliest)
+
+
+def text_behind(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that tokens add behind others.
+
+    By themselves they may say another: SentencePiece leaves out the space of a text's first word.
+    """
+    before = list(before[-READ_WITH:])
+    begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(begin, whole, strict=False))
+    return whole[len(list(same)) :]
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    context: int,
+    ends: Collection[int] = (),
+    cached: bool = True,
+    seeds: Sequence[int] | None = None,
+) -> Iterator[list[Next | None]]:
+    """The next token of every prompt, step by step, until all have ended.
+
+    Args:
+        prompts: at least one token each.
+        vocab_size: ids from here on are padding of the head and never chosen.
+        context: longest input of the model.
+        ends: tokens that end a prompt.
+        cached: keep keys and values as long as the context lasts.
+        seeds: of each prompt's choice; None takes the one of `sampling` for all.
+
+    Yields:
+        What continues each prompt, one of `ends` as its last token, None once it has ended.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
+    seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    device = next(model.parameters()).device
+    texts = [list(prompt) for prompt in prompts]
+    running = list(range(len(texts)))
+    cache = KVCache(len(texts), device) if cached else None
+    seen = [0] * len(texts)
+    while running:
+        if max(len(texts[row]) for row in running) > context:
+            cache = None
+        first = [seen[row] if cache is not None else -context for row in running]
+        windows = [texts[row][start:] for row, start in zip(running, first, strict=True)]
+        lengths = [len(window) for window in windows]
+        padded = [window + [0] * (max(lengths) - len(window)) for window in windows]
+        tokens_BS, lengths_B = (torch.tensor(x, device=device) for x in (padded, lengths))
+        if cache is None:
+            logits_BV = model.logits(tokens_BS, at_B=lengths_B - 1)[:, :vocab_size]
+        else:
+            logits_BV = model.go_on(tokens_BS, lengths_B, cache)[:, :vocab_size]
+        for row in running:
+            seen[row] = len(texts[row])
+        step: list[Next | None] = [None] * len(texts)
+        for row, logits_V in zip(running, logits_BV, strict=True):
+            token = choose(logits_V, sampling, generators[row])
+            texts[row].append(token)
+            step[row] = Next(token, logits_V)
+        still = [place for place, row in enumerate(running) if texts[row][-1] not in ends]
+        if cache is not None and len(still) < len(running):
+            cache.keep(torch.tensor(still, dtype=torch.int64, device=device))
+        running = [running[place] for place in still]
+        yield step
+
+
+@dataclass
+class Completion:
+    """What a prompt was continued with.
+
+    Attributes:
+        text: as far as it is decided: a character may take several tokens.
+        tokens: new ones.
+        likelihoods: of the tokens, if they were asked for.
+        finish_reason: None while it goes on, then "stop" (the end of a document, or a stop word)
+            or "length".
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    likelihoods: list[Likelihood] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Generator:
+    """A model and its tokenizer.
+
+    Args:
+        trained: from `load_trained`.
+
+    Attributes:
+        ends: tokens that end a text.
+
+    Raises:
+        ValueError, OSError: the tokenizer's files are gone or damaged.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self.model = trained.model
+        self.tokenizer = trained.tokenizer
+        further = further_ends(trained.config, trained.checkpoint.parent)
+        self.ends = frozenset((self.tokenizer.eod, *further))
+        self.context = trained.config.positions
+        # With a capacity, padding would take the experts' places: one prompt at a time.
+        self._together = not trained.config.moe_capacity_factor
+
+    @classmethod
+    def of_run(cls, run: Path, device: str) -> Generator:
+        """From a run folder or an iteration folder; as `load_trained`."""
+        return cls(load_trained(run, device))
+
+    def beginning(self, prompt: Prompt) -> list[int]:
+        """What is before a text, as before every document; before tokens nothing is."""
+        return beginning(self.tokenizer) if isinstance(prompt, str) else []
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. An empty one becomes what documents begin with, or end with.
+
+        Raises:
+            ValueError: a token that the tokenizer has not, or a text that it does not take.
+        """
+        vocab_size = self.tokenizer.vocab_size
+        try:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"Expected a text of valid Unicode, got {error.object[error.start]!r} in it."
+            ) from None
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
+        return [*self.beginning(prompt), *tokens] or [self.tokenizer.eod]
+
+    @torch.no_grad()
+    def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
+        """How likely the model finds each token of a prompt; None for the first.
+
+        Raises:
+            ValueError: as `tokens_of`; more tokens than the model can see; scores that are not
+                numbers.
+        """
+        tokens = self.tokens_of(prompt)
+        if len(tokens) > self.context:
+            raise ValueError(
+                f"Expected at most {self.context} tokens to tell likelihoods of, the model's "
+                f"context, got {len(tokens)}."
+            )
+        device = next(self.model.parameters()).device
+        logits_SV = self.model.logits(torch.tensor([tokens], device=device))[0]
+        logits_SV = logits_SV[:, : self.tokenizer.vocab_size]
+        told = zip(logits_SV, tokens[1:], strict=False)
+        return [None, *(likelihood(logits_V, token, count) for logits_V, token in told)]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        seeds: Sequence[int] | None = None,
+        likeliest: int | None = None,
+    ) -> Iterator[list[Completion]]:
+        """The completions of the prompts so far, after every token.
+
+        Args:
+            max_new_tokens: of each prompt.
+            stop: words that end a completion and are not part of it.
+            seeds: of each prompt's choice; None takes the one of `sampling` for all.
+            likeliest: tell the likelihood of each token, and of so many others; None does not.
+
+        Raises:
+            ValueError: fewer than no tokens, or a prompt of other tokens, at once; scores that are
+                not numbers, once they are met.
+        """
+        if max_new_tokens < 0:
+            raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
+        tokens = [self.tokens_of(prompt) for prompt in prompts]
+        rows = range(len(tokens))
+        own_seeds = [sampling.seed for _ in rows] if seeds is None else seeds
+
+        def steps() -> Iterator[list[Completion]]:
+            completions = [Completion() for _ in rows]
+            for group in [rows] if self._together else [[row] for row in rows]:
+                drawn = continue_tokens(
+                    self.model, [tokens[row] for row in group], sampling,
+                    vocab_size=self.tokenizer.vocab_size, context=self.context,
+                    ends=self.ends, cached=self._together,
+                    seeds=[own_seeds[row] for row in group],
+                )  # fmt: skip
+                going = [completions[row] for row in group]
+                for _, step in zip(range(max_new_tokens), drawn, strict=False):
+                    for row, completion, one in zip(group, going, step, strict=True):
+                        if one is None or completion.finish_reason is not None:
+                            continue
+                        self._add(completion, tokens[row], one.token, max_new_tokens, stop)
+                        if likeliest is not None and one.token not in self.ends:
+                            told = likelihood(one.logits_V, one.token, likeliest)
+                            completion.likelihoods.append(told)
+                    yield completions
+                    if all(completion.finish_reason for completion in going):
+                        break
+
+        return steps()
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Continue every prompt to its end."""
+        last = [Completion(finish_reason="length") for _ in prompts]
+        for step in self.stream(prompts, sampling, max_new_tokens=max_new_tokens, stop=stop):
+            last = step
+        return last
+
+    def _add(
+        self,
+        completion: Completion,
+        prompt: Sequence[int],
+        token: int,
+        max_new_tokens: int,
+        stop: Sequence[str],
+    ) -> None:
+        if token in self.ends:
+            completion.text = text_behind(self.tokenizer, prompt, completion.tokens)
+            completion.finish_reason = "stop"
+            return
+        completion.tokens.append(token)
+        text = text_behind(self.tokenizer, prompt, completion.tokens)
+        ended = len(completion.tokens) == max_new_tokens
+        found = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
+        if found is not None:
+            completion.text, completion.finish_reason = text[:found], "stop"
+        elif ended:
+            completion.text, completion.finish_reason = text, "length"
+        elif not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            # What may be the beginning of a stop word is not decided either.
+            held = max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])),
+                       default=0)  # fmt: skip
+            completion.text = text[: len(text) - held]

@@ -1,0 +1,129 @@
+"""A trained run as a model of EleutherAI's lm-evaluation-harness, if that is installed.
+
+    mb-train eval RUN --task lm_eval:hellaswag,arc_easy
+    mb-train eval RUN --task lm_eval:mine --include folder/of/my/tasks
+
+The harness knows hundreds of tasks and fetches their data by itself; what it asks of a model are
+the three methods here. It brings some 40 packages, so it is no dependency: `pip install lm_eval`.
+Tried with lm_eval 0.4.13 (2026-11-22): multiple choice, rolling perplexity, generation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mb_train.data.tokenizers import beginning
+from mb_train.inference.generate import Generator, Sampling
+from mb_train.inference.scoring import continuation, rolling, score
+from mb_train.loading import Trained
+
+
+def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
+    """An `lm_eval.api.model.LM` around a trained run.
+
+    Raises:
+        ValueError: lm_eval is not installed.
+    """
+    return _class()(trained, batch_size)
+
+
+def tasks_of(
+    names: Sequence[str], *, include: Path | None = None
+) -> Callable[..., dict[str, float]]:
+    """The harness's tasks of these names, which take a model and `batch_size` and return metrics.
+
+    Args:
+        include: folder of further tasks, one YAML file each.
+
+    Raises:
+        ValueError: lm_eval is not installed, or does not know a task.
+    """
+    _class()
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(
+        include_path=None if include is None else str(include)
+    )
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise ValueError(
+            f"Expected tasks that lm_eval knows, got {', '.join(unknown)}. See `lm_eval ls tasks`, "
+            "or name the folder of your own with --include."
+        )
+
+    def measure(trained: Trained, *, batch_size: int) -> dict[str, float]:
+        model = harness_model(trained, batch_size=batch_size)
+        simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
+        found = simple_evaluate(model=model, tasks=list(names), task_manager=manager) or {}
+        return {
+            f"{task} {metric.removesuffix(',none')}": value
+            for task, metrics in found.get("results", {}).items()
+            for metric, value in metrics.items()
+            if isinstance(value, (int, float))
+        }
+
+    return measure
+
+
+def _class() -> type:
+    try:
+        base: Any = importlib.import_module("lm_eval.api.model").LM
+    except ImportError:
+        raise ValueError(
+            "Expected lm_eval for this task, found none. Install it with pip install lm_eval."
+        ) from None
+
+    class MBTrainLM(base):
+        """Log-likelihoods and continuations by a GPT of this package."""
+
+        def __init__(self, trained: Trained, batch_size: int) -> None:
+            super().__init__()
+            self._trained, self._batch_size = trained, batch_size
+            self._tokenizer, self._context = trained.tokenizer, trained.config.positions
+            self._begin = beginning(self._tokenizer)
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            """Of each continuation after its context; whether greedy decoding gives it."""
+            windows = []
+            for request in requests:
+                before, after = request.args
+                # Spaces belong to the word that follows them, in byte-level vocabularies.
+                stripped = before.rstrip()
+                before, after = stripped, before[len(stripped) :] + after
+                whole = self._tokenizer.encode(before + after)
+                prefix = self._tokenizer.encode(before) if before else []
+                tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
+                start = [*self._begin, *prefix] or [self._tokenizer.eod]
+                windows.append(continuation(start, tokens[-self._context :], self._context))
+            scores = score(self._trained.model, windows, batch_size=self._batch_size)
+            return [(found.log_prob, found.greedy) for found in scores]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            """Of each whole text, from the token that documents begin with or end with on."""
+            totals = []
+            for request in requests:
+                start = self._begin or [self._tokenizer.eod]
+                tokens = [*start, *self._tokenizer.encode(request.args[0])]
+                windows = rolling(tokens, self._context, self._context)
+                scores = score(self._trained.model, windows, batch_size=self._batch_size)
+                totals.append(sum(found.log_prob for found in scores))
+            return totals
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            """A continuation of each context, until one of its stop words."""
+            generator, texts = Generator(self._trained), []
+            for request in requests:
+                before, options = request.args
+                stop = options.get("until") or []
+                sampling = Sampling(
+                    temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+                )
+                (found,) = generator.complete(
+                    [before], sampling, max_new_tokens=options.get("max_gen_toks", 256),
+                    stop=[stop] if isinstance(stop, str) else stop,
+                )  # fmt: skip
+                texts.append(found.text)
+            return texts
+
+    return MBTrainLM

@@ -1,0 +1,147 @@
+"""Answers to requests for completions, one at a time, whatever they travel by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from mb_train.inference.completions import Answer, Request, Told, error, event
+from mb_train.inference.generate import Completion, Generator, Likelihood, Prompt
+
+
+class Asked(NamedTuple):
+    """A request with its prompts' tokens, and what of its prompt belongs to each choice."""
+
+    request: Request
+    prompts: list[list[int]]
+    echoes: list[Told]
+    answer: Answer
+
+    def nothing_yet(self) -> list[Completion]:
+        """Completions of no token."""
+        return [Completion(finish_reason="length") for _ in self.echoes]
+
+
+class Service:
+    """Computes answers beside the event loop, so that other requests are heard meanwhile.
+
+    Args:
+        name: of the model, as clients see it.
+    """
+
+    def __init__(self, generator: Generator, name: str) -> None:
+        self._generator, self._name = generator, name
+        self._one_at_a_time = asyncio.Lock()
+        # A request whose client went away is over at once, its last step is not: one thread, so
+        # that the next request's first step waits for it.
+        self._thread = ThreadPoolExecutor(1, "completions")
+
+    async def understand(self, content: Any) -> Asked:
+        """A request out of its JSON.
+
+        Raises:
+            ValueError: something that is wrong with it.
+        """
+        request = Request.of_json(content)
+        # A text of many MB takes seconds, in which others must be heard.
+        prompts = [
+            await self._computed(self._generator.tokens_of, prompt) for prompt in request.prompts
+        ]
+        context, longest = self._generator.context, max(map(len, prompts))
+        if longest + request.max_tokens > context:
+            raise ValueError(
+                f"Expected a prompt and max_tokens of at most {context} tokens together, the "
+                f"model's context, got {longest} and {request.max_tokens}."
+            )
+        async with self._one_at_a_time:
+            pairs = zip(request.prompts, prompts, strict=True)
+            echoes = [await self._echo(request, prompt, tokens) for prompt, tokens in pairs]
+        answer = Answer(request, self._name, self._generator.tokenizer)
+        return Asked(request, prompts, request.copies(echoes), answer)
+
+    async def whole(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """The answer at once; what there is of it when the client is `gone`.
+
+        Raises:
+            ValueError: it cannot be computed.
+        """
+        _, prompts, echoes, answer = asked
+        found = asked.nothing_yet()
+        async with self._one_at_a_time:
+            async for step in self._steps(asked):
+                found = step
+                if await gone():
+                    break
+        choices = [
+            answer.choice(
+                index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
+            )
+            for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
+        ]
+        return answer.part(choices, usage=answer.usage(prompts, found))
+
+    async def events(self, asked: Asked) -> AsyncIterator[str]:
+        """The answer as server-sent events, a token at a time."""
+        request, prompts, echoes, answer = asked
+        found = asked.nothing_yet()
+        texts, tokens = [0] * len(echoes), [0] * len(echoes)  # how much of each has been said
+        if request.echo:
+            whole = enumerate(echoes)
+            reason = None if request.max_tokens else "length"
+            said = [answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole]
+            yield event(answer.part(said))
+            tokens = [len(echo.tokens) for echo in echoes]
+        async with self._one_at_a_time:
+            try:
+                async for found in self._steps(asked):
+                    for index, (one, echo) in enumerate(zip(found, echoes, strict=True)):
+                        new = one.text[max(texts[index], 0) :]
+                        if texts[index] < 0 or not (new or one.finish_reason):
+                            continue
+                        told = answer.told(echo, one)
+                        reason = one.finish_reason
+                        choice = answer.choice(index, new, reason, told, tokens[index])
+                        yield event(answer.part([choice]))
+                        texts[index] = -1 if reason else len(one.text)
+                        tokens[index] = len(told.tokens)
+            except ValueError as wrong:
+                yield event(error(wrong, "server_error"))
+        if request.include_usage:
+            yield event(answer.part([], usage=answer.usage(prompts, found)))
+        yield "data: [DONE]\n\n"
+
+    async def _steps(self, asked: Asked) -> AsyncIterator[list[Completion]]:
+        """`Generator.stream` of every choice."""
+        request = asked.request
+        steps = self._generator.stream(
+            request.copies(asked.prompts), request.sampling, max_new_tokens=request.max_tokens,
+            stop=request.stop, seeds=request.seeds, likeliest=request.logprobs,
+        )  # fmt: skip
+        while (found := await self._computed(next, steps, None)) is not None:
+            yield found
+
+    async def _echo(self, request: Request, prompt: Prompt, tokens: list[int]) -> Told:
+        """What of a prompt belongs to the answer; of an empty one nothing does."""
+        if not request.echo or not prompt:
+            return Told([], [], tokens)
+        begin = self._generator.beginning(prompt)
+        likelihoods: list[Likelihood | None] = []
+        if request.logprobs is not None:
+            likelihoods = await self._computed(
+                self._generator.likelihoods, prompt, request.logprobs
+            )
+        return Told(tokens[len(begin) :], likelihoods[len(begin) :], begin)
+
+    async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, function, *arguments)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"Not enough memory for this request: {error} Ask for fewer prompts, choices or "
+                "tokens at a time."
+            ) from error

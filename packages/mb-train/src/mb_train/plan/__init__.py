@@ -1,0 +1,1 @@
+"""What a run will need, reckoned before it is started."""

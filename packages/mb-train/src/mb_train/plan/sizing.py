@@ -1,0 +1,318 @@
+"""`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
+
+Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
+the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed at the
+loss, when all layers have left theirs, or at the end of the backward pass, when all gradients are
+there. Seconds are `step_time`'s.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mb_parallel import ParallelDims
+from mb_parallel.world import ranks_on_host
+from torch import nn
+
+from mb_train.config import TrainConfig, whole
+from mb_train.layout import parallel_dims, stage_layers
+from mb_train.machine.device import compute_dtype
+from mb_train.models.unfilled import unfilled
+from mb_train.models.workload import Workload
+from mb_train.optimizer import MUON_STEPS, parameter_groups
+from mb_train.plan.flops import flops, known_devices, visited
+from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
+from mb_train.plan.step_time import MEASURED, Demand, attending, keeping, orthogonalising
+from mb_train.schedule import BatchSizes, train_iterations, train_samples
+from mb_train.tasks.make import one_process_task
+
+GIB = 2**30
+# Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
+_SLACK = 1.05
+# Numbers of optimizer state for each parameter; Adafactor's few are not counted. A matrix of Muon's
+# has one, in fp32 whatever is said of the others.
+_MOMENTS = {"adam": 2, "muon": 2, "sgd": 1, "adafactor": 0}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank of a run needs; of a pipeline the first stage, which holds most.
+
+    Attributes:
+        parameters: of the whole model; active: without the experts that a token does not visit,
+            in the mean.
+        weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
+        gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
+        checkpoint: bytes of one, of all ranks together.
+        step_tokens, step_flops: of all ranks together.
+        step_s: seconds; None for a device whose peak is not known, and in fp32.
+    """
+
+    parameters: int
+    active: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gradients_at_loss: int
+    checkpoint: int
+    step_tokens: int
+    step_flops: float
+    step_s: float | None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a rank, all in all."""
+        passing = max(self.gradients, self.gradients_at_loss + self.activations)
+        return int((self.weights + self.optimizer + passing) * _SLACK)
+
+
+def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Sizes:
+    """Sizes of a run.
+
+    Args:
+        vocab_size: padded.
+        ranks: of the job.
+        device: name of the GPU, or "CPU".
+
+    Raises:
+        ValueError: parallel sizes that do not divide the ranks or the model.
+    """
+    dims = parallel_dims(config, ranks)
+    task = one_process_task(config, None, vocab_size=vocab_size)
+    work = task.workload
+    if dims.pp > 1:
+        task.borders(stage_layers(config, work.layers, dims.pp))  # or refuse
+    with unfilled():
+        model = task.build_model(compute_dtype=torch.float32)
+    on_gpu = device != "CPU"
+    width = compute_dtype(config, "cuda" if on_gpu else "cpu").itemsize
+    narrow = width if width < 4 else 0
+    batch = config.batch_size(dims.dp)
+    micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
+    parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
+    total, experts = sum(part.total for part in parts), parts[1].total
+    share = 0.0
+    if (number := config.moe_num_experts) is not None:
+        share = visited(config.moe_top_k, number, config.moe_num_zero_experts) / number
+    here = sum(part.here for part in parts)
+    # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
+    cast = narrow * (here / work.layers if config.zero_stage == 3 else here)
+    # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
+    waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
+
+    def gradients(passes: int) -> int:
+        held = (part.here if waiting else part.sharded for part in parts)
+        each = (part.gradient_bytes(passes) for part in parts)
+        return int(sum(map(operator.mul, each, held)))
+
+    activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
+    activations += loss_bytes(work, config, dims, width)
+    demand = _demand(work, config, dims, parts, micro_batches)
+    state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
+    return Sizes(
+        parameters=total,
+        active=int(total - experts + experts * share),
+        weights=int(4 * sum(part.sharded for part in parts) + cast),
+        gradients=gradients(micro_batches),
+        optimizer=int(sum(part.state_bytes * part.sharded for part in parts)),
+        activations=int(activations),
+        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
+        checkpoint=int(4 * total + state),
+        step_tokens=work.tokens * batch,
+        step_flops=sum(flops(work)) * batch,
+        # Peaks are those of 16 bits.
+        step_s=demand.seconds(device) if narrow else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The dense parameters of a model, or its experts.
+
+    Attributes:
+        total: how many; here: those that a rank computes with.
+        shards: ranks that share their state.
+        copied: copies in 16 bit stay from step to step, which the optimizer writes.
+        state_bytes: of the optimizer for each, in the mean.
+        turning: what Muon's iterations take a rank.
+    """
+
+    total: int
+    here: float
+    shards: int
+    copied: bool
+    state_bytes: float
+    turning: Demand
+
+    @property
+    def sharded(self) -> float:
+        return self.here / self.shards
+
+    def gradient_bytes(self, micro_batches: int) -> int:
+        """Of each parameter after so many; beside a copy in its dtype until several add up."""
+        return 2 if self.copied and micro_batches == 1 else 4
+
+    def traffic(self, micro_batches: int) -> float:
+        """Bytes that a step moves for them, products apart."""
+        gradient = self.gradient_bytes(micro_batches)
+        # Read and written: weights and state; read: the gradient, by the norm and by the optimizer.
+        step = 2 * 4 + 2 * self.state_bytes + 2 * gradient + 2 * self.copied
+        # Of each micro-batch: the weights are cast, the gradients too, and added to a sum in fp32.
+        adding = 10 if micro_batches > 1 else 0
+        each = adding if self.copied else 6 + 8
+        return step * self.sharded + each * self.here * micro_batches
+
+
+def _parts(
+    model: nn.Module, config: TrainConfig, dims: ParallelDims, *, copied: bool
+) -> list[_Part]:
+    """The dense parameters and the experts, as a rank of the first stage has them."""
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    of_experts = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
+    found = []
+    for owned, ranks, shards in (
+        (False, dims.tp * dims.pp, dims.dp_shard),
+        (True, dims.ep * dims.pp, of_experts),
+    ):
+        total, state, turning = 0, 0, Demand()
+        for group in parameter_groups([model], config):
+            muon = bool(group.get("muon"))
+            own = [p for p in group["params"] if (p in experts) == owned]
+            numbers = sum(p.numel() for p in own)
+            total += numbers
+            state += numbers * _state_bytes(config, muon=muon)
+            if muon:
+                turning += orthogonalising(own, group["fused"], MUON_STEPS)
+        # An expert is turned by its owner; dense matrices are dealt out among those that have parts
+        # of them, but where data and tensor parallelism cut them both: there all turn all of them.
+        dealt = max(dims.dp_shard, dims.tp) if min(dims.dp_shard, dims.tp) == 1 else 1
+        turned_by = ranks * shards if owned else dims.pp * dealt
+        found.append(
+            _Part(
+                total=total,
+                here=total / ranks,
+                shards=shards,
+                # Experts that nobody else has keep copies in the dtype of the arithmetic.
+                copied=copied and owned,
+                state_bytes=state / max(total, 1),
+                turning=turning.shared(turned_by),
+            )
+        )
+    return found
+
+
+def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
+    """Bytes of optimizer state for each parameter, of Muon's matrices or of others."""
+    if muon:
+        return 4
+    halves = config.optimizer in ("adam", "muon") and config.optimizer_state_dtype == "bf16"
+    return _MOMENTS[config.optimizer] * (2 if halves else 4)
+
+
+def _demand(
+    work: Workload,
+    config: TrainConfig,
+    dims: ParallelDims,
+    parts: list[_Part],
+    micro_batches: int,
+) -> Demand:
+    """What a step asks of a rank; of a pipeline in the mean over its stages."""
+    samples = micro_batches * whole(config.micro_batch_size)
+    layers = kept_by_layer(work, config, dims, 2)
+    # A block that computes its forward pass again does the fourth third of its products.
+    again = 1 + sum(recomputes(config, len(layers))) / len(layers) / 3
+    blocks, attention, heads = flops(work)
+    logits = sum(head.places * head.outputs for head in work.heads)
+    ranks = dims.tp * dims.pp
+    of_gpt = config.model == "gpt"
+    dropout = bool(config.attention_dropout)
+    step = [
+        Demand(products=(blocks * again + heads) * samples / ranks),
+        attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
+        keeping(
+            2 * sum(layer.all for layer in layers) * samples,
+            2 * logits * samples / ranks,
+            sentences=not of_gpt,
+        ),
+        *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+    ]
+    return sum(step, Demand())
+
+
+def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
+    """The sizes as lines."""
+    batch, tokens = config.batch_size(config.data_parallel_size(ranks)), found.step_tokens
+    lines = [
+        f"parameters    {found.parameters:,} ({found.active:,} active)",
+        f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
+        f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
+        f"activations {found.activations / GIB:.1f}",
+        f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
+        f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
+    ]
+    if config.bf16 is False and not config.fp16:
+        lines.append("time          not known in fp32: --bf16 or --fp16 have one")
+    elif found.step_s is None:
+        lines.append(
+            f"time          not known on {device}; --gpu takes {', '.join(known_devices())}"
+        )
+    else:
+        lines.append(
+            f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
+            f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
+        )
+        if config.model not in MEASURED:
+            lines.append(
+                f"              of the GPU alone, and not fitted to measured steps of --model "
+                f"{config.model}: without --cuda-graph the host may take longer"
+            )
+        steps = train_iterations(config, BatchSizes(config, batch))
+        # Of a ramp-up the smaller steps take their share of a whole one.
+        long = _duration(train_samples(config, batch) / batch * found.step_s)
+        lines.append(f"training      {steps:,} steps, {long}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+
+
+def memory_warning(
+    config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
+) -> str | None:
+    """A line to say at the start if the run will not fit into this rank's memory, else None."""
+    needed = sizes(config, vocab_size, ranks, name).memory
+    if device.type == "cuda":
+        there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
+    else:
+        there, what = host_memory() // max(ranks_on_host(), 1), "available memory"
+    if needed <= there:
+        return None
+    return (
+        f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
+        f"{there / GIB:.1f} GiB of {what}. Lower --micro-batch-size, add "
+        "--recompute-granularity full, or take more ranks; mb-train plan shows what takes how much."
+    )
+
+
+def host_memory() -> int:
+    """Bytes that a process can still take on this host, by the kernel and by its control group."""
+    there = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                there = 1024 * int(line.split()[1])
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            there = min(there, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass
+    return there

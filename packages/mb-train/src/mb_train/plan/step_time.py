@@ -1,0 +1,107 @@
+"""How long a GPU takes for a step, reckoned from what the step does.
+
+Large products run at a share of the peak that all of them reach, attention at another. Everything
+else waits for the memory, and is counted by bytes: what blocks keep for the backward pass, logits,
+weights with their state. Of a wide model the products are most of a step; of a narrow one, and of
+one with many experts, they are not. What ranks tell each other is not counted, nor is the host.
+
+`tests/test_sizing.py` holds it to what was measured, of the models in `MEASURED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mb_train.plan.flops import of_device, peak_flops
+
+# Models whose steps the figures below are fitted to. A T5 or a retriever takes the GPU as long to a
+# fifth; without --cuda-graph the host takes longer (benchmarks/results/2026-11-24-h200.md).
+MEASURED = ("gpt", "bert")
+# Share of the peak, by --profile on an H200. Products of a dense GPT-2 125M: 703 and 723 TFLOP/s
+# (benchmarks/results/2026-11-22-h200.md).
+_PRODUCTS = 0.71
+# Attention, of the whole square of positions, half of which a causal kernel computes: that GPT-2's
+# 490 TFLOP/s, and 327 with dropout; with dropout a BERT's 133, at 512 positions, and a T5's 121
+# (2026-11-24-h200.md). A BERT's without dropout was not measured: it is put in proportion.
+_CAUSAL, _BIDIRECTIONAL, _WITH_DROPOUT = 0.5, 0.2, 0.66
+# The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
+_BANDWIDTH = 0.75
+# How often what blocks keep passes through the memory beside the products, there and as gradients;
+# and the logits, written and read by three products and twice by the loss. Fitted to the measured
+# steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
+# padding is left out, tokens are gathered for every block's attention and laid out again.
+_KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.0, 7.5, 5.4
+# TB/s by a part of the device's name, the more particular first: the makers' data sheets.
+_BANDWIDTH_TB = {
+    "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
+    "L40S": 0.86, "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI300A": 5.3,
+    "MI250": 1.64, "MI210": 1.64, "7900 XTX": 0.96,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a step asks of one GPU.
+
+    Attributes:
+        products: FLOPs of large products.
+        moved: bytes through the memory, beside these.
+    """
+
+    products: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(products=self.products + other.products, moved=self.moved + other.moved)
+
+    def shared(self, ranks: int) -> Demand:
+        """The share of one of so many ranks."""
+        return Demand(products=self.products / ranks, moved=self.moved / ranks)
+
+    def seconds(self, device: str) -> float | None:
+        """Seconds on a GPU of this name; None if its data sheet is not known."""
+        peak, bandwidth = peak_flops(device), of_device(_BANDWIDTH_TB, device)
+        if peak is None or bandwidth is None:
+            return None
+        moved_s = self.moved / (_BANDWIDTH * 1e12 * bandwidth)
+        return self.products / (_PRODUCTS * peak) + moved_s
+
+
+def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:
+    """Attention of so many FLOPs over whole squares of positions, with dropout of its weights."""
+    share = (_CAUSAL if causal else _BIDIRECTIONAL) * (_WITH_DROPOUT if dropout else 1)
+    return Demand(products=flops * _PRODUCTS / share)
+
+
+def keeping(kept: float, logits: float, *, sentences: bool) -> Demand:
+    """What blocks keep for the backward pass, and the logits, in bytes; beside the products."""
+    passes = _KEPT_PASSES_OF_SENTENCES if sentences else _KEPT_PASSES
+    return Demand(moved=passes * kept + _LOGIT_PASSES * logits)
+
+
+def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...], steps: int) -> Demand:
+    """Muon's iterations over weights [..., rows, columns].
+
+    Args:
+        fused: rows of the matrices that a weight holds by turns, as `Muon` takes them; () for one.
+        steps: of Newton-Schulz.
+    """
+    flops = moved = 0.0
+    rounds, twice = -(-steps // 2), steps // 2  # twice: those of two steps
+    for weight in weights:
+        rows, columns = weight.shape[-2:]
+        for part in fused or (rows,):
+            own = rows * part // sum(fused or (rows,))
+            short, long = min(own, columns), max(own, columns)
+            count = weight.numel() // (rows * columns)
+            # A round: the Gram matrix, half of it, and what is made of it by the matrix. Between
+            # them products of the small, halved too: one each step, three more to get to a second.
+            half = short * (short + 1)
+            small = steps + 3 * twice
+            flops += count * (rounds * (half * long + 2 * short**2 * long) + small * half * short)
+            passes = rounds + 2 * steps + 9 * twice + 4
+            moved += count * 2 * (3 * rounds * short * long + passes * short**2)  # in 16 bits
+    return Demand(products=flops, moved=moved)

@@ -1,0 +1,1 @@
+"""What a run's log is drawn as: curves, pages, the frontier."""

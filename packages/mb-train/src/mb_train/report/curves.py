@@ -1,0 +1,183 @@
+"""What a run measured, read back from its log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mb_train.logs.reporting import perplexity
+from mb_train.logs.run_log import log_of, replay
+
+# Curve -> the entry of a "train" event; logs of older runs lack some.
+_SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
+# Steps at which runs are compared.
+_MILESTONES = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass
+class Curves:
+    """A run's measurements by iteration. Where a resumed run repeated steps, the later ones count.
+
+    None stands for NaN or infinity. `load_imbalance` is, per layer, the load of the fullest expert
+    over the mean; `tokens_per_expert` is [layers][experts].
+
+    Attributes:
+        torn: lines of the log that a kill cut short.
+        start: the event of the last start: device, ranks, parameters, configuration.
+        steps_redone: since that start, for rows of experts beyond the budget.
+        profile: the event of the last profile.
+        measured: what a task tells beside its losses, by name.
+    """
+
+    name: str
+    loss: dict[int, float | None] = field(default_factory=dict)
+    valid: dict[int, float | None] = field(default_factory=dict)
+    test: dict[int, float | None] = field(default_factory=dict)
+    grad_norm: dict[int, float | None] = field(default_factory=dict)
+    tokens_per_s: dict[int, float | None] = field(default_factory=dict)
+    step_ms: dict[int, float | None] = field(default_factory=dict)
+    mfu: dict[int, float | None] = field(default_factory=dict)
+    load_imbalance: dict[int, list[float]] = field(default_factory=dict)
+    tokens_per_expert: dict[int, list[list[float]]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    torn: int = 0
+    steps_redone: int = 0
+    profile: dict[str, Any] = field(default_factory=dict)
+    measured: dict[int, dict[str, float | None]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """The last iteration."""
+        return max(self.loss)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The iteration from which on no loss was a number; None if the last one is."""
+        since = None
+        for iteration in sorted(self.loss, reverse=True):
+            if self.loss[iteration] is not None:
+                break
+            since = iteration
+        return since
+
+
+def read_curves(folder: Path) -> Curves:
+    """Read RUN/log.jsonl.
+
+    Raises:
+        ValueError: no log there, or nothing in it.
+    """
+    path = log_of(folder)
+    curves = Curves(folder.resolve().name)
+    for event, until in replay(path):
+        try:
+            _add(curves, event, until)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{path} holds an event {event.get('event')!r} that this mb-train cannot read."
+            ) from None
+    if not curves.loss:
+        raise ValueError(f"{path} holds no training step yet.")
+    return curves
+
+
+def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
+    """Add what an event says of iterations up to `until`."""
+    kind = event["event"]
+    if kind == "torn":
+        curves.torn += 1
+    elif kind == "start":
+        curves.start, curves.steps_redone = event, 0
+    elif kind == "train":
+        _add_interval(curves, event, until)
+    elif kind == "profile":
+        curves.profile = event
+    elif event.get("iteration", 0) > until:
+        return
+    elif kind == "eval":
+        series = curves.test if "test" in event["place"] else curves.valid
+        series[event["iteration"]] = event["lm_loss"]
+    elif kind == "measured":
+        about = ("event", "iteration", "place")
+        curves.measured[event["iteration"]] = {k: v for k, v in event.items() if k not in about}
+
+
+def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
+    last, losses = event["iteration"], event["lm_losses"]
+    for iteration, loss in enumerate(losses, last - len(losses) + 1):
+        if iteration <= until:
+            curves.loss[iteration] = loss
+    if last > until:
+        return
+    curves.tokens_per_s[last] = event["tokens_per_s"]
+    for name, key in _SERIES.items():
+        if key in event:
+            getattr(curves, name)[last] = event[key]
+    curves.steps_redone = event.get("steps_redone", 0)
+    if event.get("load_imbalance"):
+        curves.load_imbalance[last] = event["load_imbalance"]
+    if event.get("tokens_per_expert"):
+        curves.tokens_per_expert[last] = event["tokens_per_expert"]
+
+
+def median(values: Iterable[float | None]) -> float:
+    """The middle one of those that are numbers; not a number if none is."""
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else math.nan
+
+
+def summary(curves: Curves) -> list[tuple[str, str]]:
+    """What came out of a run, as names and values in words."""
+    first, last = min(curves.loss), curves.last
+    lines = [
+        ("iterations", f"{first} to {last}"),
+        ("training loss", f"{_words(curves.loss[first])} -> {_words(curves.loss[last])}"),
+    ]
+    passed = [f"{_words(curves.loss[at])} at {at}" for at in _MILESTONES if at in curves.loss]
+    if passed:
+        lines.append(("training loss of a step", ", ".join(passed)))
+    for name, series in (("validation loss", curves.valid), ("test loss", curves.test)):
+        if series:
+            at = max(series)
+            loss = series[at]
+            ppl = "" if loss is None else f" (PPL {perplexity(loss):.2f})"
+            lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
+    if curves.measured:
+        at = max(curves.measured)
+        found = curves.measured[at].items()
+        lines += [(name, f"{_words(value)} at iteration {at}") for name, value in found]
+    lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
+    for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):
+        middle = median(series.values())
+        if not math.isnan(middle):
+            lines.append((name, f"{middle:.{digits}f}, the median"))
+    if curves.start.get("notes"):
+        lines.append(("decided at the start", "; ".join(curves.start["notes"])))
+    if curves.steps_redone:
+        lines.append(("steps run again", f"{curves.steps_redone}, for rows beyond the budget"))
+    if curves.profile:
+        step_ms = curves.profile["step_ms"]
+        shares = [
+            f"{kind} {of['busy'] / step_ms:.1%} ({of['alone'] / step_ms:.1%} alone)"
+            for kind, of in curves.profile["kinds"].items()
+        ]
+        lines.append(("profile of a step", f"{step_ms:.1f} ms: {', '.join(shares)}"))
+    if curves.load_imbalance:
+        loads = curves.load_imbalance[max(curves.load_imbalance)]
+        by_layer = " ".join(_words(load, 2) for load in loads)
+        lines.append(("expert load, max/mean", f"{by_layer} (by layer, at the end)"))
+    if curves.diverged_at is not None:
+        lines.append(
+            ("diverged", f"the loss is not a number from iteration {curves.diverged_at} on")
+        )
+    if curves.torn:
+        lines_of = "1 line was" if curves.torn == 1 else f"{curves.torn} lines were"
+        lines.append(("log", f"{lines_of} cut short by a kill, and left out"))
+    return lines
+
+
+def _words(value: float | None, digits: int = 4) -> str:
+    return "not a number" if value is None else f"{value:.{digits}f}"

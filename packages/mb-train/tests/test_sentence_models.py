@@ -24,8 +24,8 @@ from mb_train.models.ict import ICT
 from mb_train.models.relative import RelativeBias, by_pairs, near_scores, relative_buckets
 from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
-from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
+from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.make import whole_model
 from mb_train.tasks.packed import sample_lengths
 from mb_train.tasks.t5 import T5Task

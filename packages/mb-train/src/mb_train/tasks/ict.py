@@ -18,7 +18,6 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.models.plans import ict_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.base import (
     Borders,
     DataPaths,
@@ -28,6 +27,7 @@ from mb_train.tasks.base import (
     kept_places,
     stacked,
 )
+from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.sentences import SentenceTask
 
 

@@ -120,6 +120,20 @@ def test_byte_level_structures_reach_the_engine(structure):
     assert load_tokenizer(path, eod_token="<think>").eod == 50256
 
 
+@pytest.mark.parametrize(
+    "pattern", [r" ?[^(\s|[.,!?…。])]+", r"\p{Han}+|[\p{L}&&[^\p{Han}]]+|\s*[\r\n]+|\s"]
+)
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_sets_of_letters_within_sets(tmp_path, pattern, engine):
+    """BLOOM's and Kimi's expressions, which `regex` reads otherwise by default."""
+    description = bpe_json((pattern,), None, False)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    tokenizer, judge = load_tokenizer(path, engine=engine), library(description)
+    for text in ("abc, (def) x|y&z [a]. 你好abc\n\n1", *random_texts(2, 30)):
+        assert tokenizer.encode(text) == judge.encode(text, add_special_tokens=False).ids
+
+
 def test_every_letter_of_unicode(structure):
     """Engine and twin agree on every undisputed letter in four surroundings, and where a letter is
     disputed the document takes the readable way.

@@ -374,6 +374,10 @@ def test_tokenizer_json_with_byte_fallback_reaches_the_engine(models, tmp_path, 
         assert tokens[end - n : end].tolist() == judge.encode(text, add_special_tokens=False).ids
     assert not {1, 340} & set(tokens.tolist())
     assert tokenizer.decode([340]) == "<think>"
+    # The engine merges what the library then takes whole; none of the probes is such a text.
+    description["model"]["ignore_merges"] = True
+    path.write_text(json.dumps(description))
+    assert load_tokenizer(path).engine == "tokenizers"
 
 
 def ranks():

@@ -194,6 +194,18 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
         load_tokenizer(path, engine="python")
 
 
+@pytest.mark.parametrize("engine", ["auto", "python", "tokenizers"])
+def test_dropout_leaves_the_tokens_of_a_document_alone(tmp_path, small_bpe, engine):
+    pytest.importorskip("tokenizers")
+    description = tokenizer_json(small_bpe)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    expected = load_tokenizer(path).encode(TEXTS[1])
+    description["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(description))
+    assert load_tokenizer(path, engine=engine).encode(TEXTS[1]) == expected
+
+
 def test_an_added_token_that_is_normalized_to_nothing(tmp_path, small_bpe):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"

@@ -180,7 +180,9 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
             raise ValueError(
                 f'{path}: not a tokenizer.json: added token {entry!r} lacks its "id" or "content"'
             )
-    return {**description, "added_tokens": added}
+    # Dropout is for training, as a limit of length is: a document's tokens are always the same.
+    model = {name: value for name, value in description["model"].items() if name != "dropout"}
+    return {**description, "model": model, "added_tokens": added}
 
 
 def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
@@ -211,7 +213,6 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
         and not any(
             model.get(option)
             for option in (
-                "dropout",
                 "unk_token",
                 "continuing_subword_prefix",
                 "end_of_word_suffix",

@@ -521,6 +521,16 @@ def test_bert_on_letters_equals_the_readable_twin():
     assert tokenizer.careful_documents == before + 1
 
 
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_bert_keeps_letters_of_private_use(engine):
+    """As Megatron does: fonts have bullets and icons there. The library drops them."""
+    tokenizer = load_tokenizer("bert-base-uncased", engine=engine)
+    unknown = tokenizer.token_id("[UNK]")
+    a, b = tokenizer.encode("a b")
+    for letter in "\ue000\uf0b7\uf8ff\U000f0000\U0010fffd":
+        assert tokenizer.encode(f"a {letter} b a{letter}b") == [a, unknown, b, unknown]
+
+
 def test_disputed_letters_are_found_in_any_company():
     rng = random.Random(9)
     known = disputed_letters()

@@ -120,6 +120,20 @@ def test_byte_level_structures_reach_the_engine(structure):
     assert load_tokenizer(path, eod_token="<think>").eod == 50256
 
 
+@pytest.mark.parametrize(
+    "pattern", [r" ?[^(\s|[.,!?…。])]+", r"\p{Han}+|[\p{L}&&[^\p{Han}]]+|\s*[\r\n]+|\s"]
+)
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_sets_of_letters_within_sets(tmp_path, pattern, engine):
+    """BLOOM's and Kimi's expressions, which `regex` reads otherwise by default."""
+    description = bpe_json((pattern,), None, False)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    tokenizer, judge = load_tokenizer(path, engine=engine), library(description)
+    for text in ("abc, (def) x|y&z [a]. 你好abc\n\n1", *random_texts(2, 30)):
+        assert tokenizer.encode(text) == judge.encode(text, add_special_tokens=False).ids
+
+
 def test_every_letter_of_unicode(structure):
     """Engine and twin agree on every undisputed letter in four surroundings, and where a letter is
     disputed the document takes the readable way.
@@ -360,6 +374,10 @@ def test_tokenizer_json_with_byte_fallback_reaches_the_engine(models, tmp_path, 
         assert tokens[end - n : end].tolist() == judge.encode(text, add_special_tokens=False).ids
     assert not {1, 340} & set(tokens.tolist())
     assert tokenizer.decode([340]) == "<think>"
+    # The engine merges what the library then takes whole; none of the probes is such a text.
+    description["model"]["ignore_merges"] = True
+    path.write_text(json.dumps(description))
+    assert load_tokenizer(path).engine == "tokenizers"
 
 
 def ranks():
@@ -501,6 +519,16 @@ def test_bert_on_letters_equals_the_readable_twin():
     before = tokenizer.careful_documents
     assert tokenizer.encode("ΟΔΟΣ ΟΔΟΣ.") == tokenizer.readable.encode("οδος οδος.")
     assert tokenizer.careful_documents == before + 1
+
+
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_bert_keeps_letters_of_private_use(engine):
+    """As Megatron does: fonts have bullets and icons there. The library drops them."""
+    tokenizer = load_tokenizer("bert-base-uncased", engine=engine)
+    unknown = tokenizer.token_id("[UNK]")
+    a, b = tokenizer.encode("a b")
+    for letter in "\ue000\uf0b7\uf8ff\U000f0000\U0010fffd":
+        assert tokenizer.encode(f"a {letter} b a{letter}b") == [a, unknown, b, unknown]
 
 
 def test_disputed_letters_are_found_in_any_company():

@@ -194,6 +194,18 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
         load_tokenizer(path, engine="python")
 
 
+@pytest.mark.parametrize("engine", ["auto", "python", "tokenizers"])
+def test_dropout_leaves_the_tokens_of_a_document_alone(tmp_path, small_bpe, engine):
+    pytest.importorskip("tokenizers")
+    description = tokenizer_json(small_bpe)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    expected = load_tokenizer(path).encode(TEXTS[1])
+    description["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(description))
+    assert load_tokenizer(path, engine=engine).encode(TEXTS[1]) == expected
+
+
 def test_an_added_token_that_is_normalized_to_nothing(tmp_path, small_bpe):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
@@ -209,6 +221,58 @@ def test_an_added_token_that_is_normalized_to_nothing(tmp_path, small_bpe):
     for text in (" é\n\n a ", "é", "\n\n"):
         assert tokenizer.encode(text) == plain.encode(text)
     assert (tokenizer.vocab_size, tokenizer.decode([blank["id"]])) == (blank["id"] + 1, "\n\n")
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "python", "tokenizers"])
+def test_added_tokens_that_are_ordinary_entries_and_bytes_that_no_text_has(
+    tmp_path, small_bpe, engine
+):
+    """Padding with `!`, a word made known twice; and DeepSeek's files, which lack bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    description = tokenizer_json(small_bpe)
+    vocabulary, end = dict(small_bpe[1]), description["added_tokens"][1]
+    for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
+        del vocabulary[byte_to_letter()[byte]]
+    description["model"]["vocab"] = vocabulary
+    judge = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": []}))
+    description["added_tokens"] += [end | {"id": vocabulary[e], "content": e} for e in ("!", "the")]
+    description["added_tokens"] += [end | {"id": end["id"] + 1, "content": "ø", "special": False}]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    tokenizer = load_tokenizer(path, engine=engine, eod_token="!")
+    for text in ("the! øther <|endoftext|>", *TEXTS):
+        assert tokenizer.encode(text) == judge.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    documents = tokenizer.encode_documents([b"a!", b"", b"!"], append_eod=True)[0].tolist()
+    assert documents == [vocabulary[e] for e in "a!!!!"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "!"}))
+    tokenizer = load_tokenizer(path, engine=engine)
+    assert tokenizer.encode_documents([b"a!", b"", b"!"], append_eod=True)[0].tolist() == documents
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
+def test_control_tokens_are_no_text_in_models_that_find_entries(tmp_path, kind):
+    """T5's file has </s> as a piece, which Unigram finds in every text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["<unk>", "</s>", "!", *map(chr, range(97, 123)), *"<>/▁", "▁the"]
+    if kind == "Unigram":
+        scores = [0.0 if len(piece) > 4 or piece == "</s>" else -5.0 for piece in pieces]
+        model = tokenizers.models.Unigram(list(zip(pieces, scores, strict=True)), unk_id=0)
+        words = tokenizers.pre_tokenizers.Metaspace()
+    else:
+        model = tokenizers.models.WordLevel({e: i for i, e in enumerate(pieces)}, unk_token="<unk>")
+        words = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = words
+    library.add_special_tokens(["<unk>", "</s>", "!"])
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (1, len(pieces))
+    assert tokenizer.encode("the a ! </s>")[-1] == (pieces.index(">") if kind == "Unigram" else 0)
+    assert 1 not in tokenizer.encode("the </s> a</s>")
+    assert 2 in tokenizer.encode("a ! b")
+    assert tokenizer.decode([pieces.index("a"), 1, 0]) == "a</s><unk>"
 
 
 def test_without_the_tokenizers_library(tmp_path, small_bpe):
@@ -458,6 +522,11 @@ def test_vocab_json_that_does_not_fit_its_merges(tmp_path, small_bpe):
         load_tokenizer(tmp_path)
     (tmp_path / "merges.txt").write_text("\n".join([*lines, "\u4f60 a"]))
     with pytest.raises(ValueError, match="makes no entry"):
+        load_tokenizer(tmp_path)
+    # CLIP's files: its words begin as letters of which the last one is written with </w>.
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"n</w>": 5000, "an</w>": 5001}))
+    (tmp_path / "merges.txt").write_text("\n".join([*lines, "a n</w>"]))
+    with pytest.raises(ValueError, match="merge 'a n</w>' is of 'n</w>', which is neither a byte"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text(json.dumps({"a": "b"}))
     with pytest.raises(ValueError, match="must map strings to ids"):

@@ -34,7 +34,7 @@ from mb_data.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from mb_data.encode import Job
 
-FORMAT = 5  # of the partial output: raise it when a resumed run would differ
+FORMAT = 6  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
 

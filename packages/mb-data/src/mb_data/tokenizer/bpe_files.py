@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -85,11 +86,12 @@ def from_tokenizer_json(
     known = added | vocabulary if isinstance(vocabulary, dict) else added
     special = _special_ids(path.with_name("tokenizer_config.json"), known)
     text_tokens = [e for e in description["added_tokens"] if not e["content"].strip(" \t\n\r▁")]
+    control = _control(model, added.keys() - {entry["content"] for entry in text_tokens})
     words = _byte_level_words(description)
     tokenizer: Tokenizer | None = None
     if words is not None and not text_tokens and engine != "tokenizers":
         lines = merge_lines(name, model["merges"])
-        ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
+        ids = {entry: i for entry, i in vocabulary.items() if entry not in control}
         try:
             tokenizer = ByteLevelBPE(
                 name,
@@ -112,7 +114,8 @@ def from_tokenizer_json(
             raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
         tokenizer = HuggingFaceTokenizer(
             name,
-            {**description, "added_tokens": text_tokens, "post_processor": None},
+            {**description, "model": _out_of_reach(model, control)}
+            | {"added_tokens": text_tokens, "post_processor": None},
             fingerprint=fingerprint,
             special=special,
             added=added,
@@ -122,6 +125,30 @@ def from_tokenizer_json(
     first = _first_of_template(description.get("post_processor"))
     tokenizer.begins_with = None if first is None else known.get(first)
     return tokenizer
+
+
+def _control(model: Mapping[str, Any], names: Set[str]) -> set[str]:
+    """Of added tokens, those that no text may become. One of a single letter, or of which merges
+    know, is an ordinary entry too: who pads with ``!`` has not taken it out of all texts."""
+    merges = model.get("merges")
+    known = set()
+    for merge in merges if isinstance(merges, list) else ():
+        words = merge.split(" ") if isinstance(merge, str) else list(map(str, merge or ()))
+        known.update((*words, "".join(words)))
+    return {name for name in names if len(name) > 1 and name not in known}
+
+
+def _out_of_reach(model: dict[str, Any], control: Set[str]) -> dict[str, Any]:
+    """A model whose entries for control tokens have other names, which no text can know: Unigram
+    and WordLevel find an entry wherever it stands in a text, ``</s>`` too."""
+    secret, vocabulary = f"\0{secrets.token_hex(16)} ", model.get("vocab")
+    names = {name: secret + name for name in control - {model.get("unk_token")}}
+    if isinstance(vocabulary, dict):
+        return {**model, "vocab": {names.get(e, e): i for e, i in vocabulary.items()}}
+    if isinstance(vocabulary, list) and all(isinstance(row, list) and row for row in vocabulary):
+        rows = [[names.get(str(row[0]), row[0]), *row[1:]] for row in vocabulary]
+        return {**model, "vocab": rows}
+    return model
 
 
 def _first_of_template(post: Any) -> str | None:
@@ -153,7 +180,9 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
             raise ValueError(
                 f'{path}: not a tokenizer.json: added token {entry!r} lacks its "id" or "content"'
             )
-    return {**description, "added_tokens": added}
+    # Dropout is for training, as a limit of length is: a document's tokens are always the same.
+    model = {name: value for name, value in description["model"].items() if name != "dropout"}
+    return {**description, "model": model, "added_tokens": added}
 
 
 def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
@@ -184,7 +213,6 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
         and not any(
             model.get(option)
             for option in (
-                "dropout",
                 "unk_token",
                 "continuing_subword_prefix",
                 "end_of_word_suffix",

@@ -20,13 +20,16 @@ from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE
 
+# Bytes that UTF-8 does not use: DeepSeek's first vocabularies, made from texts alone, lack them.
+NO_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+
 
 class ByteLevelBPE(Tokenizer):
     """Byte-level BPE on gigatoken; on ``ReadableBPE`` where gigatoken cannot be imported.
 
     Args:
         name: for messages.
-        ids: id of every entry, see ``ReadableBPE``; all 256 single bytes must be there.
+        ids: id of every entry, see ``ReadableBPE``; all single bytes of UTF-8 must be there.
         merges: lines ``Ġ t``, in the order they were learnt; None: by the ids.
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
@@ -76,7 +79,7 @@ class ByteLevelBPE(Tokenizer):
         eod = self.special.get("eod")
         # The end of document itself, unless it is an ordinary entry too: that saves a pass. With
         # ranks the separator must be larger than all of them.
-        taken = merges is None or eod not in self.special_text
+        taken = merges is None or eod not in self.special_text or eod in ids.values()
         self._separator: int = self.vocab_size if taken or eod is None else eod
         self._fast: FastBPE | None = None
         if engine != "python":
@@ -213,12 +216,19 @@ def _check(name: str, vocabulary: ReadableBPE) -> None:
         if unknown:
             entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
             raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
-    missing = [byte for byte, letter in letters.items() if letter not in ids]
+    missing = [byte for byte in letters if letters[byte] not in ids and byte not in NO_UTF8]
     if missing:
         raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
     for merge in vocabulary.merges or ():
         if merge.replace(" ", "") not in ids:
             raise ValueError(f"{name}: merge {merge!r} makes no entry of the vocabulary")
+    words = set(" ".join(vocabulary.merges or ()).split(" ")) - ids.keys()
+    for merge in vocabulary.merges or () if words else ():
+        if word := next(filter(words.__contains__, merge.split(" ")), None):
+            raise ValueError(
+                f"{name}: merge {merge!r} is of {word!r}, which is neither a byte nor made by a "
+                "merge: not byte-level BPE; take the model's tokenizer.json"
+            )
 
 
 def _normalize(text: bytes, form: Form) -> bytes:

@@ -50,6 +50,8 @@ class FastSentencePiece:
         *,
         library: Callable[[str], list[int]],
     ) -> None:
+        if description["model"].get("ignore_merges"):
+            raise RuntimeError("takes words that are entries whole, which the engine merges")
         self._data = json.dumps(description, ensure_ascii=False)
         self._library = library
         self._careful = re.compile(careful.encode()) if careful else None

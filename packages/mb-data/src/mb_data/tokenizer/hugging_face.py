@@ -21,7 +21,7 @@ def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict
 
     The ids of a text are the same, with two exceptions: transformers takes the name of a special
     token within a text for that token, and around letters that are newer than its library's Unicode
-    tables it may cut words otherwise.
+    tables, and with WordPiece around those of private use, it may cut words otherwise.
 
     Args:
         tokenizer: WordPiece, byte-level BPE that cuts words as GPT-2 does, or SentencePiece's BPE

@@ -67,7 +67,8 @@ class ReadableBPE:
     def expressions(self) -> list[Any]:
         import regex  # here: a run that only loads a tokenizer need not wait for its tables
 
-        return [regex.compile(pattern) for pattern in self.patterns]
+        # Version 1 reads sets within sets, and && between them, as the libraries' expressions do.
+        return [regex.compile(pattern, regex.VERSION1) for pattern in self.patterns]
 
     def encode(self, text: str) -> list[int]:
         return [token for word in self.words(text) for token in self.encode_word(word)]

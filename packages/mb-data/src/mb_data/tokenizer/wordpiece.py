@@ -227,7 +227,8 @@ def _kind(letter: str) -> str:
     point, category = ord(letter), unicodedata.category(letter)
     if letter in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
         return "space"
-    if point in (0, 0xFFFD) or category in ("Cc", "Cf", "Co"):
+    # Letters of private use are kept, as in Megatron; the tokenizers library drops them.
+    if point in (0, 0xFFFD) or category in ("Cc", "Cf"):
         return "dropped"
     if any(first <= point <= last for first, last in IDEOGRAPHS):
         return "ideograph"

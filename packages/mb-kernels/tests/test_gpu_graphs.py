@@ -16,7 +16,7 @@ from mb_kernels import (
     warm_up,
 )
 from mb_kernels.runtime import registration
-from mb_kernels.runtime.launch import record
+from mb_kernels.runtime.recording import record
 from mb_kernels.testing import Case, assert_close, make_inputs
 from torch._inductor import config as inductor
 

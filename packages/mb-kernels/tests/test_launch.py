@@ -12,10 +12,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from mb_kernels import warm_up
+from mb_kernels import compile_ahead, sum_of_squares, warm_up
 from mb_kernels.runtime import direct, tables
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
+from mb_kernels.runtime.recording import record
 from mb_kernels.targets.gate import kernel_modules
 from triton import knobs
 from triton.runtime._async_compile import active_mode
@@ -231,10 +232,23 @@ def test_a_launch_waits_for_what_is_compiled_ahead(later, launches):
 def test_a_cpu_has_nothing_to_warm_up():
     sizes = {"tokens": 64, "hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
     assert warm_up(**sizes, device="cpu").result() == 0
+    assert compile_ahead(lambda: pytest.fail("was called"), device="cpu").result() == 0
     with pytest.raises(ValueError, match=r"activation: expected one of .* got 'swigloo'"):
         warm_up(**sizes, activation="swigloo")
     with pytest.raises(ValueError, match="ranks: expected to divide 4 experts; got 3"):
         warm_up(**sizes, ranks=3)
+
+
+def test_meta_tensors_launch_only_in_a_rehearsal():
+    x = torch.empty(40, device="meta")
+    assert sum_of_squares([x]).shape == ()
+    with record() as launches:
+        assert sum_of_squares([x, x.double()]).is_meta
+        assert not torch.ones(3).sum().is_meta
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["sum_of_squares_kernel"]
+    with pytest.raises(RuntimeError), record():
+        raise RuntimeError
+    assert sum_of_squares([x]).shape == ()
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
@@ -330,7 +344,7 @@ def test_constexprs_come_last_in_every_kernel():
 
 def test_what_another_thread_launches_is_not_listed_but_runs(launches):
     logs = []
-    with launching.record() as listed:
+    with record() as listed:
         thread = threading.Thread(target=lambda: logs.append(launches((X, 17, {"E": 4}))))
         thread.start()
         thread.join()

@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from mb_kernels.runtime import recording, registration
 from mb_layers import MoEConfig, dMoE
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer import (
@@ -21,6 +22,7 @@ from mb_parallel.optimizer import (
     grad_norm,
     hold_working_copies,
     muon_groups,
+    rehearse_step,
     weight_norm,
     zeros_in_grad,
 )
@@ -673,3 +675,42 @@ def test_on_a_gpu_as_on_the_cpu_and_without_waiting_for_it(name):
     tolerance = 2e-2 if name == "muon" else 2e-6
     for p, q in zip(parameters, on_gpu, strict=True):
         torch.testing.assert_close(q.detach().cpu(), p.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "halves", "bf16 moments"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_rehearsal_lists_the_kernels_of_a_step(name, micro_batches, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(registration, "interpret", True)  # a CPU's tensors would run the kernels
+    model = nn.ModuleList(
+        [dMoE(MoEConfig(hidden_size=32, ffn_hidden_size=48, num_experts=4)), nn.Linear(32, 50)]
+    )
+    copies, dtype = WorkingCopies({}), torch.float32
+    if name == "halves":
+        model.to(torch.bfloat16)
+    else:
+        copies = hold_working_copies([model], torch.bfloat16)
+    if name == "bf16 moments":
+        dtype = torch.bfloat16
+    of = muon_groups(model, 0.1) if name == "muon" else decay_groups(model, 0.1)
+    kind = Muon if name == "muon" else AdamW
+    optimizer = kind(of, state_dtype=dtype, working_copies=copies)
+    grads = {p: c.dtype for p, c in copies.items()} if micro_batches == 1 else {}
+    with recording.record() as rehearsed:
+        rehearse_step(optimizer, grads)
+    assert not optimizer.state
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad_dtype = None
+            p.grad = torch.ones_like(p, dtype=grads.get(p, p.dtype))
+    with recording.record() as launched:
+        clip_and_step(optimizer, max_norm=1.0)
+    kernels = ("adamw_kernel", "sum_of_squares_kernel")
+    step = [launch for launch in launched if launch.kernel.fn.__name__ in kernels]
+    assert sorted(map(_compiled_for, rehearsed)) == sorted(map(_compiled_for, step))
+    assert len({launch.kernel for launch in rehearsed}) == 2
+
+
+def _compiled_for(launch):
+    dtypes = [getattr(arg, "dtype", type(arg)) for arg in launch.args]
+    return repr((launch.kernel.fn.__name__, launch.grid, dtypes, launch.constants))

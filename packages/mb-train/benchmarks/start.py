@@ -5,7 +5,7 @@
 
 Each row is a process of its own that trains three steps of `dense-125m` or `dmoe-125m`, 8 sequences
 each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
-`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Python's own bytecode
+`cold` left, `in-turn` is cold without compiling kernels ahead. Python's own bytecode
 is there in every row, as in an environment that has been used: a run before the first of each way
 makes it, in a folder of its own, for some images hold none and forbid writing it. Columns are
 moments at which lines of the log appear: the program answers; torch and the device are there; model
@@ -38,7 +38,8 @@ MOMENTS = {
 KINDS, STATES = ("dense", "dmoe"), ("cold", "warm", "in-turn")
 WAYS = {"eager": "--no-compile", "compiled": "--compile"}
 IN_TURN = (
-    "import sys, mb_train.run as run; run.compile_ahead = lambda *_: None; "
+    "import sys, mb_train.run as run; run.compile_experts = lambda *_: None; "
+    "run.compile_step = lambda *_, **__: None; "
     "from mb_train.cli import main; sys.exit(main())"
 )
 

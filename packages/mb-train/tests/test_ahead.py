@@ -3,12 +3,19 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import mb_kernels
 import mb_layers
 import pytest
 import torch
-from mb_train.ahead import compile_ahead, outcome
+from mb_kernels.runtime.recording import record
+from mb_parallel import ParallelDims
+from mb_train.ahead import compile_experts, compile_step, outcome
+from mb_train.assemble import assemble
 from mb_train.config import TrainConfig
+from mb_train.data.tokenizers import load_tokenizer
+from mb_train.optimizer import build_optimizer
 from mb_train.recipes import recipe
+from mb_train.tasks.make import make_task
 
 GPU = torch.device("cuda")
 
@@ -21,7 +28,7 @@ def begun(monkeypatch, device=GPU, ep_size=1, **fields):
     )
     config = TrainConfig(**recipe("dmoe-125m") | fields)
     mesh = SimpleNamespace(ep_size=ep_size)
-    future = compile_ahead(config, mesh, device, torch.bfloat16)
+    future = compile_experts(config, mesh, device, torch.bfloat16)
     assert (future is None) == (not found)
     return found[0] if found else None
 
@@ -43,15 +50,15 @@ def test_a_kernel_that_does_not_compile_ends_no_set_up():
     good, bad = Future(), Future()
     good.set_result(21)
     bad.set_exception(RuntimeError("no such instruction"))
-    assert "21 compiled" in outcome(good)
-    assert "not compiled ahead, RuntimeError: no such instruction" in outcome(bad)
+    assert " kernels of the step: 21 compiled" in outcome("the step", good)
+    assert "not compiled ahead, RuntimeError: no such instruction" in outcome("the step", bad)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "more", [[], ["--moe-router-score-function", "sigmoid"], ["--moe-recompute"]], ids=str
 )
-def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch, more):
+def test_the_first_step_compiles_no_kernel(tmp_path, monkeypatch, more):
     from mb_train import run
     from mb_train.cli import main
     from triton import knobs
@@ -61,14 +68,42 @@ def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch,
         knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["fn"].module)
     )
 
-    def waited(compiling):
-        ahead.append(outcome(compiling))
+    def waited(what, compiling):
+        ahead.append(outcome(what, compiling))
         compiled.clear()
-        return ahead[0]
+        return ahead[-1]
 
     monkeypatch.setattr(run, "outcome", waited)
     words = ["--recipe", "quickstart", "--hidden-size", "208", "--num-attention-heads", "4"]
     words += ["--train-iters", "1", "--eval-iters", "0", "--save", str(tmp_path)]
     assert main([*words, *more]) == 0
-    assert "not compiled ahead" not in ahead[0]
-    assert not [module for module in compiled if "expert_mlp" in module or "routing" in module]
+    assert len(ahead) == 2
+    assert not [line for line in ahead if "not compiled ahead" in line]
+    assert not [module for module in compiled if module.startswith("mb_kernels")]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_head_norm_and_optimizer_are_compiled_as_a_step_will_call_them(monkeypatch, micro_batches):
+    config = TrainConfig(**recipe("quickstart") | {"device": "cpu", "bf16": True})
+    mesh = ParallelDims().build("cpu")
+    task = make_task(config, load_tokenizer(config), vocab_size=512, mesh=mesh)
+    model = assemble(task, config, mesh, torch.device("cpu"), torch.bfloat16)
+    optimizer = build_optimizer(model, config)
+    tl = pytest.importorskip("triton.language")
+    listed = []
+
+    def compile_ahead(rehearse, *, device):
+        with record() as launches:
+            rehearse()
+        listed.extend(launches)
+
+    monkeypatch.setattr(mb_kernels, "compile_ahead", compile_ahead)
+    sizes = {"vocab_size": 512, "micro_batches": micro_batches}
+    compile_step(config, mesh, model, optimizer, GPU, torch.bfloat16, **sizes)
+    kernels = {launch.kernel.fn.__name__ for launch in listed}
+    assert kernels == {"adamw_kernel", "sum_of_squares_kernel", "linear_cross_entropy_kernel"}
+    (head,) = (launch for launch in listed if launch.args[0].shape[-1] == 512)
+    assert (head.args[0].dtype, head.args[4]) == (torch.bfloat16, 512)
+    halves = [launch for launch in listed if launch.constants.get("GRAD") == tl.bfloat16]
+    assert bool(halves) == (micro_batches == 1)
+    assert not optimizer.state

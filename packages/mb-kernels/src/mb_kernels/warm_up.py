@@ -1,4 +1,4 @@
-"""``warm_up`` compiles a layer's kernels in parallel, before the layer's first call.
+"""``compile_ahead`` compiles kernels in parallel, before they are launched; ``warm_up`` a layer's.
 
 Triton compiles a kernel at its first launch. A layer's first forward and backward therefore wait
 for about twenty compilations, one after another. ``warm_up`` runs the ops on meta tensors, which
@@ -9,7 +9,7 @@ lock (OLMoE's layer, Triton 3.6). Kernels that few layers use come last.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mb_kernels.activation import is_glu
 from mb_kernels.runtime.host import cores
-from mb_kernels.runtime.registration import use_triton
+from mb_kernels.runtime.recording import record
+from mb_kernels.runtime.registration import device_of, use_triton
 from mb_kernels.runtime.widths import lacking
 
 
@@ -75,18 +76,10 @@ def warm_up(
         raise ValueError(f"ranks: expected to divide {num_experts} experts; got {ranks}.")
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    here = torch.empty(0, device=device, dtype=dtype)
-    if not use_triton(here) or not here.is_cuda:
-        nothing: Future[int] = Future()
-        nothing.set_result(0)
-        return nothing
-    from mb_kernels.runtime.launch import compile_beside, record
-    from mb_kernels.runtime.plan import assume, plan_on
-    from mb_kernels.runtime.registration import device_of
+    device = _device(device)
+    more = partial(lacking, torch.empty(0, device=device, dtype=dtype))
 
-    with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
+    def rehearse() -> None:
         sigmoid = score_function == "sigmoid"
         if sigmoid:
             rehearse_choice(tokens, num_experts, top_k)
@@ -101,7 +94,7 @@ def warm_up(
             rehearse_bins(tokens * ranks, per_rank, choices)
         rehearse_experts(
             tokens * ranks,
-            *(size + lacking(here, size) for size in (hidden_size, ffn_hidden_size)),
+            *(size + more(size) for size in (hidden_size, ffn_hidden_size)),
             *(per_rank, choices, activation, dtype),
             bias_dtype=bias_dtype,
             keep_rows=training and not recompute and choices == 1,
@@ -111,15 +104,53 @@ def warm_up(
         )
         rehearse_losses(tokens, num_experts, sigmoid=sigmoid)
 
+    return compile_ahead(rehearse, device=device, threads=threads)
+
+
+def compile_ahead(
+    rehearse: Callable[[], object],
+    *,
+    device: torch.device | str | None = None,
+    threads: int | None = None,
+) -> Future[int]:
+    """Start to compile the kernels that this package's functions in ``rehearse`` would launch.
+
+    Args:
+        rehearse: is called at once, in the caller's thread. Given meta tensors, the functions
+            within compute nothing and list their kernels, as they would be launched for tensors on
+            the device, each at an address that 16 divides.
+        device: that they will run on; None is the current GPU.
+        threads: None is one for each core that this process may use.
+
+    Returns:
+        As ``warm_up``'s. On a device without kernels ``rehearse`` is not called.
+    """
+    here = torch.empty(0, device=_device(device))
+    if not use_triton(here) or not here.is_cuda:
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing
+    from mb_kernels.runtime.launch import compile_beside
+    from mb_kernels.runtime.plan import assume, plan_on
+
+    with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
+        rehearse()
+
     def compile_all() -> int:
         with device_of(here):  # the current device is a thread's own
             return compile_beside(launches, threads or cores())
 
-    pool = ThreadPoolExecutor(1, thread_name_prefix="warm-up")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
     try:
         return pool.submit(compile_all)
     finally:
         pool.shutdown(wait=False)
+
+
+def _device(device: torch.device | str | None) -> torch.device | str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def rehearse_choice(

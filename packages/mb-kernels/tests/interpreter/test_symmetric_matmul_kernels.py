@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from mb_kernels import reference, symmetric_matmul
-from mb_kernels.runtime.launch import record
 from mb_kernels.runtime.plan import Plan, assume, plan_of, plan_on
+from mb_kernels.runtime.recording import record
 from mb_kernels.symmetric_matmul import kernels
 from mb_kernels.targets import TARGETS
 from mb_kernels.testing import assert_close

@@ -28,6 +28,11 @@ def local(tensor: Tensor) -> Tensor:
     return shard.wait() if is_under_way(shard) else shard
 
 
+def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A stand-in for this rank's shard, in its order of elements, without memory."""
+    return torch.empty_like(local(tensor).detach(), dtype=dtype, device="meta")
+
+
 class Unwritten:
     """Set of parameters that were not written since they were noted, by autograd's count."""
 

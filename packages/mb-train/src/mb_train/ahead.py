@@ -1,22 +1,27 @@
-"""The experts' kernels, compiled in threads while the rest of a run is set up.
+"""Kernels that are compiled in threads while the rest of a run is set up.
 
 Triton compiles a kernel at its first launch: with nothing in its cache the first step would wait
-for some twenty of them in turn.
+for some twenty of the experts in turn, and for six of the head's loss, the norm and the optimizer.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
+import mb_kernels
 import mb_layers
 import torch
 from mb_parallel import ParallelMesh
+from mb_parallel.optimizer import ShardedOptimizer, rehearse_step
 
+from mb_train.assemble import Assembled
 from mb_train.config import TrainConfig, whole
 from mb_train.tasks.architecture import expert_config
 
+_TOKENS = 16  # any number: the loss has one kernel for all
 
-def compile_ahead(
+
+def compile_experts(
     config: TrainConfig, mesh: ParallelMesh, device: torch.device, compute_dtype: torch.dtype
 ) -> Future[int] | None:
     """Begin to compile what a layer of experts launches in training.
@@ -33,9 +38,47 @@ def compile_ahead(
     )
 
 
-def outcome(compiling: Future[int]) -> str:
+def compile_step(
+    config: TrainConfig,
+    mesh: ParallelMesh,
+    model: Assembled,
+    optimizer: ShardedOptimizer,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    vocab_size: int,
+    micro_batches: int,
+) -> Future[int] | None:
+    """Begin to compile what a step launches beside its layers: loss of the head, norm, optimizer.
+
+    A head whose vocabulary is spread over ranks is left to its first call.
+
+    Args:
+        vocab_size: rows of the head.
+        micro_batches: of a step. With one the experts' gradients stay in 16 bits.
+
+    Returns:
+        As `compile_experts`.
+    """
+    if device.type != "cuda":
+        return None
+
+    def rehearse() -> None:
+        copies = model.working_copies if micro_batches == 1 else {}
+        rehearse_step(optimizer, {p: copy.dtype for p, copy in copies.items()})
+        if config.model != "ict" and mesh.tp_size == 1:
+            hidden = whole(config.hidden_size)
+            x = torch.empty(_TOKENS, hidden, dtype=compute_dtype, device="meta")
+            weight = torch.empty(vocab_size, hidden, device="meta", requires_grad=True)
+            labels = torch.empty(_TOKENS, dtype=torch.int64, device="meta")
+            mb_kernels.linear_cross_entropy(x, weight, labels)
+
+    return mb_kernels.compile_ahead(rehearse, device=device)
+
+
+def outcome(what: str, compiling: Future[int]) -> str:
     """Wait for the kernels; a line about them. One that failed fails again where it is launched."""
     try:
-        return f" kernels of the experts: {compiling.result()} compiled, or found in the cache"
+        return f" kernels of {what}: {compiling.result()} compiled, or found in the cache"
     except Exception as error:
-        return f" kernels of the experts: not compiled ahead, {type(error).__name__}: {error}"
+        return f" kernels of {what}: not compiled ahead, {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from mb_parallel.optimizer import (
     AdamW,
     GradScaler,
     Muon,
+    ShardedOptimizer,
     decay_groups,
     muon_groups,
 )
@@ -27,7 +28,7 @@ MUON_STEPS = 5  # of Newton-Schulz, as Jordan et al. have it (2024)
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Assembled, config: TrainConfig) -> ShardedOptimizer:
     """The optimizer of `--optimizer` over all parts of the model on this rank."""
     groups = parameter_groups(model.parts, config)
     if config.optimizer == "sgd":

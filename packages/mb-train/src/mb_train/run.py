@@ -20,7 +20,7 @@ from mb_parallel.optimizer import describe
 from torch import Tensor
 
 from mb_train import layout
-from mb_train.ahead import compile_ahead, outcome
+from mb_train.ahead import compile_experts, compile_step, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import LoadBalance
 from mb_train.checkpoint.read import Progress, load_checkpoint
@@ -120,13 +120,18 @@ class Run:
             self.say(warning)
 
         # The model and what trains it.
-        compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
+        layers = compile_experts(config, self.mesh, device, self.compute_dtype)
         with self.timers("model-and-optimizer-setup"):
             with in_flags(layout.NAMED):
                 self.model: Assembled = assemble(
                     self.task, config, self.mesh, device, self.compute_dtype
                 )
             self.optimizer = build_optimizer(self.model, config)
+            step = compile_step(
+                config, self.mesh, self.model, self.optimizer, device, self.compute_dtype,
+                vocab_size=self.vocab_size,
+                micro_batches=self.batch_sizes.micro_batches(self.batch_sizes.full),
+            )  # fmt: skip
             self.scaler = build_scaler(config)
             self.load_balance = LoadBalance(self.model.parts, config, self.mesh)
             # That the schedule does not count, as Megatron's: of steps that an overflow skipped,
@@ -161,9 +166,10 @@ class Run:
         )
         if start is not None:
             self.say(loaded_line(self.progress.iteration, start.checkpoint))
-        if compiling is not None:
-            with self.timers("kernel-compilation-wait"):
-                self.say(outcome(compiling))
+        with self.timers("kernel-compilation-wait"):
+            for what, compiling in ("the experts", layers), ("the step", step):
+                if compiling is not None:
+                    self.say(outcome(what, compiling))
         self.say("done with setup ...")
         self.say(self.timers.lines())
 

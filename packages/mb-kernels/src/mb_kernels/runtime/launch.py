@@ -1,10 +1,9 @@
 """Launches Triton kernels, or lists them so that they can be compiled without a GPU."""
 
-import contextlib
 import warnings
-from collections.abc import Generator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
+
+from mb_kernels.runtime.recording import Launch, recorded
 
 try:
     from mb_kernels.runtime import direct
@@ -30,34 +29,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     By the shorter path of ``runtime.direct`` if it can, else by Triton's ``kernel[grid]``.
     """
-    if (listed := _recorded.get()) is not None:
+    if (listed := recorded()) is not None:
         listed.append(Launch(kernel, grid, args, constants))
     elif direct is None or not direct.launch(kernel, grid, args, constants):
         kernel[grid](*args, **constants)
-
-
-class Launch(NamedTuple):
-    """What ``launch`` was given."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-# A thread has a value of its own.
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
-
-
-@contextlib.contextmanager
-def record() -> Generator[list[Launch]]:
-    """Within: this thread's launches are listed and none runs, so that meta tensors will do."""
-    listed: list[Launch] = []
-    outer = _recorded.set(listed)
-    try:
-        yield listed
-    finally:
-        _recorded.reset(outer)
 
 
 def compile_beside(launches: list[Launch], threads: int) -> int:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mb_kernels.runtime.recording import recorded
+
 _library = torch.library.Library("mb", "DEF")
 # Read once: Triton itself decides at decoration time whether a kernel is interpreted.
 interpret = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,10 +58,13 @@ def debugging(x: Tensor) -> bool:
 def use_triton(x: Tensor) -> bool:
     """True if ops on ``x`` run Triton kernels, False if they run the reference.
 
-    float64 always runs the reference: the kernels accumulate in float32.
+    float64 always runs the reference: the kernels accumulate in float32. In a rehearsal (see
+    ``recording``) meta tensors stand for a GPU's.
     """
     if not _has_triton or x.dtype is torch.float64:
         return False
+    if x.is_meta:
+        return recorded() is not None
     return x.is_cuda or (interpret and x.device.type == "cpu")
 
 
@@ -127,9 +132,12 @@ def register(
         with device_of(x):
             return launch()(*args)
 
+    def without_memory(*args: Any) -> Any:
+        return fake(*args) if recorded() is None else launch()(*args)
+
     _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")  # on devices of every kind
-    torch.library.register_fake(f"mb::{name}", fake, lib=_library)
+    torch.library.register_fake(f"mb::{name}", without_memory, lib=_library)
     op = getattr(torch.ops.mb, name).default
     if setup_context is not None and backward is not None:
         formula = backward if differentiable_twice else _once(name, backward)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mb_kernels.runtime.launch import Launch
-from mb_kernels.runtime.launch import record as record_launches
 from mb_kernels.runtime.plan import assume, gluon_serves, plan_for
+from mb_kernels.runtime.recording import Launch
+from mb_kernels.runtime.recording import record as record_launches
 from mb_kernels.targets.table import GateCase, Target
 
 _TYPES = {

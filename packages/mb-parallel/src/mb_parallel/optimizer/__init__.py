@@ -19,8 +19,10 @@ from mb_parallel.optimizer.norm import clip_grad_norm as clip_grad_norm
 from mb_parallel.optimizer.norm import grad_norm as grad_norm
 from mb_parallel.optimizer.norm import weight_norm as weight_norm
 from mb_parallel.optimizer.norm import zeros_in_grad as zeros_in_grad
+from mb_parallel.optimizer.rehearsal import rehearse_step as rehearse_step
 from mb_parallel.optimizer.scaler import GradScaler as GradScaler
 from mb_parallel.optimizer.sgd import SGD as SGD
+from mb_parallel.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
 from mb_parallel.optimizer.working_copies import WorkingCopies as WorkingCopies
 from mb_parallel.optimizer.working_copies import hold_working_copies as hold_working_copies
 from mb_parallel.shards import local as local

@@ -23,7 +23,7 @@ from torch import Tensor
 from mb_parallel.arguments import above_0, is_pair
 from mb_parallel.optimizer.sharded import ShardedOptimizer
 from mb_parallel.optimizer.working_copies import HALVES, WorkingCopies
-from mb_parallel.shards import Unwritten, local, local_grad, zeros_like
+from mb_parallel.shards import Unwritten, local, local_grad, on_meta, zeros_like
 
 
 class AdamW(ShardedOptimizer):
@@ -111,22 +111,46 @@ class AdamW(ShardedOptimizer):
             weights.append(local(state.get("master", parameter)).detach())
             copies.append(None if copy is None else local(copy).detach())
             grads.append(local_grad(parameter))
-        mb_kernels.adamw_step(
-            weights,
-            grads,
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            copies,
-            [state["step"] for state in states],
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            grad_scale=divisor,
-            found_inf=skip,
-        )
+        _step(group, weights, grads, copies, states, divisor, skip)
         self._copies.written(parameters)
         self._equal.note(p for p in parameters if p.dtype in HALVES)
+
+    def rehearse(
+        self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        weights, copies = [], []
+        states = [self.planned_state(parameter) for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            copy = parameter if "master" in state else self._copies.get(parameter)
+            weights.append(state.get("master", on_meta(parameter)))
+            copies.append(None if copy is None else on_meta(copy))
+        scalar = torch.empty((), device="meta")
+        _step(group, weights, grads, copies, states, scalar, scalar)
+
+
+def _step(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    copies: list[Tensor | None],
+    states: list[dict[str, Tensor]],
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
+    mb_kernels.adamw_step(
+        weights,
+        grads,
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
+        copies,
+        [state["step"] for state in states],
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        grad_scale=divisor,
+        found_inf=skip,
+    )
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

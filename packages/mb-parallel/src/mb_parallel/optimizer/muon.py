@@ -31,7 +31,7 @@ from mb_parallel.arguments import at_least_1, floating
 from mb_parallel.engines import is_dtensor
 from mb_parallel.optimizer.adamw import AdamW
 from mb_parallel.optimizer.working_copies import WorkingCopies
-from mb_parallel.shards import local, local_grad, moved, spread
+from mb_parallel.shards import local, local_grad, moved, on_meta, spread
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -130,13 +130,19 @@ class Muon(AdamW):
 
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter in self._matrices:
-            return {"momentum_buffer": torch.empty_like(local(parameter), device="meta")}
+            return {"momentum_buffer": on_meta(parameter)}
         return super().planned_state(parameter)
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter in self._matrices:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return super().make_state(parameter)
+
+    def rehearse(
+        self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        if not group["muon"]:
+            super().rehearse(group, parameters, grads)
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor

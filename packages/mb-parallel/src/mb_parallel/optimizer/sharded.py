@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
 from mb_parallel.gradient_sync import drop_apart, has_grad
-from mb_parallel.shards import local
+from mb_parallel.shards import local, on_meta
 
 # Without torch's decorator, which imports the compiler only to tell it to keep out.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -43,6 +43,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             changed if the second is 1.
         """
         raise NotImplementedError
+
+    def rehearse(
+        self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Launch what `update` would, on meta tensors: for `rehearse_step`. Nothing is written."""
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a group with parameters or rates that cannot be trained with."""
@@ -153,4 +158,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Meta tensors of the sizes and dtypes of `make_state` on this rank, nothing allocated."""
-        return self.make_state(torch.empty_like(local(parameter).detach(), device="meta"))
+        return self.make_state(on_meta(parameter))

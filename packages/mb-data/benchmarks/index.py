@@ -2,9 +2,10 @@
 
     python packages/mb-data/benchmarks/index.py [--documents 10000000] [--repeat 3]
 
-The loops are those of ``mb_data.reference``, which the tests hold to be equal. Where one would take
-minutes it does a part of the work, named in the table, and its time is scaled up. Where there is a
-C compiler, ``sample_idx`` is timed against a compiled loop too: that is what Megatron's helper is.
+The loops are those of ``mb_data.samples.reference``, which the tests hold to be equal. Where one
+would take minutes it does a part of the work, named in the table, and its time is scaled up. Where
+there is a C compiler, ``sample_idx`` is timed against a compiled loop too: that is what Megatron's
+helper is.
 Prints a table, then one JSON line.
 """
 
@@ -24,12 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from mb_data import reference
-from mb_data.blend import blend_order, normalize
-from mb_data.gpt_dataset import build_index, build_sample_idx
-from mb_data.index_cache import read_index_file, write_index_file
 from mb_data.mersenne import permutation
-from mb_data.sentence_index import build_sample_mapping
+from mb_data.samples import reference
+from mb_data.samples.blend import blend_order, normalize
+from mb_data.samples.gpt import build_index, build_sample_idx
+from mb_data.samples.index_cache import read_index_file, write_index_file
+from mb_data.samples.sentence_index import build_sample_mapping
 
 SEQ_LENGTH = 1024
 

@@ -22,9 +22,9 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
-from mb_data.blend import blend_order, normalize
-from mb_data.masking import Vocabulary
-from mb_data.sentence_index import build_block_mapping, build_sample_mapping
+from mb_data.samples.blend import blend_order, normalize
+from mb_data.samples.masking import Vocabulary
+from mb_data.samples.sentence_index import build_block_mapping, build_sample_mapping
 
 DTYPES = ("u1", "i1", "i2", "u2", "i4", "i8", "f4", "f8")
 SPLITS = ("969,30,1", "9,1,0", "80,10,10", "1,1,1", "0.5,0.3,0.2", "99,1,0", "100,0,0")

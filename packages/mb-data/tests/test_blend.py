@@ -7,10 +7,10 @@ import warnings
 
 import numpy as np
 import pytest
-from mb_data import blend, reference
-from mb_data.blend import BlendedDataset, blend_order, normalize, parse_blend
 from mb_data.dataset_builder import IndexedDatasetBuilder
-from mb_data.gpt_dataset import GPTDataset, build_gpt_datasets
+from mb_data.samples import blend, reference
+from mb_data.samples.blend import BlendedDataset, blend_order, normalize, parse_blend
+from mb_data.samples.gpt import GPTDataset, build_gpt_datasets
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "whole"])

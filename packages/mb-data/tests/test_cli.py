@@ -12,11 +12,10 @@ import sys
 import mb_data
 import numpy as np
 import pytest
-from mb_data import IndexedDataset
+from mb_data import IndexedDataset, WorkerDiedError
 from mb_data.cli import main
-from mb_data.pipeline import WorkerDiedError
 from mb_data.preprocess import Progress
-from mb_data.progress import ProgressLine, format_progress
+from mb_data.text.progress import ProgressLine, format_progress
 
 
 @pytest.fixture

@@ -6,17 +6,17 @@ import pickle
 
 import numpy as np
 import pytest
-from mb_data import reference
 from mb_data.dataset_builder import IndexedDatasetBuilder
-from mb_data.gpt_dataset import (
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.samples import reference
+from mb_data.samples.gpt import (
     GPTDataset,
     build_gpt_datasets,
     build_index,
     build_sample_idx,
     count_epochs,
 )
-from mb_data.indexed_dataset import IndexedDataset
-from mb_data.split import parse_split
+from mb_data.samples.split import parse_split
 
 
 def write(prefix, sizes, dtype=np.uint16) -> IndexedDataset:

@@ -46,7 +46,8 @@ def test_a_worker_imports_nothing():
     code = """
 import sys
 import numpy as np
-from mb_data import encode, load_tokenizer, pipeline, reading
+from mb_data import load_tokenizer
+from mb_data.text import encode, pipeline, reading
 tokenizer = load_tokenizer("gpt2")
 tokenizer.prepare()
 before = {*sys.modules}

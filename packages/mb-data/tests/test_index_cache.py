@@ -11,9 +11,9 @@ import warnings
 import numpy as np
 import pytest
 from mb_data.dataset_builder import IndexedDatasetBuilder
-from mb_data.gpt_dataset import GPTDataset
-from mb_data.index_cache import DamagedIndexError, digest, load_or_build, read_index_file
 from mb_data.indexed_dataset import IndexedDataset
+from mb_data.samples.gpt import GPTDataset
+from mb_data.samples.index_cache import DamagedIndexError, digest, load_or_build, read_index_file
 
 ARRAYS = {
     "a": np.arange(7, dtype=np.int32),

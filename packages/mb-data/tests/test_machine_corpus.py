@@ -8,10 +8,10 @@ import sys
 import zlib
 
 import pytest
-from mb_data import machine_corpus
 from mb_data.cli import main
-from mb_data.machine_corpus import MAX_FILE_BYTES, write_machine_corpus
-from mb_data.markup import text_of_markup
+from mb_data.corpora import machine
+from mb_data.corpora.machine import MAX_FILE_BYTES, write_machine_corpus
+from mb_data.corpora.markup import text_of_markup
 
 WORDS = ("of", "the", "experts", "each", "token", "meets", "one", "and", "learns", "what", "it")
 
@@ -116,9 +116,9 @@ def test_nothing_to_take_leaves_no_file(tmp_path, capsys):
 
 def test_a_bare_machine_makes_one(tmp_path, capsys, monkeypatch):
     """Python's library is there; of all that, as its files are many, two packages."""
-    library = machine_corpus.machine_folders()["python"]
+    library = machine.machine_folders()["python"]
     some = {name: library / name for name in ("asyncio", "email")}
-    monkeypatch.setattr(machine_corpus, "machine_folders", lambda: some)
+    monkeypatch.setattr(machine, "machine_folders", lambda: some)
     output = tmp_path / "out.jsonl"
     assert main(["machine-corpus", str(output), "--max-bytes", "300000"]) == 0
     said = capsys.readouterr().out

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mb_data.bert_dataset import BertDataset, build_bert_datasets, trim
-from mb_data.blend import BlendedDataset
 from mb_data.dataset_builder import IndexedDatasetBuilder
-from mb_data.ict_dataset import ICTDataset, build_ict_datasets
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import Vocabulary, mask_bert, mask_t5
-from mb_data.t5_dataset import T5Dataset, build_t5_datasets
+from mb_data.samples.bert import BertDataset, build_bert_datasets, trim
+from mb_data.samples.blend import BlendedDataset
+from mb_data.samples.ict import ICTDataset, build_ict_datasets
+from mb_data.samples.masking import Vocabulary, mask_bert, mask_t5
+from mb_data.samples.t5 import T5Dataset, build_t5_datasets
 
 # 60 ids: 0 to 5 are special, 10 to 19 sentinels, multiples of 4 from 20 on continue a word.
 PAD, CLS, SEP, MASK, BOS, EOS = range(6)

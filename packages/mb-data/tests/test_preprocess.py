@@ -18,17 +18,16 @@ import warnings
 from pathlib import Path
 
 import mb_data
-import mb_data.books
 import mb_data.maintenance
-import mb_data.partial
-import mb_data.pipeline
-import mb_data.reading
+import mb_data.text.books
+import mb_data.text.partial
+import mb_data.text.pipeline
+import mb_data.text.reading
 import numpy as np
 import pytest
-from mb_data import IndexedDataset, load_tokenizer
-from mb_data.pipeline import WorkerDiedError
-from mb_data.shelf import Shelf
-from mb_data.sources import find_sources
+from mb_data import IndexedDataset, WorkerDiedError, load_tokenizer
+from mb_data.text.shelf import Shelf
+from mb_data.text.sources import find_sources
 
 
 @pytest.fixture(autouse=True)
@@ -397,9 +396,9 @@ def test_another_thread_makes_workers_spawn(tmp_path):
 
 
 def test_two_runs_on_one_prefix(tmp_path, monkeypatch):
-    monkeypatch.setattr(mb_data.partial, "LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr(mb_data.text.partial, "LOCK_PATIENCE", 0.1)
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    first = mb_data.partial.PartialOutput(
+    first = mb_data.text.partial.PartialOutput(
         str(tmp_path / "out"), ("x",), np.dtype("<u2"), {}, resume=False
     )
     with first, pytest.raises(ValueError, match=rf"another run \(process {os.getpid()}\) is writ"):
@@ -410,11 +409,11 @@ def test_two_runs_on_one_prefix(tmp_path, monkeypatch):
 def test_input_that_changes_meanwhile(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
 
-    def encode_and_touch(job, block, encode=mb_data.pipeline.encode_block):
+    def encode_and_touch(job, block, encode=mb_data.text.pipeline.encode_block):
         os.utime(source, ns=(1, 1))
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.pipeline, "encode_block", encode_and_touch)
+    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", encode_and_touch)
     with pytest.raises(ValueError, match=r"in\.jsonl: changed while it was being read"):
         preprocess(source, tmp_path / "out", workers=1)
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -435,12 +434,12 @@ def interrupted_run_goes_on(tmp_path, source, **options):
 def test_disk_full(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(3, 200))
 
-    def in_little_room(job, block, encode=mb_data.pipeline.encode_block):
+    def in_little_room(job, block, encode=mb_data.text.pipeline.encode_block):
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.pipeline, "encode_block", in_little_room)
+    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", in_little_room)
     with pytest.raises(OSError, match=r"File too large.*out\.partial"):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
@@ -490,12 +489,12 @@ def test_systems_that_lack_what_linux_has(tmp_path, platform):
 def test_killed_worker(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(4, 200))
 
-    def die_at(job, block, encode=mb_data.pipeline.encode_block):
+    def die_at(job, block, encode=mb_data.text.pipeline.encode_block):
         if block.start == 50_000:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.pipeline, "encode_block", die_at)
+    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", die_at)
     with pytest.raises(WorkerDiedError, match=r"by signal 9 .*in\.jsonl, bytes 50,000 to 55,000"):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
@@ -504,21 +503,21 @@ def test_killed_worker(tmp_path, monkeypatch):
 
 SLOW_RUN = """
     import sys, time
-    import mb_data.books, mb_data.pipeline
+    import mb_data.text.books, mb_data.text.pipeline
     from mb_data import preprocess
 
-    encode = mb_data.pipeline.encode_block
+    encode = mb_data.text.pipeline.encode_block
     def slow(job, block):
         time.sleep(0.02)
         return encode(job, block)
-    mb_data.pipeline.encode_block = slow
-    mb_data.books.SAVE_INTERVAL = 0.02
-    tick = mb_data.books.Books.tick
+    mb_data.text.pipeline.encode_block = slow
+    mb_data.text.books.SAVE_INTERVAL = 0.02
+    tick = mb_data.text.books.Books.tick
     def wait_to_be_killed(self):  # or on a loaded machine it would end before
         tick(self)
         if self.saved.blocks > 10:
             time.sleep(60)
-    mb_data.books.Books.tick = wait_to_be_killed
+    mb_data.text.books.Books.tick = wait_to_be_killed
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=5000, on_error="skip")
 """
 
@@ -634,7 +633,7 @@ def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch, n
         raise OSError(number, os.strerror(number))
 
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    monkeypatch.setattr("mb_data.partial.os.write", full)
+    monkeypatch.setattr("mb_data.text.partial.os.write", full)
     with (
         pytest.raises(OSError, match=rf"{os.strerror(number)}.*out\.partial"),
         warnings.catch_warnings(action="error"),
@@ -666,9 +665,9 @@ def test_many_archives_are_unpacked_by_the_workers(tmp_path, monkeypatch, option
         (folder / f"{i:02}.jsonl.gz").write_bytes(packed[:-30] if i == 7 else packed)
     settings = {"block_bytes": 2000, "on_error": "skip", "append_eod": True, **options}
     with monkeypatch.context() as patched:
-        patched.setattr(mb_data.reading, "LARGEST_SHARE", 0)
+        patched.setattr(mb_data.text.reading, "LARGEST_SHARE", 0)
         once = preprocess(folder, tmp_path / "once", workers=2, **settings)
-    monkeypatch.setattr(mb_data.reading, "LARGEST_SHARE", 1)
+    monkeypatch.setattr(mb_data.text.reading, "LARGEST_SHARE", 1)
     for workers in (1, 3):
         summary = preprocess(folder, tmp_path / "out", workers=workers, **settings)
         assert summary.bad_lines == once.bad_lines
@@ -689,15 +688,15 @@ def test_thousands_of_blocks_that_wait_do_not_fill_the_pipes(tmp_path, monkeypat
     (folder / "0.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n'))
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(b'{"text": "2"}\n' * 4000))
 
-    def last_of_all(job, block, encode=mb_data.pipeline.encode_block):
+    def last_of_all(job, block, encode=mb_data.text.pipeline.encode_block):
         while block.path.endswith("0.jsonl.gz") and not (tmp_path / "others").exists():
             time.sleep(0.01)
         if block.start == 3999 * 14:
             (tmp_path / "others").touch()
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.pipeline, "encode_block", last_of_all)
-    monkeypatch.setattr(mb_data.reading, "LARGEST_SHARE", 1)
+    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", last_of_all)
+    monkeypatch.setattr(mb_data.text.reading, "LARGEST_SHARE", 1)
     preprocess(folder, tmp_path / "out", workers=2, block_bytes=1, tokenizer="null:9")
     assert documents(tmp_path / "out_text_document") == [[1], *[[2]] * 4000]
 
@@ -783,8 +782,8 @@ def test_a_shard_names_the_line_of_the_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"in\.jsonl, line 101: "):
         preprocess(source, tmp_path / "out", **options)
     calls = []
-    count = mb_data.books.count_lines
-    monkeypatch.setattr(mb_data.books, "count_lines", lambda *a: calls.append(a) or count(*a))
+    count = mb_data.text.books.count_lines
+    monkeypatch.setattr(mb_data.text.books, "count_lines", lambda *a: calls.append(a) or count(*a))
     preprocess(source, tmp_path / "out", **options, on_error="skip")
     assert (tmp_path / "out_skipped.txt").read_text().count("line 10") == 3
     assert len(calls) == 1  # all before the shard is read for it
@@ -934,7 +933,7 @@ def test_a_broken_connection_is_no_damage(tmp_path, monkeypatch, packing, error)
     def connect(url):
         return io.BufferedReader(Connection(data if error else data[:-10]), 1 << 16)
 
-    monkeypatch.setattr(mb_data.reading, "open_remote", connect)
+    monkeypatch.setattr(mb_data.text.reading, "open_remote", connect)
     options = {"workers": 1, "block_bytes": 1000, "on_error": "skip"}
     wanted = f"{error.__name__}: gone" if error else "the connection ended after"
     with pytest.raises(OSError, match=rf"^memory://far/a\.jsonl: {wanted}"):
@@ -987,20 +986,20 @@ def test_prepend_bos(tmp_path, split, append_eod):
 
 MEASURED_RUN = """
     import os, sys
-    import mb_data.pipeline
+    import mb_data.text.pipeline
     from mb_data import preprocess
 
     def peak():  # ru_maxrss would be that of the process which started this one
         (line,) = (x for x in open("/proc/self/status") if x.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
 
-    encode = mb_data.pipeline.encode_block
+    encode = mb_data.text.pipeline.encode_block
     def measured(job, block):
         encoded = encode(job, block)
         os.write(1, f"{peak()}\\n".encode())  # in one piece, beside the other worker
         return encoded
-    mb_data.pipeline.encode_block = measured
-    mb_data.pipeline.CACHE_BYTES = 64 << 20
+    mb_data.text.pipeline.encode_block = measured
+    mb_data.text.pipeline.CACHE_BYTES = 64 << 20
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=1 << 20)
     print(peak())
 """

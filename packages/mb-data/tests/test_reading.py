@@ -9,9 +9,9 @@ import random
 import sys
 
 import pytest
-from mb_data.compression import compression
-from mb_data.reading import Archive, blocks, read_lines
-from mb_data.sources import find_sources
+from mb_data.text.compression import compression
+from mb_data.text.reading import Archive, blocks, read_lines
+from mb_data.text.sources import find_sources
 
 LIMIT = 10_000
 

@@ -6,8 +6,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from mb_data import sample_corpus, write_documentation_corpus, write_sample_corpus
+from mb_data import write_documentation_corpus, write_sample_corpus
 from mb_data.cli import main
+from mb_data.corpora import sample
 
 
 def test_corpus_is_real_text_in_a_fixed_order(tmp_path):
@@ -43,7 +44,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
 def test_documentation_is_prose_under_a_title(tmp_path, monkeypatch):
     """Of one package: to parse the whole library three times is 15 s of two cores."""
     package = Path(sysconfig.get_path("stdlib"), "asyncio")
-    monkeypatch.setattr(sample_corpus, "_library", lambda: package)
+    monkeypatch.setattr(sample, "_library", lambda: package)
     path, again = (
         write_documentation_corpus(tmp_path / name, max_bytes=30_000) for name in ("a.jsonl", "b")
     )

@@ -23,8 +23,8 @@ from mb_data import (
     PackedSamples,
     SampleReaders,
 )
-from mb_data.masking import Vocabulary
-from mb_data.sample_readers import made_by_python
+from mb_data.samples.masking import Vocabulary
+from mb_data.samples.readers import made_by_python
 
 VOCABULARY = Vocabulary(cls=1, sep=2, mask=3, pad=0, word_starts=np.arange(60) % 4 != 0)
 

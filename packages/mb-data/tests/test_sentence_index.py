@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mb_data import mersenne, reference, sentence_index
-from mb_data.sentence_index import build_block_mapping, build_sample_mapping
+from mb_data import mersenne
+from mb_data.samples import reference, sentence_index
+from mb_data.samples.sentence_index import build_block_mapping, build_sample_mapping
 
 
 def corpus(rng):

@@ -433,7 +433,7 @@ def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):
     def too_large(*_):
         raise MemoryError("Unable to allocate 542. GiB for an array")
 
-    monkeypatch.setattr("mb_data.gpt_dataset.build_sample_idx", too_large)
+    monkeypatch.setattr("mb_data.samples.gpt.build_sample_idx", too_large)
     assert run("--train-iters", 2, "--seed", 31) == 2  # whose index is in no cache
     assert "mb-train: not enough memory: Unable to allocate 542. GiB" in capsys.readouterr().err
 

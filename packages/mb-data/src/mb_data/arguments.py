@@ -8,8 +8,8 @@ import os
 from typing import Any, NoReturn
 
 from mb_data import __version__
-from mb_data.sample_corpus import DEFAULT_MAX_BYTES
-from mb_data.sources import TEXT_UNITS
+from mb_data.corpora.sample import DEFAULT_MAX_BYTES
+from mb_data.text.sources import TEXT_UNITS
 from mb_data.tokenizer.load import NAMES
 from mb_data.tokenizer.megatron import MEGATRON_TYPES
 

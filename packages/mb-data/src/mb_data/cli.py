@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mb_data.arguments import command_line
-from mb_data.sample_corpus import write_sample_corpus
+from mb_data.corpora.sample import write_sample_corpus
 from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 
 INTERRUPTED = 130
@@ -71,7 +71,7 @@ def _preprocess(options: argparse.Namespace) -> None:
         name = options.tokenizer or "gpt2"
         options.parser.exit(2, NO_INPUT.format(missing=missing, tokenizer=name))
     from mb_data.preprocess import preprocess
-    from mb_data.progress import ProgressLine
+    from mb_data.text.progress import ProgressLine
 
     idle = {name: "here" for name in options.settled if getattr(options, name) not in (None, False)}
     if not options.split_sentences:  # who names a language wants sentences, as BERT, T5 and ICT do
@@ -186,7 +186,7 @@ def _sample_corpus(options: argparse.Namespace) -> None:
 
 
 def _machine_corpus(options: argparse.Namespace) -> None:
-    from mb_data.machine_corpus import machine_folders, write_machine_corpus
+    from mb_data.corpora.machine import machine_folders, write_machine_corpus
 
     folders = {} if options.only_added else machine_folders()
     for word in options.add:

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mb_data.books import Books, Progress
 from mb_data.dataset_builder import check_output_prefix
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
-from mb_data.partial import PartialOutput, State
-from mb_data.reading import Block, blocks
-from mb_data.sources import TEXT_UNITS, Source, find_sources
 from mb_data.system import cores
+from mb_data.text.books import Books, Progress
+from mb_data.text.partial import PartialOutput, State
+from mb_data.text.reading import Block, blocks
+from mb_data.text.sources import TEXT_UNITS, Source, find_sources
 from mb_data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from mb_data.encode import Job
+    from mb_data.text.encode import Job
 
 FORMAT = 6  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
@@ -148,8 +148,8 @@ def preprocess(
     if tokenizer.prepend_bos if prepend_bos is None else prepend_bos:
         bos = tokenizer.special_id("bos")
 
-    from mb_data.encode import Job
-    from mb_data.sentences import SentenceSplitter
+    from mb_data.text.encode import Job
+    from mb_data.text.sentences import SentenceSplitter
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
     width = _dtype(tokenizer, dtype)
@@ -262,7 +262,7 @@ def _encode_all(
     on_progress: Callable[[Progress], None] | None,
 ) -> State:
     """Encode what is not done yet of the sources, or of their shard."""
-    from mb_data.pipeline import run_workers
+    from mb_data.text.pipeline import run_workers
 
     total = max(1, sum(source.size for source in sources))
 

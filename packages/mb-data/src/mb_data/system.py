@@ -1,5 +1,5 @@
 """What lies between this package and the system: files that appear whole, errors that name their
-file, locks, syncing, counting cores, the memory of a process."""
+file, locks, syncing, counting cores, the memory of a process and its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from typing import IO, BinaryIO
 
 WINDOWS = os.name == "nt"
 LOCKED_BYTE = 1 << 30  # Windows keeps what is locked from being read: this, far behind the content
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended by itself, as when the system ran out of memory."""
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """Of a process: by which signal, or with which exit code."""
+    if exit_code is not None and exit_code < 0:
+        return f"by signal {-exit_code}"
+    return f"with exit code {exit_code}"
 
 
 def try_lock(descriptor: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
-from mb_data.sample_readers import made_by_python
+from mb_data.samples.readers import made_by_python
 from mb_parallel import ParallelMesh, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor

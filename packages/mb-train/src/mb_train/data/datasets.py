@@ -19,9 +19,8 @@ import mb_data
 import numpy as np
 import torch
 import torch.distributed as dist
-from mb_data import Tokenizer
+from mb_data import Tokenizer, WorkerDiedError
 from mb_data.indexed_dataset import similar_prefixes
-from mb_data.pipeline import WorkerDiedError
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from mb_data.sources import JSON_KINDS
+from mb_data.text.sources import JSON_KINDS
 
 from mb_train.data.tokenizers import beginning
 from mb_train.inference.scoring import continuation, rolling, score

@@ -42,7 +42,7 @@ class BertTask(SentenceTask):
         if config.bert_binary_head:
             self.loss_weights[ORDER_LOSS] = "order_weights_BP"
         self._length = whole(config.seq_length)
-        # No sequence has more: see `mb_data.masking`, which rounds for each sample.
+        # No sequence has more: see `mb_data.samples.masking`, which rounds for each sample.
         self._most = config.samples_per_sequence
         rounding = self._most if self._most > 1 else 0
         self._places = max(math.ceil(config.mask_prob * self._length) + rounding, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from mb_data.books import Progress
+from mb_data.text.books import Progress
 
 LOG_INTERVAL = 10.0  # seconds between lines where there is no terminal
 

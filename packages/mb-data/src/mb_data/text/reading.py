@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
-from mb_data.compression import decoding_errors, decompress
-from mb_data.sources import STDIN, Source, open_remote, reached
+from mb_data.text.compression import decoding_errors, decompress
+from mb_data.text.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
 # Of what is too long so much beyond the limit is kept: a byte order mark, which does not count, and

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from mb_data.blend import BlendedDataset
-from mb_data.packed_samples import PackedSamples
-from mb_data.pipeline import WorkerDiedError, how_it_ended
-from mb_data.sentence_index import SentenceSamples
+from mb_data.samples.blend import BlendedDataset
+from mb_data.samples.packed import PackedSamples
+from mb_data.samples.sentence_index import SentenceSamples
+from mb_data.system import WorkerDiedError, how_it_ended
 
 # A terminal, a batch system or a launcher may signal all processes of a run. It is the training
 # process that decides when these end: it closes their input.
@@ -90,7 +90,7 @@ class _Reader:
 
     def __init__(self) -> None:
         ignore = f"import signal as s; [s.signal(getattr(s, n), s.SIG_IGN) for n in {_IGNORED}]"
-        serving = f"{ignore}; from mb_data.sample_readers import serve; serve()"
+        serving = f"{ignore}; from mb_data.samples.readers import serve; serve()"
         # It imports from where this process does. -c alone would put the current folder first, and
         # a queue.py that lies there would be taken for Python's own.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)

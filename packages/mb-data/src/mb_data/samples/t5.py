@@ -19,9 +19,10 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import (
+from mb_data.mersenne import check_seed
+from mb_data.samples.blend import DataPaths, Parts, build_parts
+from mb_data.samples.masking import (
     T5_MEAN_SPAN,
     MaskingTokenizer,
     Vocabulary,
@@ -30,8 +31,7 @@ from mb_data.masking import (
     pad_to,
     visible,
 )
-from mb_data.mersenne import check_seed
-from mb_data.sentence_index import SentenceSamples, sample_mapping
+from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
 

@@ -22,9 +22,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.index_cache import IndexArrays, load_or_build
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.split import parse_split
+from mb_data.samples.index_cache import IndexArrays, load_or_build
+from mb_data.samples.split import parse_split
 
 PARTS = ("train", "valid", "test")
 

@@ -21,11 +21,11 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import MaskingTokenizer, ones, pad_to
 from mb_data.mersenne import check_seed
-from mb_data.sentence_index import SentenceSamples, block_mapping
+from mb_data.samples.blend import Parts, build_parts
+from mb_data.samples.masking import MaskingTokenizer, ones, pad_to
+from mb_data.samples.sentence_index import SentenceSamples, block_mapping
 
 
 class ICTDataset(SentenceSamples):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mb_data.compression import MAGIC_NUMBERS, START, compression
+from mb_data.text.compression import MAGIC_NUMBERS, START, compression
 
 STDIN = "-"
 JSON_KINDS = (".jsonl", ".json", ".ndjson")
@@ -139,7 +139,7 @@ def _files_inside(directory: str) -> list[str]:
 
 
 def is_unfinished(folder: str) -> bool:
-    """Whether `mb_data.partial` keeps a run's state there: output may lie beside the input."""
+    """Whether `mb_data.text.partial` keeps a run's state there: output may lie beside the input."""
     return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 

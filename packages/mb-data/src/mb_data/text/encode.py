@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.reading import Block, DamagedParquetError, parquet_columns, read_lines
-from mb_data.sentences import SentenceSplitter
+from mb_data.text.reading import Block, DamagedParquetError, parquet_columns, read_lines
+from mb_data.text.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
 
 try:

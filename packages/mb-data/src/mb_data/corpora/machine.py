@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mb_data.markup import text_of_markup
+from mb_data.corpora.markup import text_of_markup
 from mb_data.system import written_whole
 
 _PROGRAMS = {".py", ".pyi", ".pm", ".pl", ".tcl", ".rb", ".el", ".c", ".cc", ".cpp", ".cu", ".cuh"}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import Samples
+from mb_data.samples.blend import Samples
 
 
 class PackedSamples:

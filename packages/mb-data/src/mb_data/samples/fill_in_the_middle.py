@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import Samples
 from mb_data.mersenne import check_seed
+from mb_data.samples.blend import Samples
 
 
 class MiddleTokens(NamedTuple):

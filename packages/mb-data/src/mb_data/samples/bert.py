@@ -2,7 +2,7 @@
 
 A sample is consecutive sentences of one document, cut at a random sentence into A and B. In half of
 the samples A and B change places, and a head learns to tell (sentence order, Lan et al., 2019).
-Text: ``[CLS] A [SEP] B [SEP]``, then padding. What is hidden: ``mb_data.masking``.
+Text: ``[CLS] A [SEP] B [SEP]``, then padding. What is hidden: ``mb_data.samples.masking``.
 
 Samples and their order for a seed are Megatron-LM's. A sample is a function of (seed, index) alone.
 """
@@ -16,11 +16,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
 from mb_data.mersenne import check_seed
-from mb_data.sentence_index import SentenceSamples, sample_mapping
+from mb_data.samples.blend import DataPaths, Parts, build_parts
+from mb_data.samples.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
+from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
 
 SPECIAL = 3  # [CLS] and two [SEP]
 

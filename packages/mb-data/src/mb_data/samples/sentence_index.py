@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.index_cache import IndexArrays, digest, load_or_build
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import permutation
+from mb_data.samples.index_cache import IndexArrays, digest, load_or_build
 
 LONGEST_SENTENCE = 512
 BLOCK = 1 << 20  # sentences whose running total is copied at a time: 8 MiB

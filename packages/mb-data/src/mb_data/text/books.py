@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mb_data.partial import PartialOutput, Place, State
-from mb_data.reading import Block, count_lines, count_rows
-from mb_data.sources import Source
+from mb_data.text.partial import PartialOutput, Place, State
+from mb_data.text.reading import Block, count_lines, count_rows
+from mb_data.text.sources import Source
 
 if TYPE_CHECKING:
-    from mb_data.pipeline import Result
+    from mb_data.text.pipeline import Result
 
 SAVE_INTERVAL = 0.25  # seconds of work a kill may cost, besides the blocks under way
 

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.encode import Encoded, Job, encode_block
-from mb_data.partial import Place, State
-from mb_data.reading import Archive, Block
-from mb_data.shelf import Shelf
-from mb_data.system import naming, resident_bytes, write_all
+from mb_data.system import WorkerDiedError, how_it_ended, naming, resident_bytes, write_all
+from mb_data.text.encode import Encoded, Job, encode_block
+from mb_data.text.partial import Place, State
+from mb_data.text.reading import Archive, Block
+from mb_data.text.shelf import Shelf
 
 AHEAD = 2
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
@@ -60,17 +60,6 @@ class Result(NamedTuple):
     errors: list[tuple[int, int, str]]
     fatal: tuple[int, str] | None
     careful: int
-
-
-class WorkerDiedError(RuntimeError):
-    """A worker process ended by itself, as when the system ran out of memory."""
-
-
-def how_it_ended(exit_code: int | None) -> str:
-    """Of a process: by which signal, or with which exit code."""
-    if exit_code is not None and exit_code < 0:
-        return f"by signal {-exit_code}"
-    return f"with exit code {exit_code}"
 
 
 # A block by its unit of work and its place in that, 0 where the unit is a block.

@@ -1,0 +1,1 @@
+"""Text that is there without a download."""

@@ -106,7 +106,7 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     """Hugging Face or Megatron folders to a run folder, and back to Hugging Face.
 
     Of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
-    BERT, MegatronBert and T5; of Megatron: checkpoints of its MegaBlocks fork.
+    BERT, MegatronBert and T5; of Megatron: GPTs of its MegaBlocks fork and of Megatron Core.
     """
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")

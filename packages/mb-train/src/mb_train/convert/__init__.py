@@ -1,4 +1,4 @@
-"""Models in and out: Hugging Face folders, and checkpoints of the Megatron fork.
+"""Models in and out: Hugging Face folders, and checkpoints of Megatron.
 
     mb-train convert SOURCE TARGET
 

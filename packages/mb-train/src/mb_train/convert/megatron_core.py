@@ -1,0 +1,257 @@
+"""Models of Megatron Core, in its format torch: names, shapes and arguments.
+
+    mp_rank_TT[_PPP][_EEE]    tensor, pipeline and expert ranks, the latter where there are several
+
+Norms are tensors of their own (local layers) or of the map behind them (Transformer Engine's). The
+experts of a layer are modules (`local_experts.K`), the numbered weights of one (`weightK`), or two
+tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], as ours
+are; those of a gated linear_fc1 are gate over up, in each rank.
+
+Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mb_layers.state_dicts import Rule, translate
+from torch import Tensor
+
+from mb_train.config import TrainConfig, whole
+from mb_train.config.field import flag_name, spec
+from mb_train.config.model import ModelFields
+from mb_train.config.moe import MoEFields
+from mb_train.convert.architectures import imported_config
+from mb_train.convert.hugging_face import shapes_of
+from mb_train.convert.megatron_ranks import Layout
+from mb_train.flags import core
+from mb_train.flags.refused import refusal
+from mb_train.flags.settled import understood
+
+# Arguments that make another model of the same tensors, or of other ones.
+_REFUSED = (
+    "multi_latent_attention", "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
+    "window_size", "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
+    "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
+    "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
+    "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
+    "hybrid_layer_pattern", "retro_add_retriever",
+)  # fmt: skip
+# Arguments that `flags.core` translates, of those that say what a model is.
+_TRANSLATED = (
+    "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",
+)  # fmt: skip
+_OTHERS = ("attention_dropout", "hidden_dropout", "fp32_residual_connection", "init_method_std")
+# Names of the several kinds of layers, and the one of each tensor here.
+_NAMES = (
+    (r"^decoder\.", ""),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
+    (r"mlp\.experts\.local_experts\.", "mlp.experts."),
+    (r"mlp\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r"mlp.experts.\2.\1"),
+)
+_JOINED = (
+    (r"(word_embeddings|output_layer)\.weight", 0),
+    (r"linear_(qkv|gate|up)\.(weight|bias)", 0),
+    (r"linear_(proj|fc2)\.weight", 1),
+)
+# Ours, and what it is there; then those of a layer.
+_TOP = {
+    "embedding.tokens": "embedding.word_embeddings", "stack.norm": "final_layernorm",
+    "embedding.positions": "embedding.position_embeddings", "head": "output_layer",
+}  # fmt: skip
+_LAYER = {
+    "norm_1": "input_layernorm", "norm_2": "pre_mlp_layernorm",
+    "attention.qkv": "self_attention.linear_qkv", "attention.out": "self_attention.linear_proj",
+    "attention.norm_q": "self_attention.q_layernorm",
+    "attention.norm_k": "self_attention.k_layernorm",
+    "mlp.gate": "mlp.linear_gate", "mlp.up": "mlp.linear_up", "mlp.down": "mlp.linear_fc2",
+    "mlp.router": "mlp.router", "mlp.experts": "mlp.experts.{}",
+    "mlp.shared_expert": "mlp.shared_experts",
+}  # fmt: skip
+_BY_THEMSELVES = {"balancing_bias": "expert_bias", "gate": "gate_weight"}
+
+
+def _sizes(args: Namespace) -> tuple[int, int, int]:
+    tensor, experts = args.tensor_model_parallel_size, _expert_ranks(args)
+    of_experts = getattr(args, "expert_tensor_parallel_size", None) or tensor
+    if getattr(args, "num_experts", None) and of_experts != tensor:
+        raise ValueError(
+            f"Expected --expert-tensor-parallel-size to be --tensor-model-parallel-size, {tensor}, "
+            f"got {of_experts}. Write the checkpoint with equal ones."
+        )
+    return tensor, experts, args.pipeline_model_parallel_size
+
+
+def _expert_ranks(args: Namespace) -> int:
+    return getattr(args, "expert_model_parallel_size", None) or 1
+
+
+def _rank(numbers: Sequence[int], args: Namespace) -> tuple[int, int, int]:
+    tensor, *rest = numbers
+    stage = rest.pop(0) if args.pipeline_model_parallel_size > 1 and rest else 0
+    return tensor, rest[0] if rest else 0, stage
+
+
+def _is_gated(args: Namespace) -> bool:
+    return bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False))
+
+
+def _flat(model: Any, args: Namespace, rank: int) -> dict[str, Tensor]:
+    """Tensors by names that all kinds of layers have, experts by their numbers in the model."""
+    found: dict[str, Tensor] = {}
+    experts = (getattr(args, "num_experts", None) or 0) // _expert_ranks(args)
+    for name, tensor in _one_by_one(model, experts):
+        for pattern, replacement in _NAMES:
+            name = re.sub(pattern, replacement, name)
+        name = re.sub(
+            r"(?<=mlp\.experts\.)\d+", lambda k: str(int(k[0]) + rank * experts), name, count=1
+        )
+        parts = {name: tensor}
+        if ".linear_fc1." in name:
+            ours = ("gate", "up") if _is_gated(args) else ("up",)
+            names = [name.replace("linear_fc1", f"linear_{part}") for part in ours]
+            parts = dict(zip(names, tensor.chunk(len(ours)), strict=True))
+        if twice := found.keys() & parts.keys():
+            raise ValueError(f"Expected one tensor {min(twice)} of a layer's kinds, got two.")
+        found |= parts
+    return found
+
+
+def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a rank, of two with all experts each expert's own."""
+    for name, tensor in model.items():
+        if name.endswith("_extra_state"):  # of FP8
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"Expected {name} to be a tensor, got a {type(tensor).__name__}.")
+        match = re.fullmatch(r"(.+\.mlp\.experts\.)weight([12])", name)
+        if match is None:
+            yield name, tensor
+            continue
+        # weight1 has the shape [D, E P F] and is used as if it were [E, D, P F].
+        hidden = tensor.shape[int(match[2]) - 1]
+        shape = (experts, hidden, -1) if match[2] == "1" else (experts, -1, hidden)
+        for expert, w in enumerate(tensor.reshape(shape)):
+            yield f"{match[1]}{expert}.linear_fc{match[2]}.weight", w.t()
+
+
+def _config(args: Namespace, names: Collection[str], tokenizer: str) -> TrainConfig:
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    experts = bool(given.get("num_experts"))
+    if not experts:  # those of experts have defaults all the same
+        given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    _refuse(given, names)
+    said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
+    for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):
+        flags = (flag_name(f.name), *spec(f).also)
+        known = [given[name] for name in map(_argument, flags) if name in given]
+        said.update([(f.name, value) for value in known[:1]])
+    said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
+    said |= _activation(given) | _experts_every(given)
+    typed = [flag_name(name) for name, value in given.items() if value is not False]
+    wrong, beside = core.summed_logits(typed, said), core.defaults_beside(typed, said)
+    for flag in (flag_name(name) for name in _TRANSLATED if flag_name(name) in typed):
+        value = given[_argument(flag)]
+        words = list(map(str, value if isinstance(value, list) else [value]))
+        said[flag] = words if len(words) > 1 else words[0]
+    meant = understood(said)
+    if wrong := [*wrong, *meant.wrong]:
+        raise ValueError(" ".join(wrong))
+    fields = {**beside, **meant.values}
+    del fields["make_vocab_size_divisible_by"]
+    if experts:  # in older versions routers have none, whatever the other maps have
+        fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)
+    config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer)
+    summed = {name: config.moe_layers * getattr(config, name) for name in meant.of_every_layer}
+    return dataclasses.replace(config, **summed)
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
+    for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
+        raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
+    if any(".mixer." in name for name in names):
+        raise ValueError(f"Expected attention in every layer: {refusal('--mamba-')}.")
+    if given.get("apply_residual_connection_post_layernorm"):
+        raise ValueError(
+            "Expected a model without --apply-residual-connection-post-layernorm, which some "
+            "versions of Megatron Core ignore."
+        )
+    softmax = given.get("moe_router_score_function", "softmax") == "softmax"
+    alone = given.get("moe_router_topk") == 1 and softmax
+    if alone and not given.get("moe_router_pre_softmax"):
+        raise ValueError(
+            "Expected --moe-router-pre-softmax with --moe-router-topk 1: without it an expert's "
+            "weight is 1 in some versions of Megatron Core, and others refuse it."
+        )
+
+
+def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
+    offset, limit = given.get("glu_linear_offset"), given.get("activation_func_clamp_value")
+    if given.get("quick_geglu"):
+        numbers = {"alpha": 1.702, "offset": offset, "limit": limit}
+        inside = ", ".join(f"{name}={value}" for name, value in numbers.items() if value)
+        return {"activation": f"swiglu({inside})"}
+    if offset or limit:
+        raise ValueError(
+            "Expected --glu-linear-offset and --activation-func-clamp-value with --quick-geglu "
+            "alone: fused activations of Megatron Core ignore them otherwise."
+        )
+    if given.get("swiglu") or given.get("squared_relu"):
+        return {}
+    fused = given.get("bias_gelu_fusion", True) and given.get("add_bias_linear", True)
+    return {"activation": "gelu_tanh" if fused else "gelu"}  # the fused kernel's approximation
+
+
+def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:
+    """--moe-layer-freq where it is a list with a number for each layer."""
+    if not isinstance(given.get("moe_layer_freq"), list):
+        return {}
+    layers, every = str(given["num_layers"]), str(given["moe_layer_freq"])
+    _, _, *words = core.spelled_out(["--num-layers", layers, "--moe-layer-freq", every])
+    pairs = (word.split("=") for word in words)
+    return {_argument(flag): int(value) for flag, value in pairs}
+
+
+def _renamed(
+    wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
+) -> dict[str, Tensor]:
+    source = {name: tensor for whole in wholes for name, tensor in whole.items()}
+    names = shapes_of(config, vocab_size)
+    return translate(source, [_rule(name, config) for name in names], names)
+
+
+def _rule(ours: str, config: TrainConfig) -> Rule:
+    match = re.fullmatch(r"stack\.blocks\.(\d+)\.(.+)", ours)
+    module, _, kind = (match[2] if match else ours).rpartition(".")
+    prefix = f"layers.{match[1]}.{_LAYER[module]}" if match else _TOP[module]
+    if kind not in ("w1", "w2", "b1", "b2"):
+        return Rule(ours, (f"{prefix}.{_BY_THEMSELVES.get(kind, kind)}",))
+    ups = ("gate", "up") if config.is_glu else ("up",)
+    parts = [f"linear_{part}" for part in ups] if kind.endswith("1") else ["linear_fc2"]
+    experts = range(whole(config.moe_num_experts)) if "{}" in prefix else range(1)
+    theirs = "weight" if kind.startswith("w") else "bias"
+    sources = [f"{prefix.format(expert)}.{part}.{theirs}" for expert in experts for part in parts]
+    return Rule(ours, tuple(sources), lambda *t: _stacked(t, len(parts)))
+
+
+def _stacked(tensors: Sequence[Tensor], parts: int) -> Tensor:
+    """Of each expert `parts` tensors [F, ...], one above the other: [E, P F, ...]."""
+    return torch.stack(tuple(tensors)).unflatten(0, (-1, parts)).flatten(1, 2)
+
+
+LAYOUT = Layout(
+    kind="expert", parts=("decoder.", "embedding."), sizes=_sizes, rank=_rank, flat=_flat,
+    joined=_JOINED, own=r"\.mlp\.experts\.", kept=".mlp.experts.", head="output_layer.weight",
+    config=_config, renamed=_renamed,
+)  # fmt: skip

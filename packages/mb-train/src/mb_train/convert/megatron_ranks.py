@@ -1,0 +1,191 @@
+"""The ranks of a Megatron checkpoint, joined to one model.
+
+A rank holds a share of each tensor of its layers. What differs between versions of Megatron, which
+numbers a folder has and how shares join, is a `Layout`.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_train.config import TrainConfig
+from mb_train.convert import safe_pickle
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What differs between versions of Megatron.
+
+    Attributes:
+        kind: of the ranks among which experts are distributed: data, or expert.
+        parts: beginnings of names in a model of this layout.
+        sizes: numbers of tensor, `kind` and pipeline ranks, from the arguments.
+        rank: a rank by these, from the numbers of its folder and the arguments.
+        flat: tensors of a rank's model by name, layers.N.* among them, from its arguments and its
+            number among `kind` ranks.
+        joined: patterns of names, and whether tensor-parallel ranks have rows (0) or columns (1);
+            all else is held by all.
+        own: pattern of what a `kind` rank alone has; all else is held by all.
+        kept: a part of the names that are kept of each `kind` rank, not of the first alone.
+        head: name of the last stage's copy of the embedding, or of an untied head.
+        config: from the arguments, the names of all tensors, and a tokenizer.
+        renamed: the weights by our names, from the whole models of each `kind` rank.
+    """
+
+    kind: str
+    parts: tuple[str, ...]
+    sizes: Callable[[Namespace], tuple[int, int, int]]
+    rank: Callable[[Sequence[int], Namespace], tuple[int, int, int]]
+    flat: Callable[[Any, Namespace, int], dict[str, Tensor]]
+    joined: Sequence[tuple[str, int]]
+    own: str
+    kept: str
+    head: str
+    config: Callable[[Namespace, Collection[str], str], TrainConfig]
+    renamed: Callable[[Sequence[Mapping[str, Tensor]], TrainConfig, int], dict[str, Tensor]]
+
+
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
+# order round otherwise on each.
+_DRIFT = 0.05
+
+
+def read_ranks(
+    folder: Path, layouts: Sequence[Layout]
+) -> tuple[dict[tuple[int, int, int], Any], Layout]:
+    """Contents by rank, and the layout that they are of: the first of `layouts` if of none."""
+    contents: dict[tuple[int, int, int], Any] = {}
+    first: tuple[Path, Any] | None = None
+    layout = layouts[0]
+    for path in sorted(folder.glob("mp_rank_*")):
+        if not re.fullmatch(r"mp_rank(_\d+){1,3}", path.name):  # a copy that somebody keeps
+            continue
+        file = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if file is None:  # a data-parallel rank's share of a distributed optimizer
+            continue
+        content = safe_pickle.load(file)
+        args = content.get("args") if isinstance(content, dict) else None
+        if not isinstance(args, Namespace):
+            raise ValueError(f"Expected {file} to hold Megatron's arguments, found none.")
+        if first is None:
+            layout = next((one for one in layouts if _is_of(content, one)), layout)
+        numbers = tuple(map(int, path.name.removeprefix("mp_rank_").split("_")))
+        contents[layout.rank(numbers, args)] = content
+        about = (*layout.sizes(args), content.get("iteration"))
+        first = first or (path, about)
+        if about != first[1]:  # left there by another run, or copied from another iteration
+            raise ValueError(
+                f"Expected all ranks in {folder} to be of one checkpoint, but by {first[0].name} "
+                f"(tensor, {layout.kind}, pipeline ranks, iteration) are {first[1]}, by "
+                f"{path.name} {about}."
+            )
+    if first is None:
+        raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
+    parallel = first[1][:3]
+    for rank in product(*map(range, parallel)):
+        if rank not in contents:
+            raise ValueError(
+                f"Expected tensor, {layout.kind} and pipeline ranks {parallel} in {folder}, but "
+                f"rank {rank} is missing."
+            )
+    return contents, layout
+
+
+def models_of(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The models in a rank's content: one, or one for each of its virtual stages."""
+    found = [value for key, value in content.items() if re.fullmatch(r"model\d*", key)]
+    return [model for model in found if isinstance(model, dict)]
+
+
+def _is_of(content: Mapping[str, Any], layout: Layout) -> bool:
+    return any(name.startswith(layout.parts) for model in models_of(content) for name in model)
+
+
+def whole_models(
+    ranks: Mapping[tuple[int, int, int], Any], layout: Layout, folder: Path
+) -> list[dict[str, Tensor]]:
+    """Flat state dicts, layers by their number in the model: embedding.*, layers.N.*, ...
+
+    The first holds all, further ones what each further `kind` rank has of the experts.
+    """
+    tensors, kinds, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
+    args = ranks[0, 0, 0]["args"]
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    wholes: list[dict[str, Tensor]] = [{} for _ in kinds]
+    first_layer = 0
+    for chunk, stage in product(range(chunks), stages):
+        key = "model" if chunks == 1 else f"model{chunk}"
+        numbers: set[str] = set()  # none in a stage that has the embedding alone
+        for kind, whole in enumerate(wholes):
+            models = [ranks[tensor, kind, stage][key] for tensor in tensors]
+            shares = [layout.flat(model, args, kind) for model in models]
+            for name, joined in _joined(shares, layout, folder).items():
+                numbered = _numbered(name, first_layer)
+                if kind == 0 or layout.kept in name:
+                    whole[numbered] = joined
+                if kind == 0 or re.search(layout.own, name):
+                    continue
+                of_first = wholes[0].get(numbered)
+                if of_first is None or _differ(joined, of_first):
+                    raise ValueError(
+                        f"Expected {layout.kind} ranks 0 and {kind} in {folder} to hold the same "
+                        f"{numbered}, got others: they are of no one model."
+                    )
+            numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
+        first_layer += len(numbers)
+    return wholes
+
+
+def _joined(
+    shares: Sequence[Mapping[str, Tensor]], layout: Layout, folder: Path
+) -> dict[str, Tensor]:
+    """The tensors of a stage, of all its tensor-parallel ranks."""
+    for tensor, share in enumerate(shares):
+        if differing := share.keys() ^ shares[0].keys():
+            raise ValueError(
+                f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}, but "
+                f"{min(differing)} is of one of them alone."
+            )
+    return {name: _join(name, shares, layout, folder) for name in shares[0]}
+
+
+def _join(
+    name: str, shares: Sequence[Mapping[str, Tensor]], layout: Layout, folder: Path
+) -> Tensor:
+    """A tensor of all tensor-parallel ranks."""
+    for pattern, dim in layout.joined:
+        if re.search(pattern + "$", name):
+            return torch.cat([share[name] for share in shares], dim=dim)
+    first = shares[0][name]
+    for tensor, share in enumerate(shares[1:], 1):
+        if _differ(share[name], first):
+            why = " Experts become so under --sequence-parallel." * bool(
+                re.search(layout.own, name)
+            )
+            raise ValueError(
+                f"Expected tensor ranks 0 and {tensor} in {folder} to hold the same {name}, got "
+                f"others: they are of no one model.{why}"
+            )
+    return first
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two ranks' copies of a tensor are not of one model."""
+    return one.shape != other.shape or bool(
+        (one.float() - other.float()).norm() > _DRIFT * other.float().norm()
+    )
+
+
+def _numbered(name: str, first_layer: int) -> str:
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return f"layers.{int(match[1]) + first_layer}.{match[2]}" if match else name

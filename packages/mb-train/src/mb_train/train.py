@@ -36,7 +36,7 @@ from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.profiling import Profiler
 from mb_train.run import Run, only_writer
-from mb_train.starting import Start, plan_of
+from mb_train.starting import Start, find_start
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.validate import END, evaluate, measure
@@ -85,7 +85,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     started = time.monotonic()
     notes: tuple[str, ...] = ()
     if start is None:
-        found = plan_of(config)
+        found = find_start(config)
         config, start, notes = found.config, found.start, found.notes
     with (
         _less_memory_named(),

@@ -17,7 +17,8 @@ from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags.command_line import Parser, parse, resolve, without_effect
+from mb_train.flags.command_line import parse, resolve, without_effect
+from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.machine.host import leads, prepare_host
 

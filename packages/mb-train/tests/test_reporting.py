@@ -12,8 +12,7 @@ from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.interval import Speed, extra_line, speed
-from mb_train.logs.metrics import Accumulator, IntervalStats
-from mb_train.logs.reporting import (
+from mb_train.logs.megatron_lines import (
     argument_lines,
     datetime_line,
     parameters_line,
@@ -25,6 +24,7 @@ from mb_train.logs.reporting import (
     vocabulary_line,
     world_line,
 )
+from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.run_log import RunLog, read_log
 from mb_train.logs.timers import Timers, timer_lines
 from mb_train.tasks.make import one_process_task

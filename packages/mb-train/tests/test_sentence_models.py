@@ -13,7 +13,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
-from mb_train.data.datasets import batches
+from mb_train.data.batches import batches
 from mb_train.from_bert import begin_from_bert
 from mb_train.machine.signals import StopFlag
 from mb_train.models.attention import BlockContext, CoreAttention

@@ -25,12 +25,12 @@ from mb_parallel import any_rank, distributed, rank, world_size
 
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
-from mb_train.data.datasets import DataError, samples_of_step
+from mb_train.data.batches import DataError, samples_of_step
 from mb_train.folder import run_folder
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
+from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.metrics import Accumulator, IntervalStats
-from mb_train.logs.reporting import datetime_line, validation_lines
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals

@@ -38,6 +38,7 @@ from mb_train.checkpoint.read import (
     quiet,
     tensors_of,
 )
+from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
     FORMAT,
     LATEST,
@@ -45,10 +46,9 @@ from mb_train.folder.run_folder import (
     checkpoints,
     iteration_folder,
     read_saved_run,
-    withdraw,
 )
 from mb_train.health import all_finite
-from mb_train.logs.reporting import saved_line, saving_line
+from mb_train.logs.megatron_lines import saved_line, saving_line
 
 # That fill a snapshot in host memory: 44 GB in 7.0 s beside one H100, other numbers were not tried
 # (benchmarks/results/2026-11-26-h100.md).

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from mb_train import __version__
 from mb_train.config import TrainConfig
 from mb_train.flags.command_line import CommandLine, without_effect
-from mb_train.folder.run_folder import LOG_FILE, PICTURE, recover
+from mb_train.folder.history import recover
+from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import leads, prepare_host
 from mb_train.starting import Start, resolve_start
@@ -94,7 +95,7 @@ def _headline(config: TrainConfig) -> str:
 
 def _close(config: TrainConfig, result: Result) -> None:
     """The last lines of a run: what came out of it and where it lies."""
-    from mb_train.logs.reporting import perplexity
+    from mb_train.logs.megatron_lines import perplexity
 
     print(f"\n stopped after iteration {result.iteration}")
     if result.first_loss is not None:

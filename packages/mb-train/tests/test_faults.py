@@ -461,8 +461,8 @@ def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverg
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train.checkpoint import saver
 
-    monkeypatch.setattr(saver, "all_finite", lambda modules: True)
-    monkeypatch.setattr(loop, "numbers", lambda losses: True)
+    monkeypatch.setattr(saver, "all_finite", lambda weights: True)
+    monkeypatch.setattr(loop, "all_finite", lambda losses: True)
     assert run("--train-iters", 5, "--nan-limit", 0) == 0
     assert "nan" in capsys.readouterr().out.lower()
     assert main(["report", str(run.folder)]) == 0

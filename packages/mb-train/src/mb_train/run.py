@@ -54,8 +54,8 @@ from mb_train.logs.megatron_lines import (
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype, device_name
-from mb_train.machine.program import program
 from mb_train.machine.signals import StopFlag
+from mb_train.machine.versions import versions
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.plan.sizing import memory_warning
 from mb_train.profiling import check_profiled
@@ -282,7 +282,7 @@ def _laid_out(
     check_profiled(config, device)
     check_boards(config)
     if world_size() > 1:
-        check_same(program(), "the program")
+        check_same(versions(), "the program")
     check_same(config, "the configuration")  # before groups: other sizes would make others
     mesh = layout.parallel_dims(config, world_size()).build(device.type)
     batch_size = config.batch_size(mesh.dp_size)

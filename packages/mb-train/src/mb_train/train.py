@@ -27,7 +27,7 @@ from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
 from mb_train.data.batches import DataError, samples_of_step
 from mb_train.folder import run_folder
-from mb_train.health import DivergenceGuard, numbers
+from mb_train.health import DivergenceGuard, all_finite
 from mb_train.interval import report_interval
 from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.metrics import Accumulator, IntervalStats
@@ -252,7 +252,7 @@ def save(run: Run) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
-    if not numbers(run.last_losses.values()):
+    if not all_finite(run.last_losses.values()):
         run.saver.wait()
         at = run.progress.iteration
         run.say(f" not saved: at iteration {at} the loss is not a number. {run.saver.in_force()}")

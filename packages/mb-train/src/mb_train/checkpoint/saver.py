@@ -122,7 +122,7 @@ class Saver:
         self.wait()
         iteration = progress.iteration
         self._say(saving_line(iteration, self._folder))
-        if not all_finite(as_list(model)):
+        if not all_finite(p for part in as_list(model) for p in part.parameters()):
             self._say(
                 f" not saved: at iteration {iteration} the weights are not numbers. "
                 f"{self.in_force()}"

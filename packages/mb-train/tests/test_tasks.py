@@ -15,13 +15,9 @@ from mb_train.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
-from mb_train.tasks.base import kept_places
-from mb_train.tasks.make import (
-    fill_in_the_middle,
-    leaves_padding_out,
-    one_process_task,
-    whole_model,
-)
+from mb_train.tasks.collate import kept_places
+from mb_train.tasks.gpt import fill_in_the_middle
+from mb_train.tasks.make import leaves_padding_out, one_process_task, whole_model
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]

@@ -28,7 +28,7 @@ from mb_train.data.batches import check_tokens
 from mb_train.data.datasets import check_prefixes
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
-from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
+from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 
 if TYPE_CHECKING:

@@ -29,15 +29,8 @@ from mb_parallel.optimizer import local
 from torch import Tensor
 
 from mb_train.checkpoint.host_copy import HostCopier, allocating
-from mb_train.checkpoint.read import (
-    Modules,
-    Optimizers,
-    Progress,
-    as_list,
-    cause_of,
-    quiet,
-    tensors_of,
-)
+from mb_train.checkpoint.read import Progress, cause_of, quiet
+from mb_train.checkpoint.tensors import Modules, Optimizers, as_list, tensors_of
 from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
     FORMAT,

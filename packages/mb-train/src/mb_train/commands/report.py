@@ -27,7 +27,7 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
     runs = [Path(run) for run in options.run]
     output = None if options.output is None else Path(options.output)
     if options.frontier:
-        from mb_train.report.frontier_picture import report_frontier
+        from mb_train.report.frontier_report import report_frontier
 
         text, picture, numbers = report_frontier(runs, output or Path())
         print(f"{text}\npicture: {picture}\nnumbers: {numbers}")

@@ -18,7 +18,6 @@ from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
-from mb_train.data.tokenizers import vocabulary_rows
 from mb_train.flags.command_line import parse
 from mb_train.logs import run_log
 from mb_train.recipes import recipe
@@ -185,15 +184,6 @@ def test_going_on_from_python(finished, tmp_path, capsys):
     assert [line["iteration"] for line in lines if line["event"] == "train"] == [3]
     with pytest.raises(ValueError, match="Expected a checkpoint in nowhere, found none"):
         train(dataclasses.replace(config, load="nowhere"))
-
-
-def test_a_vocabulary_that_ranks_cannot_share_is_said():
-    """GPT-2 of Hugging Face's has 50,257 rows."""
-    config = TrainConfig(**recipe("quickstart") | {"make_vocab_size_divisible_by": 128})
-    rows = [vocabulary_rows(config, 500, ranks=2, saved=n) for n in (0, 499, 500, 502)]
-    assert rows == [512, 512, 500, 502]
-    with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
-        vocabulary_rows(config, 500, ranks=2, saved=501)
 
 
 def test_a_key_of_another_version_is_named(finished, tmp_path):

@@ -20,11 +20,11 @@ from mb_parallel.optimizer import describe
 from torch import Tensor
 
 from mb_train import layout
-from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import LoadBalance
 from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
+from mb_train.compile_ahead import compile_ahead, outcome
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml

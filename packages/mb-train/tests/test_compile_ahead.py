@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mb_layers
 import pytest
 import torch
-from mb_train.ahead import compile_ahead, outcome
+from mb_train.compile_ahead import compile_ahead, outcome
 from mb_train.config import TrainConfig
 from mb_train.recipes import recipe
 

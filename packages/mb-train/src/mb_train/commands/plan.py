@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mb_train.commands.train import print_config
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import Parser
 from mb_train.starting import resolve_start
@@ -21,10 +22,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     resolved = resolve_start(command)
     config, start = resolved.config, resolved.start
     if command.print_config:
-        from mb_train.tasks.architecture import checked_toml
-
-        print(checked_toml(config), end="")
-        return 0
+        return print_config(config)
     import torch
 
     from mb_train.data.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows

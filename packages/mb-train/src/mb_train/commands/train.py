@@ -30,15 +30,10 @@ def train(command: CommandLine) -> int:
     started = resolve_start(command)
     config = started.config
     if command.print_config:
-        from mb_train.tasks.architecture import checked_toml
-
-        print(checked_toml(config), end="")
-        return 0
+        return print_config(config)
     leader = leads()
     if leader:
-        idle = without_effect(command, config)
-        for note in (*command.notes, *idle, *started.notes):
-            _tell(f"note: {note}")
+        tell_notes(command, config, *started.notes)
     if started.start is not None and started.start.is_end_of(config):
         if leader:
             _complete(started.start, config)
@@ -58,6 +53,20 @@ def train(command: CommandLine) -> int:
         except OSError:  # of a full disk a run loses lines, and no more
             sys.stdout = None
     return result.exit_code(config)
+
+
+def print_config(config: TrainConfig) -> int:
+    """What `--print-config` asks for, in place of a run; raises as `checked_toml`."""
+    from mb_train.tasks.architecture import checked_toml
+
+    print(checked_toml(config), end="")
+    return 0
+
+
+def tell_notes(command: CommandLine, config: TrainConfig, *more: str) -> None:
+    """Remarks on a command line, before the run that it starts."""
+    for note in (*command.notes, *without_effect(command, config), *more):
+        _tell(f"note: {note}")
 
 
 def _tell(line: str) -> None:

@@ -100,7 +100,7 @@ def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str
     mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
     said = [_main(rank, world_size, arguments) for arguments in mine]
     of_rank = {"torch": "2.13", "mb-train": f"0.1.{rank}"}
-    with mock.patch("mb_train.run.program", return_value=of_rank):
+    with mock.patch("mb_train.run.versions", return_value=of_rank):
         return [*said, _main(rank, world_size, mine[-1])]
 
 

@@ -1,7 +1,10 @@
 """What the pages say can be done: links lead somewhere, commands are taken as they are printed."""
 
+import ast
+import pkgutil
 import re
 import shlex
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +69,31 @@ def test_programs_and_tests_that_a_page_names_exist(page: str) -> None:
     for name in re.findall(r"(?<![\w/])test_\w+\.py", text):
         found = [path for folder in package or [ROOT] for path in folder.rglob(name)]
         assert found, f"{page}: {name}"
+
+
+NAMING = [page for page in PAGES if "CHANGELOG" not in page]  # which names what there was
+
+
+@pytest.mark.parametrize("page", [*NAMING, "tools/docs_pages.py"])
+def test_modules_that_a_page_names_exist(page: str) -> None:
+    """And what it names in them; the tool lists the modules whose docstrings become pages."""
+    text = (ROOT / page).read_text("utf-8")
+    names = re.findall(r"\bmb_(?:kernels|layers|parallel|data|train)(?:\.[A-Za-z]\w*)+", text)
+    if page not in PAGES:
+        names = [f"{package}.{name}" for package, room in references(text) for name in room]
+        assert "mb_train.train" in names
+    for name in names:
+        pkgutil.resolve_name(name)
+
+
+def references(source: str) -> Iterable[tuple[str, list[str]]]:
+    """What `REFERENCE` in tools/docs_pages.py holds, without mkdocs, which that imports."""
+    (found,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REFERENCE"
+    )
+    return eval(ast.unparse(found)).items()
 
 
 def commands(page: str) -> list[list[str]]:

@@ -33,7 +33,10 @@ REFERENCE = {
         *("recompute", "random", "testing"),
     ],
     "mb_data": ["maintenance"],
-    "mb_train": ["train", "models.gpt", "schedule", "checkpoint", "saver", "reporting"],
+    "mb_train": [
+        *("train", "loading", "models.gpt", "schedule"),
+        *("checkpoint.read", "checkpoint.saver", "logs.megatron_lines"),
+    ],
 }
 
 

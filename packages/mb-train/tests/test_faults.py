@@ -21,7 +21,8 @@ from mb_parallel.testing import run_ranks
 from mb_train import train as loop
 from mb_train.checkpoint import saver
 from mb_train.cli import main
-from mb_train.data.datasets import DataError, _on_rank_zero_first, check_tokens
+from mb_train.data.batches import DataError, check_tokens
+from mb_train.data.datasets import on_rank_zero_first
 from mb_train.data.same import check_same_data
 from mb_train.data.sample import sample_corpus
 from mb_train.folder.run_folder import checkpoints, find_checkpoint
@@ -418,7 +419,7 @@ def _unforeseen(rank, _):
         raise KeyError("of a library's")
 
     try:
-        _on_rank_zero_first(make)
+        on_rank_zero_first(make)
     except (KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -460,8 +461,8 @@ def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverg
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train.checkpoint import saver
 
-    monkeypatch.setattr(saver, "all_finite", lambda modules: True)
-    monkeypatch.setattr(loop, "numbers", lambda losses: True)
+    monkeypatch.setattr(saver, "all_finite", lambda weights: True)
+    monkeypatch.setattr(loop, "all_finite", lambda losses: True)
     assert run("--train-iters", 5, "--nan-limit", 0) == 0
     assert "nan" in capsys.readouterr().out.lower()
     assert main(["report", str(run.folder)]) == 0

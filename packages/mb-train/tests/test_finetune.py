@@ -18,6 +18,7 @@ from mb_train.tasks.examples import ExampleDataset
 from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tasks.pairs import read_pairs
 from mb_train.tasks.race import read_questions
+from mb_train.train import Result
 
 WORDS = ["good", "bad", "well", "ill", *(f"w{i}" for i in range(23))]
 V = 7 + len(WORDS)  # with the two that a tokenizer appends
@@ -217,6 +218,24 @@ def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsy
     assert (tmp_path / "out/tokenizer/vocab.txt").exists()
     said = capsys.readouterr().out
     assert "iter_0000002, the latest there is: the end of the run could not be saved" in said
+
+
+def test_a_full_disk_under_its_notes_ends_no_run(bert, tmp_path, monkeypatch, capsys):
+    class FullForAWhile(io.StringIO):
+        def flush(self):
+            if "note: " in self.getvalue():
+                self.truncate(0)
+                raise OSError(28, "No space left on device")
+
+    result = Result(3, None, None, checkpoint=None, stopped_by=None, diverged=False)
+    monkeypatch.setattr("mb_train.train.train", lambda config: result)
+    monkeypatch.setattr("sys.stdout", FullForAWhile())
+    file = tmp_path / "pairs.tsv"
+    write(file, "qqp", 4)
+    words = ["--train-data", str(file), "--valid-data", str(file), "--save-interval", "0"]
+    words += ["--task", "qqp", "--use-flash-attn"]
+    assert main(["finetune", str(bert), *words]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_pairs_become_samples_of_two_segments(bert, tmp_path):

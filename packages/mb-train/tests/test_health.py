@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mb_data import IndexedDataset
-from mb_train.health import DivergenceGuard, all_finite, documents_of, numbers
-from torch import nn
+from mb_train.health import DivergenceGuard, all_finite, documents_of
 
 
 def test_the_guard_counts_steps_in_a_row():
@@ -69,17 +68,9 @@ def test_the_reason_points_at_the_first_bad_batch(tmp_path):
 def test_one_bad_number_is_seen_wherever_it_is(dtype):
     whole = [torch.ones(2, 3).to(dtype), torch.empty(0, 4), torch.tensor(2.0), torch.arange(3)]
     whole[0][0, 0] = torch.finfo(dtype).max
-    assert numbers(whole)
+    assert all_finite(whole)
     for bad in (math.nan, math.inf, -math.inf):
         for at in ((0, 0), (1, 1), (1, 2)):
             tensor = whole[0].clone()
             tensor[at] = bad
-            assert not numbers([*whole[1:], tensor])
-
-
-def test_finite_weights():
-    model = nn.Linear(3, 2)
-    assert all_finite([model, nn.ReLU()])
-    with torch.no_grad():
-        model.weight[1, 2] = torch.inf
-    assert not all_finite([nn.Linear(2, 2), model])
+            assert not all_finite([*whole[1:], tensor])

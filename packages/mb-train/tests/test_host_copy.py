@@ -1,3 +1,5 @@
+"""A copy of tensors in host memory: of any layout, and of the moment of the call."""
+
 import pytest
 import torch
 from mb_train.checkpoint.host_copy import HostCopier, pieces_of

@@ -17,7 +17,8 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import load_tokenizer
-from mb_train.flags.command_line import build_parser, parse, resolve
+from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import TRANSLATED
 from mb_train.recipes import recipe
 

@@ -6,7 +6,8 @@ import pytest
 from mb_train.cli import main
 from mb_train.logs.run_log import RunLog
 from mb_train.report.curves import read_curves, summary
-from mb_train.report.pictures import draw, report, write_page
+from mb_train.report.page import write_page
+from mb_train.report.pictures import draw, report
 
 
 def write(folder, *events):

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 from mb_train.folder import run_folder
+from mb_train.folder.history import recover, set_aside, set_later_aside, withdraw
 from mb_train.folder.lock import locked
-from mb_train.folder.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+from mb_train.folder.run_folder import find_checkpoint
 from mb_train.folder.whole_files import replaced, replaced_folder, write_text
 from mb_train.run import only_writer
 
@@ -145,7 +146,7 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
         for draft in (f"{name}.partial", f"{name}.0123abcd.partial"):  # an earlier release's, ours
             (tmp_path / draft).write_text("hal")
     fill(tmp_path, [5])
-    assert run_folder.withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
+    assert withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
     assert not (tmp_path / "iter_0000005").exists()
     done = recover(tmp_path)
     assert [p.name for p in run_folder.checkpoints(tmp_path)] == [

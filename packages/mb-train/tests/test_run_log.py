@@ -6,7 +6,8 @@ import types
 
 import pytest
 from mb_train.config import TrainConfig
-from mb_train.logs.run_log import RunLog, open_boards, read_log
+from mb_train.logs.boards import open_boards
+from mb_train.logs.run_log import RunLog, read_log
 from mb_train.recipes import recipe
 from mb_train.train import train
 

@@ -259,3 +259,31 @@ def test_a_block_over_segments_is_one_graph(experts):
         compiled(x, own, plain._replace(source_BSD=x))
     assert ("relative_attention" in traced[0]) == experts
     assert "varlen_attn" in traced[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_over_segments_is_the_masked_one(dtype):
+    """Outputs and gradients, with segments that are empty, and none to attend to."""
+    torch.manual_seed(0)
+    ends = torch.tensor([[4, 7, 9, 10], [10, 10, 10, 10], [5, 6, 6, 10]], device="cuda")
+    sources = torch.tensor([[3, 8, 9, 9], [9, 9, 9, 9], [1, 2, 5, 9]], device="cuda")
+    q = torch.randn(3, 10, 4, 16, device="cuda", dtype=dtype)
+    core = CoreAttention(dropout=0.0)
+    for length, attended in ((10, None), (9, Segments(sources, 9))):
+        k, v = torch.randn(2, 3, length, 4, 16, device="cuda", dtype=dtype)
+        masked, context = (
+            BlockContext(
+                **within_segments(Segments(ends, 10), causal=False, flash=flash, attended=attended)
+            )
+            for flash in (False, True)
+        )
+        assert masked.mask is not None
+        plain = masked._replace(mask=masked.mask.cpu())
+        found = []
+        for inputs, where in (((q, k, v), context), ([x.cpu().float() for x in (q, k, v)], plain)):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            y = core(*leaves, where)
+            grads = torch.autograd.grad((y.float() ** 2).sum(), leaves)
+            found.append([x.cpu().float() for x in (y, *grads)])
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)

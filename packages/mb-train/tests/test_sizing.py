@@ -12,17 +12,12 @@ from mb_parallel.recompute import apply_recompute
 from mb_train.assemble import Assembled
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
 from mb_train.plan.flops import flops
 from mb_train.plan.kept import activations_bytes
-from mb_train.plan.sizing import (
-    GIB,
-    describe,
-    host_memory,
-    memory_warning,
-    sizes,
-)
+from mb_train.plan.sizing import GIB, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
 from mb_train.recipes import RECIPES, recipe
 from mb_train.tasks.architecture import transformer_config

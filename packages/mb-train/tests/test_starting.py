@@ -16,13 +16,13 @@ import pytest
 import torch
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
+from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
-from mb_train.data.tokenizers import vocabulary_rows
 from mb_train.flags.command_line import parse
 from mb_train.logs import run_log
 from mb_train.recipes import recipe
 from mb_train.report.curves import read_curves
-from mb_train.starting import command_line, plan
+from mb_train.starting import resolve_start
 from mb_train.train import train
 
 TINY = [
@@ -87,12 +87,12 @@ def test_the_advice_can_be_typed(finished, monkeypatch):
     assert f"go on with           uv run mb-train --load '{folder}'" in out
     monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
     monkeypatch.setattr(sys, "argv", ["/x/mb_train/__main__.py"])
-    assert command_line("--load", "a") == "python -m mb_train --load a"
+    assert invocation("--load", "a") == "python -m mb_train --load a"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert command_line() == "torchrun --nproc_per_node 8 -m mb_train"
+    assert invocation() == "torchrun --nproc_per_node 8 -m mb_train"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert command_line() == "torchrun --nnodes 2 --nproc_per_node 8 -m mb_train"
+    assert invocation() == "torchrun --nnodes 2 --nproc_per_node 8 -m mb_train"
 
 
 def test_the_advice_for_a_folder_that_looks_like_a_flag(finished, monkeypatch, capsys, tmp_path):
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
     folder, _ = finished
     monkeypatch.chdir(folder / "iter_0000002")
     for load, save in ((".", folder), ("..", ".."), (f"../{Path.cwd().name}", "..")):
-        started = plan(parse(["--load", load]))
+        started = resolve_start(parse(["--load", load]))
         assert started.start.checkpoint.name == "iter_0000002"
         assert started.config.save == str(save)
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
     ],
 )
 def test_going_on_otherwise_is_said(finished, words, says):
-    notes = plan(parse(["--load", str(finished[0]), *words])).notes
+    notes = resolve_start(parse(["--load", str(finished[0]), *words])).notes
     assert notes == (() if says is None else notes[:1])
     assert says is None or says in notes[0]
 
@@ -133,7 +133,7 @@ def test_a_longer_run_keeps_its_schedules(finished):
         "--start-weight-decay=0", "--end-weight-decay=1", "--weight-decay-incr-style=linear",
     ]  # fmt: skip
     for words, length in (rising, "2 steps"), ([*rising, "--train-iters", "9"], "9 steps"):
-        config = plan(parse(["--load", str(finished[0]), *words])).config
+        config = resolve_start(parse(["--load", str(finished[0]), *words])).config
         assert (config.weight_decay_length, config.decay_length) == (length, length)
 
 
@@ -157,15 +157,15 @@ def test_going_on_with_another_is_refused(finished, capsys, words, says):
 def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
     folder = finished[0]
     words = ["--load", str(folder), "--ckpt-step"]
-    assert plan(parse([*words, "2"])).start.checkpoint == folder / "iter_0000002"
+    assert resolve_start(parse([*words, "2"])).start.checkpoint == folder / "iter_0000002"
     with pytest.raises(ValueError, match=r"Expected a checkpoint in .*iter_0000003, found none"):
-        plan(parse([*words, "3"]))
+        resolve_start(parse([*words, "3"]))
     with pytest.raises(ValueError, match="Expected --load with --ckpt-step 2, got none"):
-        plan(parse(["--ckpt-step", "2"]))
+        resolve_start(parse(["--ckpt-step", "2"]))
     begins = ["--load", str(tmp_path), "--save", str(tmp_path)]
-    assert plan(parse(begins)).start is None
+    assert resolve_start(parse(begins)).start is None
     with pytest.raises(ValueError, match="found none"):
-        plan(parse([*begins, "--exit-on-missing-checkpoint"]))
+        resolve_start(parse([*begins, "--exit-on-missing-checkpoint"]))
 
 
 def test_going_on_from_python(finished, tmp_path, capsys):
@@ -186,15 +186,6 @@ def test_going_on_from_python(finished, tmp_path, capsys):
         train(dataclasses.replace(config, load="nowhere"))
 
 
-def test_a_vocabulary_that_ranks_cannot_share_is_said():
-    """GPT-2 of Hugging Face's has 50,257 rows."""
-    config = TrainConfig(**recipe("quickstart") | {"make_vocab_size_divisible_by": 128})
-    rows = [vocabulary_rows(config, 500, ranks=2, saved=n) for n in (0, 499, 500, 502)]
-    assert rows == [512, 512, 500, 502]
-    with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
-        vocabulary_rows(config, 500, ranks=2, saved=501)
-
-
 def test_a_key_of_another_version_is_named(finished, tmp_path):
     folder, _ = finished
     checkpoint = tmp_path / "iter_0000002"
@@ -203,7 +194,7 @@ def test_a_key_of_another_version_is_named(finished, tmp_path):
     saved["config"]["moe_topk"] = 3
     (checkpoint / "run.json").write_text(json.dumps(saved))
     with pytest.raises(ValueError, match=r"'moe_topk', which this version does not know"):
-        plan(parse(["--load", str(checkpoint)]))
+        resolve_start(parse(["--load", str(checkpoint)]))
 
 
 def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, capsys):
@@ -227,7 +218,7 @@ def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, caps
 
 
 def test_a_run_of_no_checkpoints_keeps_its_log(finished, tmp_path, capsys):
-    (prefix,) = plan(parse(["--load", str(finished[0])])).config.data_path
+    (prefix,) = resolve_start(parse(["--load", str(finished[0])])).config.data_path
     words = ["--train-iters=2", "--data-path", prefix, "--save", str(tmp_path), "--save-interval=0",
              "--moe-rebalance-interval=1"]  # fmt: skip
     assert main([*TINY, *words]) == 0

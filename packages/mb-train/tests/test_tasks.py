@@ -1,27 +1,21 @@
 """What a task makes of samples."""
 
 from functools import partial
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import mb_data
 import numpy as np
 import pytest
 import torch
-from mb_layers import Router
-from mb_parallel import ParallelDims, ParallelMesh
+from mb_parallel import ParallelDims
 from mb_parallel.pipeline_parallel import split_layers
-from mb_train.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
-from mb_train.tasks.base import kept_places
-from mb_train.tasks.make import (
-    fill_in_the_middle,
-    leaves_padding_out,
-    one_process_task,
-    whole_model,
-)
+from mb_train.tasks.bert import BertTask
+from mb_train.tasks.bm25 import BM25, rank_of, recall
+from mb_train.tasks.collate import kept_places
+from mb_train.tasks.gpt import fill_in_the_middle
+from mb_train.tasks.make import leaves_padding_out, one_process_task, whole_model
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
@@ -198,40 +192,6 @@ def test_padding_is_left_out_where_no_other_counts_on_the_shape(dims, change, le
     assert leaves_padding_out(config, ParallelDims(**dims)) == leaves_out
 
 
-@pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
-def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
-    """In a pipeline a rank finds its layers among those of all stages by their names."""
-    config = TrainConfig(
-        num_layers=3, decoder_num_layers=3, hidden_size=16, num_attention_heads=2, seq_length=8,
-        micro_batch_size=1, train_iters=1, lr=1.0, model=kind, moe_num_experts=4, moe_layer_freq=2,
-        moe_router_enable_expert_bias=True, decoder_seq_length=8,
-    )  # fmt: skip
-    model = whole_model(config, vocab_size=16)
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    assert len(routers) == (4 if kind == "t5" else 2)
-    mesh = SimpleNamespace(pp_size=2, all_reduce=lambda tensor, axis: tensor)
-    balance = LoadBalance([model], config, mesh)
-    balance.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
-    assert balance.update(1, torch.optim.SGD(model.parameters())) is None
-    assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
-
-
-def test_a_balancing_bias_moves_by_both_texts_of_a_tower():
-    config = TrainConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
-        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=True,
-        moe_num_experts=4, moe_router_enable_expert_bias=True,
-    )  # fmt: skip
-    model = whole_model(config, vocab_size=16)
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, axis: tensor)
-    balance = LoadBalance([model], config, mesh)
-    queries, blocks = torch.eye(4)[:2], 8.0 * torch.eye(4)[2:]
-    balance.see({"tokens_per_expert": torch.cat([queries, blocks])})
-    balance.update(1, torch.optim.SGD(model.parameters()))
-    assert [int(router.balancing_bias.argmin()) for router in routers] == [2, 3]
-
-
 @pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
 @pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "classifier"])
 def test_what_two_stages_have_is_to_stay_equal(kind, positions):
@@ -263,23 +223,31 @@ def test_what_two_stages_have_is_to_stay_equal(kind, positions):
                 assert tied == shared
 
 
-def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
-    config = TrainConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
-        train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=1,
-    )  # fmt: skip
-    model = whole_model(config, vocab_size=16)
+def test_a_bert_takes_the_places_to_restore_first():
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "bert", "mask_prob": 0.3}
+    task = BertTask(TrainConfig(**sizes, **run), None, vocab_size=10)
+    labels = [[-1, 7, -1, -1, 9, -1, -1, -1], [-1] * 8]
+    sample = {"text": np.arange(8), "types": np.zeros(8), "padding_mask": np.ones(8)}
+    sample["is_random"] = 1
+    batch = task.collate([sample | {"labels": np.array(row)} for row in labels])
+    assert batch["ends_BN"].tolist() == [[8], [8]]
+    assert batch["masked_BM"].shape == (2, 3)
+    assert batch["masked_BM"][0, :2].tolist() == [1, 4]
+    assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
+    assert batch["weights_BM"].tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert ((batch["labels_BM"] >= 0) == batch["weights_BM"]).all()
 
-    def all_reduce(tensor, axis, *_):
-        """With a stage that moved two layers' experts; here none can."""
-        assert axis == "pp"
-        return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
 
-    dims = ParallelDims(pp=2)
-    alone = {"dims": dims, "pp_size": 2, "ep_size": 1, "dense": None}
-    mesh = Mock(spec=ParallelMesh, **alone, all_reduce=all_reduce)
-    balance = LoadBalance([model], config, mesh)
-    balance.see({"tokens_per_expert": torch.ones(2, 4)})
-    said = balance.update(1, torch.optim.SGD(model.parameters()))
-    assert "experts of 2 layers changed places after step 1" in said
-    assert "had 1.50 times an even share, as they are now 1.25" in said
+def test_bm25_ranks_by_rare_words_and_short_texts():
+    texts = [[1, 2, 3], [1, 1, 4, 5, 6, 7, 8], [1, 9], [4, 2]]
+    scores = BM25(texts).scores([4])
+    assert scores[3] > scores[1] > scores[0] == scores[2] == 0
+    # By hand: 1 is in three of four texts, whose mean length is 3.5.
+    weight = torch.log1p(torch.tensor((4 - 3 + 0.5) / 3.5)).item()
+    norm = 1.2 * (0.25 + 0.75 * 2 / 3.5)
+    assert BM25(texts).scores([1])[2] == pytest.approx(weight * 2.2 / (1 + norm))
+    assert rank_of(scores, 3) == 0
+    assert rank_of(scores, 0) == 3  # a tie is no find
+    assert rank_of(np.full(4, np.nan), 0) == 3  # nor is what a diverged model computes
+    assert recall([0, 4, 5, 9], 5) == 0.5

@@ -15,8 +15,8 @@ from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
-from mb_train.models.plans import bert_plan, classifier_plan, gpt_plan, ict_plan, t5_plan
 from mb_train.models.t5 import T5
+from mb_train.models.tensor_plans import bert_plan, classifier_plan, gpt_plan, ict_plan, t5_plan
 from torch.distributed.tensor import DTensor
 
 B, S, R, M, V = 2, 8, 6, 3, 32

@@ -7,8 +7,9 @@ import shutil
 import pytest
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer
-from mb_train.folder.run_folder import set_aside, set_later_aside
+from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer, vocabulary_rows
+from mb_train.folder.history import set_aside, set_later_aside
+from mb_train.recipes import recipe
 
 TINY = [
     "--num-layers=1", "--hidden-size=16", "--seq-length=16", "--num-attention-heads=1", "--lr=1e-3",
@@ -123,3 +124,12 @@ def test_a_tokenizer_goes_aside_with_its_run(tmp_path):
     whole = set_aside(tmp_path)
     assert (whole / "tokenizer" / "vocab.json").exists()
     assert not (tmp_path / "tokenizer").exists()
+
+
+def test_a_vocabulary_that_ranks_cannot_share_is_said():
+    """GPT-2 of Hugging Face's has 50,257 rows."""
+    config = TrainConfig(**recipe("quickstart") | {"make_vocab_size_divisible_by": 128})
+    rows = [vocabulary_rows(config, 500, ranks=2, saved=n) for n in (0, 499, 500, 502)]
+    assert rows == [512, 512, 500, 502]
+    with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
+        vocabulary_rows(config, 500, ranks=2, saved=501)

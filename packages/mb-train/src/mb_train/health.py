@@ -15,7 +15,7 @@ import torch
 from mb_data import FillInTheMiddle
 from mb_parallel import any_rank
 from mb_parallel.optimizer import local
-from torch import Tensor, nn
+from torch import Tensor
 
 _NAMED = 8
 
@@ -88,13 +88,8 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def all_finite(modules: Sequence[nn.Module]) -> bool:
-    """Whether every parameter on every rank is a number; one transfer from the device."""
-    return numbers(parameter for module in modules for parameter in module.parameters())
-
-
 @torch.no_grad()
-def numbers(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether there is neither NaN nor infinity in any rank's tensors; all ranks call it."""
     verdicts = []
     for tensor in map(local, tensors):

@@ -9,8 +9,8 @@ import torch
 from mb_parallel import world_size
 
 from mb_train.config import TrainConfig
+from mb_train.logs.megatron_lines import train_line
 from mb_train.logs.metrics import IntervalStats
-from mb_train.logs.reporting import train_line
 from mb_train.logs.timers import timer_lines
 from mb_train.machine.device import device_name
 from mb_train.models.workload import Workload

@@ -20,15 +20,16 @@ from mb_parallel.optimizer import describe
 from torch import Tensor
 
 from mb_train import layout
-from mb_train.ahead import compile_experts, compile_step, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import LoadBalance
 from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
+from mb_train.compile_ahead import compile_experts, compile_step, outcome
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
-from mb_train.data.datasets import Data, batches, check_files, prepare_data
+from mb_train.data.batches import batches
+from mb_train.data.datasets import Data, check_files, prepare_data
 from mb_train.data.same import check_same_data
 from mb_train.data.tokenizers import (
     copies_for,
@@ -37,11 +38,12 @@ from mb_train.data.tokenizers import (
     saved_rows,
     vocabulary_rows,
 )
-from mb_train.folder import run_folder
+from mb_train.folder import history, run_folder
 from mb_train.folder.lock import locked
 from mb_train.folder.whole_files import write_text
+from mb_train.logs.boards import check_boards, open_boards
 from mb_train.logs.console import Console
-from mb_train.logs.reporting import (
+from mb_train.logs.megatron_lines import (
     argument_lines,
     datetime_line,
     loaded_line,
@@ -49,11 +51,11 @@ from mb_train.logs.reporting import (
     vocabulary_line,
     world_line,
 )
-from mb_train.logs.run_log import RunLog, check_boards, open_boards
+from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype, device_name
-from mb_train.machine.program import program
 from mb_train.machine.signals import StopFlag
+from mb_train.machine.versions import versions
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.plan.sizing import memory_warning
 from mb_train.profiling import check_profiled
@@ -212,13 +214,13 @@ class Run:
             return RunLog(None, boards, self.config, self.say)
         copies = self._copies
         if start is None or self.config.finetune or not start.is_in(self.folder):
-            moved = run_folder.set_aside(self.folder)
+            moved = history.set_aside(self.folder)
             if copies is None or copies.resolve() == self.folder.resolve():
                 copies = moved  # where the tokenizer's files in this folder are now
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
         else:
-            moved = run_folder.set_later_aside(self.folder, start.saved.iteration)
+            moved = history.set_later_aside(self.folder, start.saved.iteration)
             if moved is not None:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
@@ -286,7 +288,7 @@ def _laid_out(
     check_profiled(config, device)
     check_boards(config)
     if world_size() > 1:
-        check_same(program(), "the program")
+        check_same(versions(), "the program")
     check_same(config, "the configuration")  # before groups: other sizes would make others
     mesh = layout.parallel_dims(config, world_size()).build(device.type)
     batch_size = config.batch_size(mesh.dp_size)
@@ -316,7 +318,7 @@ def only_writer(save: str | None) -> Generator[list[str]]:
                         "checkpoint. Give the folder around it, or a new one."
                     )
                 held.enter_context(locked(Path(save)))
-                done = run_folder.recover(Path(save))
+                done = history.recover(Path(save))
             except ValueError as error:
                 failure = [error]
             except OSError as error:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +48,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Resolved:
     """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
 
     config: TrainConfig
@@ -59,7 +56,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def plan(command: CommandLine) -> Plan:
+def resolve_start(command: CommandLine) -> Resolved:
     """The run that a command line asks for.
 
     Raises:
@@ -69,12 +66,12 @@ def plan(command: CommandLine) -> Plan:
     values = command.values  # a recipe has no --load
     load, save = values.get("load"), values.get("save")
     if load is None:
-        return plan_of(resolve(command))
+        return find_start(resolve(command))
     checkpoint = _checkpoint(
         load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
     )
     if checkpoint is None:
-        return Plan(dataclasses.replace(resolve(command), load=None))
+        return Resolved(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
     config = resolve(command, saved.inherited())
     if "save" not in values and not config.finetune:
@@ -83,26 +80,26 @@ def plan(command: CommandLine) -> Plan:
     start = Start(checkpoint, saved)
     if not asked and start.is_end_of(config):
         config = _prolong(config, saved)
-    return Plan(config, start, tuple(check_changes(saved.config, config)))
+    return Resolved(config, start, tuple(check_changes(saved.config, config)))
 
 
-def plan_of(config: TrainConfig) -> Plan:
+def find_start(config: TrainConfig) -> Resolved:
     """The run of a whole configuration, which goes on from its `load` if it has one.
 
     Raises:
-        ValueError, OSError: as `plan`.
+        ValueError, OSError: as `resolve_start`.
     """
     if config.load is None:
         if config.ckpt_step is not None:
             raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
-        return Plan(config)
+        return Resolved(config)
     checkpoint = _checkpoint(
         config.load, config.save, config.ckpt_step, config.exit_on_missing_checkpoint
     )
     if checkpoint is None:
-        return Plan(dataclasses.replace(config, load=None))
+        return Resolved(dataclasses.replace(config, load=None))
     saved = read_saved_run(checkpoint)
-    return Plan(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
+    return Resolved(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
 
 
 def _checkpoint(load: str, save: str | None, step: int | None, must_exist: bool) -> Path | None:
@@ -131,18 +128,3 @@ def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
         incr = f"weight_decay_incr_{unit}"
         lengths[incr] = getattr(config, incr) or length
     return dataclasses.replace(config, **lengths)
-
-
-def command_line(*arguments: str) -> str:
-    """What to type to call this program again, the way it was called, quoted for a shell."""
-    words = ["mb-train"]
-    if Path(sys.argv[0]).name == "__main__.py":
-        words = ["python", "-m", "mb_train"]
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
-            spread = [] if nodes == "1" else ["--nnodes", nodes]
-            words = ["torchrun", *spread, "--nproc_per_node", ranks, "-m", "mb_train"]
-    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # set by `uv run`, and by nothing else
-        words = ["uv", "run", *words]
-    return shlex.join([*words, *arguments])

@@ -25,18 +25,18 @@ from mb_parallel import any_rank, distributed, rank, world_size
 
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
-from mb_train.data.datasets import DataError, samples_of_step
+from mb_train.data.batches import DataError, samples_of_step
 from mb_train.folder import run_folder
-from mb_train.health import DivergenceGuard, numbers
+from mb_train.health import DivergenceGuard, all_finite
 from mb_train.interval import report_interval
+from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.metrics import Accumulator, IntervalStats
-from mb_train.logs.reporting import datetime_line, validation_lines
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.profiling import Profiler
 from mb_train.run import Run, only_writer
-from mb_train.starting import Start, plan_of
+from mb_train.starting import Start, find_start
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.validate import END, evaluate, measure
@@ -85,7 +85,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     started = time.monotonic()
     notes: tuple[str, ...] = ()
     if start is None:
-        found = plan_of(config)
+        found = find_start(config)
         config, start, notes = found.config, found.start, found.notes
     with (
         _less_memory_named(),
@@ -252,7 +252,7 @@ def save(run: Run) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
-    if not numbers(run.last_losses.values()):
+    if not all_finite(run.last_losses.values()):
         run.saver.wait()
         at = run.progress.iteration
         run.say(f" not saved: at iteration {at} the loss is not a number. {run.saver.in_force()}")

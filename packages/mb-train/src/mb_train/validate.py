@@ -16,8 +16,8 @@ from mb_parallel import any_rank, gather_rest, of_all_ranks
 from mb_parallel.engines import is_dtensor
 from torch import nn
 
-from mb_train.checkpoint.read import tensors_of
-from mb_train.logs.reporting import measured_line, perplexity, validation_lines
+from mb_train.checkpoint.tensors import tensors_of
+from mb_train.logs.megatron_lines import measured_line, perplexity, validation_lines
 from mb_train.machine.signals import StopFlag
 from mb_train.run import Run
 from mb_train.tasks import Dataset

@@ -170,7 +170,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be (`run_folder.recover`)."""
+    """Put a whole folder where an earlier one of that name may be (`history.recover`)."""
     aside = final.with_name(final.name + ".old")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():

@@ -20,26 +20,27 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mb_parallel import of_all_ranks, rank, world_size
-from torch import Tensor, nn
 
+from mb_train.checkpoint.tensors import (
+    Modules,
+    Optimizers,
+    as_list,
+    named_parameters,
+    named_tensors,
+    optimizer_entries,
+)
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
 from mb_train.folder.run_folder import checkpoints, iteration_of, read_saved_run
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException
-
-Modules = nn.Module | Sequence[nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-# What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ def load_checkpoint(
     else:
         _make_optimizer_state(optimizer)
         saved_state = any(name.startswith("optimizer.") for name in shapes)
-        if not saved_state and any(_optimizer_entries(model, optimizer)):
+        if not saved_state and any(optimizer_entries(model, optimizer)):
             raise CheckpointError(
                 f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
             )
         _forget_state(model, optimizer, shapes)
-    tensors = list(_tensors(model, optimizer))
+    tensors = list(named_tensors(model, optimizer))
     state = dict(tensors)
     _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone), shapes)
     with quiet():
@@ -102,7 +103,7 @@ def load_checkpoint(
         for name, tensor in tensors:
             if tensor is not state[name]:  # two stages on this rank have one of that name
                 tensor.copy_(state[name])
-    for entry, kind, name in _optimizer_entries(model, optimizer):
+    for entry, kind, name in optimizer_entries(model, optimizer):
         if isinstance(entry[kind], (int, float)):
             entry[kind] = type(entry[kind])(state[name].item())
 
@@ -111,57 +112,6 @@ def cause_of(error: CheckpointException) -> str:
     """What went wrong on the first rank that failed."""
     cause = next(iter(error.failures.values()))[0]
     return f"{type(cause).__name__}: {cause}"
-
-
-def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
-    """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
-
-    Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
-    share, such as tied embeddings, is there once.
-    """
-    return dict(_tensors(model, optimizer))
-
-
-def _tensors(model: Modules, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
-    for module in as_list(model):
-        for name, tensor in module.state_dict().items():
-            yield f"model.{plain_name(name)}", tensor
-    for entry, kind, name in _optimizer_entries(model, optimizer):
-        value = entry[kind]
-        number = isinstance(value, (int, float))
-        yield name, torch.tensor(value, dtype=torch.float64) if number else value
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the model as it was built, whatever has been wrapped around it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def as_list(given: Any) -> list[Any]:
-    """One thing, several or None, as a list."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _optimizer_entries(
-    model: Modules, optimizer: Optimizers
-) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Each tensor or number in the optimizers' state: its dict, its key there, its full name."""
-    for parameter, name in _named(model):
-        for one in as_list(optimizer):
-            entry = one.state.get(parameter, {})
-            for kind, value in entry.items():
-                if isinstance(value, (Tensor, int, float)):
-                    yield entry, kind, f"optimizer.{kind}.{name}"
-
-
-def _named(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
-    for module in as_list(model):
-        for name, parameter in module.named_parameters():
-            yield parameter, plain_name(name)
 
 
 def _make_optimizer_state(optimizer: Optimizers) -> None:
@@ -185,7 +135,7 @@ def _forget_state(
 ) -> None:
     """Drop the state of parameters that had none when they were saved: they got no gradient."""
     with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
-    for parameter, name in _named(model):
+    for parameter, name in named_parameters(model):
         for one in as_list(optimizer):
             if name not in with_state:
                 one.state.pop(parameter, None)

@@ -29,15 +29,9 @@ from mb_parallel.optimizer import local
 from torch import Tensor
 
 from mb_train.checkpoint.host_copy import HostCopier, allocating
-from mb_train.checkpoint.read import (
-    Modules,
-    Optimizers,
-    Progress,
-    as_list,
-    cause_of,
-    quiet,
-    tensors_of,
-)
+from mb_train.checkpoint.read import Progress, cause_of, quiet
+from mb_train.checkpoint.tensors import Modules, Optimizers, as_list, tensors_of
+from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
     FORMAT,
     LATEST,
@@ -45,10 +39,9 @@ from mb_train.folder.run_folder import (
     checkpoints,
     iteration_folder,
     read_saved_run,
-    withdraw,
 )
 from mb_train.health import all_finite
-from mb_train.logs.reporting import saved_line, saving_line
+from mb_train.logs.megatron_lines import saved_line, saving_line
 
 # That fill a snapshot in host memory: 44 GB in 7.0 s beside one H100, other numbers were not tried
 # (benchmarks/results/2026-11-26-h100.md).
@@ -122,7 +115,7 @@ class Saver:
         self.wait()
         iteration = progress.iteration
         self._say(saving_line(iteration, self._folder))
-        if not all_finite(as_list(model)):
+        if not all_finite(p for part in as_list(model) for p in part.parameters()):
             self._say(
                 f" not saved: at iteration {iteration} the weights are not numbers. "
                 f"{self.in_force()}"

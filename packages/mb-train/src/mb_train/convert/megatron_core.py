@@ -29,7 +29,7 @@ from mb_train.config.moe import MoEFields
 from mb_train.convert.architectures import imported_config
 from mb_train.convert.hugging_face import shapes_of
 from mb_train.convert.megatron_ranks import Layout
-from mb_train.flags import core
+from mb_train.flags import megatron_core as core
 from mb_train.flags.refused import refusal
 from mb_train.flags.settled import understood
 
@@ -42,7 +42,7 @@ _REFUSED = (
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
     "hybrid_layer_pattern", "retro_add_retriever",
 )  # fmt: skip
-# Arguments that `flags.core` translates, of those that say what a model is.
+# Arguments that `flags.megatron_core` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",

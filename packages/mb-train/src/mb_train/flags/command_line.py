@@ -2,7 +2,6 @@
 
 Later layers win: Megatron's defaults, what a `--load`ed run was started with, a recipe, `--config
 run.toml`, then the flags typed. With no word about the model the recipe is `quickstart`.
-Flags, their types and their help come from the fields of `TrainConfig`; nothing is listed twice.
 """
 
 from __future__ import annotations
@@ -10,25 +9,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import itertools
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.field import Bounds, spec, value_types
+from mb_train.config.field import Bounds, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
-from mb_train.flags.core import TOPK, defaults_beside, spelled_out, summed_logits, two_moments
+from mb_train.flags.megatron_core import (
+    TOPK,
+    defaults_beside,
+    spelled_out,
+    summed_logits,
+    two_moments,
+)
+from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
-from mb_train.flags.settled import SETTLED, TRANSLATED, understood
-from mb_train.recipes import RECIPES, recipe
-
-_TYPES = value_types(TrainConfig)
+from mb_train.flags.settled import understood
+from mb_train.recipes import recipe
 
 
 @dataclass(frozen=True)
@@ -45,150 +47,6 @@ class CommandLine:
     notes: tuple[str, ...]
     of_every_layer: tuple[str, ...] = ()
     own: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are exceptions."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message[:1].upper() + message[1:])
-
-
-# Takes the parser of `mb-train NAME` and the words behind it, returns an exit code.
-Command = Callable[[Parser, Sequence[str]], int]
-
-
-def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
-    """Run `mb-train NAME`; what its help says of it is the command's docstring."""
-    about = inspect.getdoc(command)
-    parser = Parser(prog=f"mb-train {name}", description=about, allow_abbrev=False)
-    return command(parser, arguments)
-
-
-def add_run(parser: Parser) -> None:
-    """Arguments of a command that loads a run's model: the run, and the device to load it on."""
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-
-
-_ABOUT = """\
-Train a transformer, dense or Mixture-of-Experts. With no flag: a small dropless MoE GPT on
-Python's own library.
-
-  mb-train --recipe dmoe-125m --data-path my_text_document
-  mb-train --load runs/dmoe-125m
-  torchrun --nproc_per_node 8 -m mb_train --recipe dmoe-125m --data-path my_text_document
-"""
-
-
-# What turns a choice off that is off by default.
-_NONE = "none"
-# Choices of more letters than this are in a flag's text, not in its line.
-_LONG = 50
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str, **_: Any) -> None:
-        super().__init__(prog, max_help_position=38, width=100)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        name = action.option_strings[0]  # other spellings are in the text
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return f"--[no-]{name.removeprefix('--')}"
-        if name == "-h" or action.nargs == 0:
-            return ", ".join(action.option_strings[:2] if name == "-h" else [name])
-        return f"{name} {self._format_args(action, action.dest.upper())}"
-
-
-def build_parser(
-    commands: Mapping[str, Command] = MappingProxyType({}), own: Parser | None = None
-) -> argparse.ArgumentParser:
-    """The parser of a training run; its result holds only what was typed.
-
-    Args:
-        commands: what else the program does, by name; their docstrings are for the help.
-        own: see `parse`.
-    """
-    from mb_train import __version__
-
-    parser = Parser(
-        prog="mb-train",
-        usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
-        description=_ABOUT + _listed(commands),
-        epilog=f"{len(SETTLED)} more flags are accepted from Megatron's scripts without effect, the"
-        " matter\nbeing settled here. A run says which of them it was given, and why.",
-        formatter_class=_Help,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        conflict_handler="error" if own is None else "resolve",
-    )
-    parser.add_argument("--version", action="version", version=f"mb-train {__version__}")
-    top = parser.add_argument_group("the run")
-    top.add_argument("--recipe", metavar="NAME", help=f"start from one of: {', '.join(RECIPES)}")
-    top.add_argument("--config", metavar="FILE", help="read fields from a TOML file")
-    top.add_argument(
-        "--print-config", action="store_true", help="print the run as TOML and do nothing else"
-    )
-    for title, members in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for f in fields(members):
-            _add_field(group, f)
-    for name, (valued, _) in {**SETTLED, **TRANSLATED}.items():
-        kind: dict[str, Any] = {"nargs": valued} if isinstance(valued, str) else {}
-        kind |= {} if valued else {"action": "store_true"}
-        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
-    for action in [] if own is None else own._actions:
-        parser._add_action(action)
-    return parser
-
-
-def _listed(commands: Mapping[str, Command]) -> str:
-    if not commands:
-        return ""
-    lines = []
-    for name, call in commands.items():
-        about, _, _ = (call.__doc__ or "").partition("\n")  # python -OO has none
-        lines.append(f"  {name:10}{about}")
-    return "\n".join(["\nother commands, each with a --help:", *lines])
-
-
-def _add_field(group: Any, f: Field[Any]) -> None:
-    kind, about = _TYPES[f.name], spec(f)
-    names = [flag_name(f.name), *about.also]
-    text = about.help.replace("%", "%%")
-    if about.also:
-        text += f" (also {', '.join(about.also)})"
-    if kind is bool:
-        # `--no-no-load-optim` would help nobody.
-        negated = not f.name.startswith("no_")
-        action = argparse.BooleanOptionalAction if negated else "store_true"
-        group.add_argument(*names, action=action, dest=f.name, help=text)
-        for name in about.off:
-            group.add_argument(name, action="store_false", dest=f.name, help=argparse.SUPPRESS)
-        return
-    if f.default is not None:
-        text += f" (default {f.default})"
-    extra: dict[str, Any] = {"metavar": f.name.split("_")[-1].upper()}
-    if about.choices:
-        choices = about.choices
-        if f.default is None:  # of a run that is gone on from it may be another value
-            choices = (*choices, _NONE)
-        words = ", ".join(map(str, choices))
-        if len(words) > _LONG:
-            text += f"; one of {words}"
-            extra["choices"] = choices
-        else:
-            extra = {"choices": choices}
-    if typing.get_origin(kind) is list:
-        (kind,) = typing.get_args(kind)
-        extra |= {"nargs": about.count or "+"}
-
-    def read(word: str) -> Any:
-        known = about.choices and f.default is None and word == _NONE
-        return word if known else kind(about.said_as.get(word, word))
-
-    read.__name__ = getattr(kind, "__name__", "value")  # as argparse names it
-    group.add_argument(*names, type=read, dest=f.name, help=text, **extra)
 
 
 def parse(
@@ -229,7 +87,7 @@ def parse(
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
     for f in fields(TrainConfig):
-        if values.get(f.name) == _NONE and f.default is None and spec(f).choices:
+        if values.get(f.name) == NONE and f.default is None and spec(f).choices:
             values[f.name] = None
     wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)

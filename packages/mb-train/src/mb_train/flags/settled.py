@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that are no choice here (settled), or have another name (translated).
 
 Scripts that have them are accepted as they are. One note at the start of a run lists the settled
-flags with the reason, so that nothing is ignored in silence. `core` translates those of
+flags with the reason, so that nothing is ignored in silence. `megatron_core` translates those of
 Megatron Core.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mb_train.config import flag_name
-from mb_train.flags import core
+from mb_train.flags import megatron_core
 
 _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
@@ -261,8 +261,8 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),  # see `core.defaults_beside`
-    **core.TRANSLATED,
+    "--no-position-embedding": (False, lambda _: {}),  # see `megatron_core.defaults_beside`
+    **megatron_core.TRANSLATED,
 }
 
 
@@ -295,7 +295,7 @@ def understood(said: Mapping[str, Any]) -> Understood:
         except ValueError as error:
             wrong.append(str(error))
             continue
-        sums_layers = name in core.OF_EVERY_LAYER
+        sums_layers = name in megatron_core.OF_EVERY_LAYER
         for field, value in meant.items():
             if sums_layers and field not in values:
                 of_every_layer.append(field)

@@ -27,7 +27,7 @@ from mb_data.text.sources import JSON_KINDS
 from mb_train.data.tokenizers import beginning
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
-from mb_train.logs import reporting
+from mb_train.logs import megatron_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
     ratio = (len(tokens) - 1) / (original - 1)
     return {
         "loss": loss,
-        "ppl": reporting.perplexity(loss),
-        "adjusted_ppl": reporting.perplexity(loss * ratio),
+        "ppl": megatron_lines.perplexity(loss),
+        "adjusted_ppl": megatron_lines.perplexity(loss * ratio),
         "token_ratio": ratio,
         "tokens": len(tokens),
         "original_tokens": original,
@@ -113,7 +113,7 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     loss = total / scored
     return {
         "loss": loss,
-        "ppl": reporting.perplexity(loss),
+        "ppl": megatron_lines.perplexity(loss),
         "bits_per_byte": total / math.log(2) / size,
         "tokens": sum(map(len, encoded)),
         "bytes": size,

@@ -78,3 +78,21 @@ class Console:
     @property
     def _rewrites(self) -> bool:
         return self._out.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def in_a_line(error: Exception) -> str:
+    """What is said of an error that ends the program, or a part of its work."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
+    said = str(error)
+    if out_of_gpu_memory(error):
+        said = " ".join(["not enough memory:", said, *getattr(error, "__notes__", ())])
+    return " ".join(said.split())
+
+
+def out_of_gpu_memory(error: Exception) -> bool:
+    """Whether torch's allocator found too little memory on a GPU."""
+    torch = sys.modules.get("torch")  # without it there is no GPU
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)

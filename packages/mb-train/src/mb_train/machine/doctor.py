@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from mb_train.machine.environment import explain
-from mb_train.machine.program import PACKAGES
+from mb_train.machine.versions import PACKAGES
 
 _MIN_TORCH = (2, 11)
 # A run of the published size: 3.7 B parameters, 51 GB a checkpoint, two of them kept.

@@ -1,10 +1,14 @@
-"""Settings of this process for training on a CPU, made before torch is imported."""
+"""This process on its host: whether it speaks, how it waits and keeps memory, what there is of it.
+
+No torch: some of it has to be set before that is imported.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 # malloc.h of glibc. Memory up to the first size comes from the heap, and the heap gives none of it
 # back; beyond it every allocation asks the kernel.
@@ -38,3 +42,20 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def host_memory() -> int:
+    """Bytes that a process can still take on this host, by the kernel and by its control group."""
+    there = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                there = 1024 * int(line.split()[1])
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            there = min(there, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass
+    return there

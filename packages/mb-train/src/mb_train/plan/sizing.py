@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from mb_parallel import ParallelDims
@@ -20,6 +19,7 @@ from torch import nn
 from mb_train.config import TrainConfig, whole
 from mb_train.layout import parallel_dims, stage_layers
 from mb_train.machine.device import compute_dtype
+from mb_train.machine.host import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.optimizer import MUON_STEPS, parameter_groups
@@ -299,20 +299,3 @@ def memory_warning(
         f"{there / GIB:.1f} GiB of {what}. Lower --micro-batch-size, add "
         "--recompute-granularity full, or take more ranks; mb-train plan shows what takes how much."
     )
-
-
-def host_memory() -> int:
-    """Bytes that a process can still take on this host, by the kernel and by its control group."""
-    there = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                there = 1024 * int(line.split()[1])
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            there = min(there, max(int(limit) - used, 0))
-    except (OSError, ValueError):
-        pass
-    return there

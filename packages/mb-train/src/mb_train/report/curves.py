@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mb_train.logs.reporting import perplexity
+from mb_train.logs.megatron_lines import perplexity
 from mb_train.logs.run_log import log_of, replay
 
 # Curve -> the entry of a "train" event; logs of older runs lack some.

@@ -14,17 +14,10 @@ from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
-from mb_train.models.plans import bert_plan
+from mb_train.models.tensor_plans import bert_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import (
-    Borders,
-    DataPaths,
-    Dataset,
-    Datasets,
-    batches_of,
-    kept_places,
-    segment_ends,
-)
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.packed import laid, lengths_of, pack
 from mb_train.tasks.sentences import SentenceTask
 
@@ -67,7 +60,7 @@ class BertTask(SentenceTask):
         return Borders(tied)
 
     def tensor_plan(self) -> Plan:
-        """See `models.plans`."""
+        """See `models.tensor_plans`."""
         return bert_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:

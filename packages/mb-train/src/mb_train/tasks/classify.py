@@ -13,18 +13,10 @@ from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
-from mb_train.models.plans import classifier_plan
+from mb_train.models.tensor_plans import classifier_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import (
-    Borders,
-    DataPaths,
-    Dataset,
-    Datasets,
-    batches_of,
-    kept_places,
-    segment_ends,
-    stacked,
-)
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.collate import batches_of, kept_places, segment_ends, stacked
 from mb_train.tasks.examples import Example, ExampleDataset
 from mb_train.tasks.pairs import FORMS, read_pairs
 from mb_train.tasks.race import LETTERS, QUESTION_AT_MOST, read_questions
@@ -68,7 +60,7 @@ class ClassifyTask(SentenceTask):
         return Borders({name: dict.fromkeys(range(1, len(runs)), name)} if relative else {})
 
     def tensor_plan(self) -> Plan:
-        """See `models.plans`."""
+        """See `models.tensor_plans`."""
         return classifier_plan(self.model_config)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Classifier:

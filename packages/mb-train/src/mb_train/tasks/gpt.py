@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import mb_data
@@ -12,7 +13,7 @@ from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
-from mb_train.models.plans import gpt_plan
+from mb_train.models.tensor_plans import gpt_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
@@ -61,7 +62,7 @@ class GPTTask:
         return Borders({tokens: tokens} if self.model_config.tie_embeddings else {})
 
     def tensor_plan(self) -> Plan:
-        """See `models.plans`."""
+        """See `models.tensor_plans`."""
         return gpt_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
@@ -134,3 +135,44 @@ def ends_of(ends_BS: np.ndarray) -> np.ndarray:
         behind = np.flatnonzero(ends_S[:-1]) + 1
         row[: len(behind)] = behind
     return places_BN
+
+
+def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:
+    """What makes `mb_data.FillInTheMiddle` of a dataset, by a run's `--fim-` flags.
+
+    Raises:
+        ValueError: the vocabulary has no such token.
+    """
+
+    def token(flag: str, text: str) -> int:
+        found = tokenizer.token_id(text)
+        if found is None:
+            raise ValueError(
+                f"Expected --{flag} to be a special token of {tokenizer.name}, got {text!r}. Name "
+                "one that it has, or append some: --vocab-extra-ids 3 makes <extra_id_0> to "
+                "<extra_id_2>."
+            )
+        return found
+
+    marks = mb_data.MiddleTokens(
+        token("fim-prefix-token", config.fim_prefix_token),
+        token("fim-middle-token", config.fim_middle_token),
+        token("fim-suffix-token", config.fim_suffix_token),
+    )
+    between, start = config.fim_split_sample, config.fim_no_prefix
+
+    def begins_so(tokens: Any) -> bool:
+        assert start is not None
+        return tokenizer.decode(tokens[: len(start.encode()) + 1]).startswith(start)
+
+    return partial(
+        mb_data.FillInTheMiddle,
+        marks=marks,
+        eod=tokenizer.eod,
+        rate=config.fim_rate,
+        suffix_first_rate=config.fim_spm_rate,
+        fragment_end=token("fim-split-sample", between) if between else None,
+        fragment_rate=config.fim_fragment_rate,
+        leave=begins_so if start else None,
+        seed=config.seed,
+    )

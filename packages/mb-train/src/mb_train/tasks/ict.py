@@ -16,18 +16,11 @@ from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
-from mb_train.models.plans import ict_plan
+from mb_train.models.tensor_plans import ict_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import (
-    Borders,
-    DataPaths,
-    Dataset,
-    Datasets,
-    batches_of,
-    kept_places,
-    stacked,
-)
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
 from mb_train.tasks.bm25 import BM25, rank_of, recall
+from mb_train.tasks.collate import batches_of, kept_places, stacked
 from mb_train.tasks.sentences import SentenceTask
 
 
@@ -55,7 +48,7 @@ class ICTTask(SentenceTask):
         )
 
     def tensor_plan(self) -> Plan:
-        """See `models.plans`."""
+        """See `models.tensor_plans`."""
         return ict_plan(self.model_config)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import mb_data
 import torch
 from mb_parallel import ParallelDims, ParallelMesh
 from torch import nn
 
 from mb_train.config import TrainConfig
-from mb_train.tasks.base import LEAST_STEP, Dataset, Task
+from mb_train.tasks.base import Task
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.classify import ClassifyTask
-from mb_train.tasks.gpt import GPTTask
+from mb_train.tasks.collate import LEAST_STEP
+from mb_train.tasks.gpt import GPTTask, fill_in_the_middle
 from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.t5 import T5Task
 
@@ -53,47 +53,6 @@ def leaves_padding_out(config: TrainConfig, dims: ParallelDims) -> bool:
     sharing = dims.tp if config.sequence_parallel else 1
     alone = dims.pp == 1 and dims.ep == 1 and LEAST_STEP % sharing == 0
     return alone and config.moe_balance_over != "sequence"
-
-
-def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:
-    """What makes `mb_data.FillInTheMiddle` of a dataset, by a run's `--fim-` flags.
-
-    Raises:
-        ValueError: the vocabulary has no such token.
-    """
-
-    def token(flag: str, text: str) -> int:
-        found = tokenizer.token_id(text)
-        if found is None:
-            raise ValueError(
-                f"Expected --{flag} to be a special token of {tokenizer.name}, got {text!r}. Name "
-                "one that it has, or append some: --vocab-extra-ids 3 makes <extra_id_0> to "
-                "<extra_id_2>."
-            )
-        return found
-
-    marks = mb_data.MiddleTokens(
-        token("fim-prefix-token", config.fim_prefix_token),
-        token("fim-middle-token", config.fim_middle_token),
-        token("fim-suffix-token", config.fim_suffix_token),
-    )
-    between, start = config.fim_split_sample, config.fim_no_prefix
-
-    def begins_so(tokens: Any) -> bool:
-        assert start is not None
-        return tokenizer.decode(tokens[: len(start.encode()) + 1]).startswith(start)
-
-    return partial(
-        mb_data.FillInTheMiddle,
-        marks=marks,
-        eod=tokenizer.eod,
-        rate=config.fim_rate,
-        suffix_first_rate=config.fim_spm_rate,
-        fragment_end=token("fim-split-sample", between) if between else None,
-        fragment_rate=config.fim_fragment_rate,
-        leave=begins_so if start else None,
-        seed=config.seed,
-    )
 
 
 def whole_model(

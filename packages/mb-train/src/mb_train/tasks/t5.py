@@ -16,19 +16,12 @@ from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.models.plans import t5_plan
 from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
+from mb_train.models.tensor_plans import t5_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import (
-    Borders,
-    DataPaths,
-    Dataset,
-    Datasets,
-    batches_of,
-    kept_places,
-    segment_ends,
-)
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.packed import laid, lengths_of, pack
 from mb_train.tasks.sentences import SentenceTask
 
@@ -93,7 +86,7 @@ class T5Task(SentenceTask):
         return Borders(tied, streams)
 
     def tensor_plan(self) -> Plan:
-        """See `models.plans`."""
+        """See `models.tensor_plans`."""
         return t5_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:

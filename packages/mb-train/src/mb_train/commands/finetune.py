@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mb_train.commands.train import print_config, tell_notes
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags.command_line import Parser, parse, resolve, without_effect
+from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.machine.host import leads, prepare_host
 
@@ -95,12 +97,9 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     said = command.values.keys()
     config = dataclasses.replace(config, **{n: lengths[n] for n in lengths.keys() - said})
     if command.print_config:
-        from mb_train.tasks.architecture import checked_toml
-
-        print(checked_toml(config), end="")
-        return 0
-    for note in (*command.notes, *without_effect(command, config)) if leads() else ():
-        print(f"note: {note}", flush=True)
+        return print_config(config)
+    if leads():
+        tell_notes(command, config)
     return _run(config)
 
 

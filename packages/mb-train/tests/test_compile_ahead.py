@@ -9,8 +9,8 @@ import pytest
 import torch
 from mb_kernels.runtime.recording import record
 from mb_parallel import ParallelDims
-from mb_train.ahead import compile_experts, compile_step, outcome
 from mb_train.assemble import assemble
+from mb_train.compile_ahead import compile_experts, compile_step, outcome
 from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.optimizer import build_optimizer

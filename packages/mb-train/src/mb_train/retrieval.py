@@ -24,10 +24,11 @@ import numpy.typing as npt
 import torch
 
 from mb_train.config import TrainConfig, whole
-from mb_train.data.datasets import check_prefixes, check_tokens
+from mb_train.data.batches import check_tokens
+from mb_train.data.datasets import check_prefixes
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
-from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
+from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGES = ("mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train")
 
 
-def program() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of torch and Triton, and of our packages with a digest of their sources."""
     found = {name: _version(name) for name in ("torch", "triton", *PACKAGES)}
     for name in PACKAGES:

@@ -1,0 +1,68 @@
+"""The tensors of models and optimizers by names that no layout of ranks and no wrapper changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Modules = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+# What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
+    """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
+
+    Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
+    share, such as tied embeddings, is there once.
+    """
+    return dict(named_tensors(model, optimizer))
+
+
+def named_tensors(model: Modules, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
+    """Those of `tensors_of`, what several stages on this rank have once for each."""
+    for module in as_list(model):
+        for name, tensor in module.state_dict().items():
+            yield f"model.{plain_name(name)}", tensor
+    for entry, kind, name in optimizer_entries(model, optimizer):
+        value = entry[kind]
+        number = isinstance(value, (int, float))
+        yield name, torch.tensor(value, dtype=torch.float64) if number else value
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was built, whatever has been wrapped around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def as_list(given: Any) -> list[Any]:
+    """One thing, several or None, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def optimizer_entries(
+    model: Modules, optimizer: Optimizers
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Each tensor or number in the optimizers' state: its dict, its key there, its full name."""
+    for parameter, name in named_parameters(model):
+        for one in as_list(optimizer):
+            entry = one.state.get(parameter, {})
+            for kind, value in entry.items():
+                if isinstance(value, (Tensor, int, float)):
+                    yield entry, kind, f"optimizer.{kind}.{name}"
+
+
+def named_parameters(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
+    """Each parameter and its plain name."""
+    for module in as_list(model):
+        for name, parameter in module.named_parameters():
+            yield parameter, plain_name(name)

@@ -1,0 +1,22 @@
+"""What `mb-train` does: `train` with the flags of a run alone, and the commands beside it, by name.
+
+Each takes its parser and its words, and returns an exit code. torch is imported only by those that
+need it, once their arguments make sense.
+"""
+
+from mb_train.commands import convert, doctor, finetune, inference, plan, report, retrieval
+from mb_train.flags.parser import Command
+
+COMMANDS: dict[str, Command] = {
+    "doctor": doctor.doctor,
+    "plan": plan.plan,
+    "report": report.report,
+    "generate": inference.generate,
+    "eval": inference.evaluate,
+    "serve": inference.serve,
+    "convert": convert.convert,
+    "upcycle": convert.upcycle,
+    "finetune": finetune.finetune,
+    "index": retrieval.index,
+    "retrieve": retrieval.retrieve,
+}

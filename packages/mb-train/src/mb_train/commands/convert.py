@@ -1,0 +1,68 @@
+"""`mb-train convert` and `mb-train upcycle`: one folder with a model in it becomes another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mb_train.flags.command_line import parse
+from mb_train.flags.parser import Parser, refuse_idle
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def convert(parser: Parser, arguments: Sequence[str]) -> int:
+    """Hugging Face or Megatron folders to a run folder, and back to Hugging Face.
+
+    Of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
+    BERT, MegatronBert and T5; of Megatron: GPTs of its MegaBlocks fork and of Megatron Core.
+    """
+    parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
+    parser.add_argument("target", help="folder to write, new or empty")
+    parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of weights to export; default fp32")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by", type=int, metavar="N", dest="divisible_by",
+        help="rows of a vocabulary from Hugging Face come in a multiple of it; default as they are",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    source, target = Path(options.source), Path(options.target)
+    import torch
+
+    from mb_train.convert import export_model, import_megatron, import_model, is_megatron
+    from mb_train.folder.run_folder import find_checkpoint
+
+    tokenizer, divisible_by = options.tokenizer, options.divisible_by
+    if is_megatron(source):
+        what, takes = "a Megatron checkpoint", ["--tokenizer"]
+        write = partial(import_megatron, tokenizer=tokenizer)
+    elif (source / "config.json").is_file():
+        what, takes = "a Hugging Face folder", ["--tokenizer", "--make-vocab-size-divisible-by"]
+        multiple = 1 if divisible_by is None else divisible_by
+        write = partial(import_model, tokenizer=tokenizer, divisible_by=multiple)
+    elif source.is_dir() and find_checkpoint(source) is not None:
+        what, takes = "a run folder", ["--dtype"]
+        write = partial(export_model, dtype=getattr(torch, _DTYPES[options.dtype or "fp32"]))
+    else:
+        raise ValueError(
+            f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."
+        )
+    given = {"--tokenizer": tokenizer, "--make-vocab-size-divisible-by": divisible_by}
+    refuse_idle({**given, "--dtype": options.dtype}, takes, f": {source} is {what}")
+    write(source, target)
+    return 0
+
+
+def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
+    """A dense model with its feed-forwards copied into experts, as a run folder.
+
+    Takes the flags of experts beside its own: --moe-num-experts 8 --moe-top-k 2.
+    """
+    parser.add_argument("source", help="run folder of a dense model, or an iteration folder")
+    parser.add_argument("target", help="folder to write, new or empty")
+    command = parse(arguments, own=parser)
+    from mb_train.convert.upcycle import upcycle
+
+    upcycle(Path(command.own.source), Path(command.own.target), command)
+    return 0

@@ -1,0 +1,130 @@
+"""What becomes of earlier checkpoints of a run folder: moved aside, recovered, withdrawn.
+
+The checkpoints of a folder are one line of history: a run that begins anew, or goes back to an
+earlier iteration, first moves what it does not build on into `previous-N`. Such a move is many
+renames, so `.moving.json` notes it before it begins: if the run is killed in the middle, the next
+one finishes the move (`recover`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mb_train.folder.run_folder import (
+    CONFIG_FILE,
+    LATEST,
+    LOG_FILE,
+    MOVING,
+    PAGE,
+    PICTURE,
+    TOKENIZER,
+    checkpoints,
+    iteration_of,
+)
+from mb_train.folder.whole_files import sync_directory, write_text
+
+
+def recover(folder: Path) -> list[str]:
+    """Clean up after a run that was killed; call it with the folder's lock held.
+
+    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones and
+    the rest of half-deleted ones.
+
+    Returns:
+        What was done, a line each.
+
+    Raises:
+        ValueError: what was written of a move is damaged.
+    """
+    done = []
+    journal = folder / MOVING
+    if journal.is_file():
+        try:
+            target = _finish_move(folder, json.loads(journal.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{journal}, which says what of an earlier run was on its way into a previous-N, "
+                f"is damaged: {error!r}. Move that by hand, and remove the file."
+            ) from None
+        done.append(f"finished moving an earlier run to {target}")
+    for old in sorted(folder.glob("iter_*.old")):
+        final = old.with_suffix("")
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, final)
+            done.append(f"put {final} back, which was about to be replaced")
+    for draft in sorted(folder.glob("iter_*.partial")):
+        shutil.rmtree(draft)
+        done.append(f"removed {draft}, a checkpoint that was never finished")
+    for surplus in folder.glob("iter_*.surplus"):
+        shutil.rmtree(surplus)
+    for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
+        for draft in folder.glob(f"{name}*.partial"):
+            draft.unlink(missing_ok=True)
+    return done
+
+
+def withdraw(checkpoint: Path) -> Path:
+    """Rename a checkpoint that is to be deleted; returns its new path.
+
+    If the deletion is killed halfway, the rest must not look like a checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    return checkpoint.rename(checkpoint.with_name(checkpoint.name + ".surplus"))
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
+    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, TOKENIZER, LATEST]
+    found = [name for name in names if (folder / name).exists()]
+    found += [path.name for path in checkpoints(folder)]
+    return _move(folder, found) if found else None
+
+
+def set_later_aside(folder: Path, iteration: int) -> Path | None:
+    """Move the checkpoints after `iteration` into `previous-N`, with a copy of their log.
+
+    For a run that goes back to `iteration`, which from here on is the latest. `previous-N` is a run
+    folder itself: the branch can be gone on with from there. None if there are none.
+    """
+    later = [path for path in checkpoints(folder) if iteration_of(path) > iteration]
+    if not later:
+        return None
+    write_text(folder / LATEST, f"{iteration}\n")
+    return _move(folder, [path.name for path in later], branch=iteration_of(later[-1]))
+
+
+def _move(folder: Path, names: list[str], *, branch: int | None = None) -> Path:
+    number = 1
+    while (folder / f"previous-{number}").exists():
+        number += 1
+    move = {"target": f"previous-{number}", "names": names, "branch": branch}
+    write_text(folder / MOVING, json.dumps(move) + "\n")
+    return _finish_move(folder, move)
+
+
+def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
+    target = folder / move["target"]
+    target.mkdir(exist_ok=True)
+    for name in move["names"]:
+        if (folder / name).exists() and not (target / name).exists():
+            os.rename(folder / name, target / name)
+    if move["branch"] is not None:
+        for name in (CONFIG_FILE, LOG_FILE):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, target / name)
+        if (folder / TOKENIZER).is_dir():
+            shutil.copytree(folder / TOKENIZER, target / TOKENIZER, dirs_exist_ok=True)
+        write_text(target / LATEST, f"{move['branch']}\n")
+    sync_directory(target)
+    (folder / MOVING).unlink()
+    sync_directory(folder)
+    return target

@@ -1,0 +1,193 @@
+"""What there is to see of runs, a panel for each.
+
+Loss with perplexity, throughput, gradient norm, and how evenly the experts are loaded: a heat map
+of layers over time, and one of experts over layers at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mb_train.logs.run_log import number
+from mb_train.report.curves import Curves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
+
+# A longer series is cut into at most this many stretches, drawn as their means in a band from
+# minimum to maximum. A picture has no more columns, and a page with every step of a long run would
+# take minutes to load.
+_POINTS = 1000
+_BESIDE = (1.02, 0.0, 0.015, 1.0)  # where a colour bar stands: all panels are equally wide
+_MARKED = 60  # beyond this many the dots run into each other
+
+
+def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
+    """Titles and what is drawn below them."""
+    panels: list[tuple[str, Panel]] = [
+        ("Loss and perplexity", _loss),
+        ("Tokens per second", _speed),
+    ]
+    if any(v is not None for curves in runs for v in curves.grad_norm.values()):
+        panels.append(("Gradient norm", _grad_norm))
+    for curves in runs:
+        whose = "" if len(runs) == 1 else f"{curves.name}: "
+        if curves.load_imbalance:
+            panels.append((f"{whose}Load of the fullest expert over the mean", _load_of(curves)))
+        if curves.tokens_per_expert:
+            panels.append((f"{whose}Load of every expert at the end", _experts_of(curves)))
+    return panels
+
+
+def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"), marker=".")
+        if curves.valid:
+            at = sorted(curves.valid)
+            values = [number(curves.valid[i]) for i in at]
+            axis.plot(
+                at, values, "o-", markersize=4, linewidth=1, color=_darker(line.get_color()),
+                label=_label(curves, runs, "validation"),
+            )  # fmt: skip
+        if curves.diverged_at is not None:
+            axis.axvline(curves.diverged_at, color="crimson", linestyle=":", label="not a number")
+    axis.set_ylabel("loss (nats)")
+    perplexity = axis.secondary_yaxis("right")
+    low, high = axis.get_ylim()
+    steps = (1, 2, 5) if high - low < 8 else (1,)  # nats: labels must not touch
+    nice = [step * 10.0**e for e in range(-1, 9) for step in steps]
+    ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
+    perplexity.set_yticks([math.log(p) for p in ticks], [_plain(p) for p in ticks])
+    perplexity.set_ylabel("perplexity")
+    axis.legend()
+    _finish(axis)
+
+
+def _speed(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        _line(axis, curves.tokens_per_s, label=_label(curves, runs, ""), marker=".")
+    axis.set_ylabel("tokens per second")
+    axis.set_ylim(bottom=0)
+    _finish(axis, legend=len(runs) > 1)
+
+
+def _grad_norm(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        _line(axis, curves.grad_norm, label=_label(curves, runs, ""), marker=".")
+    axis.set_ylabel("gradient norm")
+    axis.set_yscale("log")
+    from matplotlib.ticker import LogFormatter
+
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    _finish(axis, legend=len(runs) > 1)
+
+
+def _load_of(curves: Curves) -> Panel:
+    def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+        at = _thinned(sorted(curves.load_imbalance))
+        layers = range(len(curves.load_imbalance[at[-1]]))
+        grid = [[number(curves.load_imbalance[i][layer]) for i in at] for layer in layers]
+        edges = [at[0] - (at[1] - at[0] if len(at) > 1 else 1), *at]  # an interval ends where it is
+        mesh = axis.pcolormesh(
+            edges, _around(layers), grid, cmap="viridis", vmin=1.0, rasterized=True
+        )
+        figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="max / mean")
+        _layers_on_y(axis, layers)
+        axis.set_xlabel("iteration")
+
+    return panel
+
+
+def _experts_of(curves: Curves) -> Panel:
+    def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+        from matplotlib.colors import TwoSlopeNorm
+
+        counts = curves.tokens_per_expert[max(curves.tokens_per_expert)]
+        grid = [[n * len(row) / max(sum(row), 1.0) for n in row] for row in counts]
+        experts = range(len(grid[0]))
+        top = max(2.0, *(max(row) for row in grid))
+        mesh = axis.pcolormesh(
+            _around(experts), _around(range(len(grid))), grid, cmap="coolwarm",
+            norm=TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top), rasterized=True,
+        )  # fmt: skip
+        figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="load / mean")
+        _layers_on_y(axis, range(len(grid)))
+        axis.set_xlabel("expert")
+
+    return panel
+
+
+def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[Any]:
+    at = sorted(series)
+    values = [number(series[i]) for i in at]
+    if len(at) > _MARKED:
+        style.pop("marker", None)
+    if len(at) <= _POINTS:
+        return axis.plot(at, values, linewidth=1, **style)
+    step = -(-len(at) // _POINTS)
+    chunks = [values[i : i + step] for i in range(0, len(at), step)]
+    places = [at[min(i + step, len(at)) - 1] for i in range(0, len(at), step)]
+    lines = axis.plot(places, [sum(c) / len(c) for c in chunks], linewidth=1, **style)
+    axis.fill_between(
+        places, [min(c) for c in chunks], [max(c) for c in chunks],
+        color=lines[0].get_color(), alpha=0.25, linewidth=0,
+    )  # fmt: skip
+    return lines
+
+
+def _thinned(at: list[int]) -> list[int]:
+    step = -(-len(at) // _POINTS)
+    return at[::-1][::step][::-1]
+
+
+def _around(cells: range) -> list[float]:
+    return [cell - 0.5 for cell in range(len(cells) + 1)]
+
+
+def _layers_on_y(axis: Axes, layers: range) -> None:
+    axis.set_yticks(list(layers)[:: -(-len(layers) // 12)])
+    axis.set_ylabel("MoE layer")
+    axis.invert_yaxis()
+
+
+def _finish(axis: Axes, *, legend: bool = False) -> None:
+    axis.set_xlabel("iteration")
+    axis.grid(alpha=0.3)
+    if legend:
+        axis.legend()
+
+
+def _label(curves: Curves, runs: Sequence[Curves], what: str) -> str:
+    return what if len(runs) == 1 else f"{curves.name} {what}".strip()
+
+
+def _darker(color: str) -> Any:
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.6 * part for part in to_rgb(color))
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def figure_of(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height: float) -> Figure:
+    """Panels one below the other.
+
+    The margins are fixed: a layout that computes them takes as long as the drawing.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height))
+    figure.subplots_adjust(0.09, 0.5 / height, 0.87, 1 - 0.35 / height, hspace=0.45)
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, (title, panel) in zip(axes, panels, strict=True):
+        axis.set_title(title, loc="left", fontsize="medium")
+        panel(figure, axis, runs)
+    return figure

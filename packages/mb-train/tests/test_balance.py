@@ -1,0 +1,68 @@
+"""What a step's load moves: balancing biases, and the places of experts."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from mb_layers import Router
+from mb_parallel import ParallelDims, ParallelMesh
+from mb_train.balance import LoadBalance
+from mb_train.config import TrainConfig
+from mb_train.tasks.make import whole_model
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
+def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
+    """In a pipeline a rank finds its layers among those of all stages by their names."""
+    config = TrainConfig(
+        num_layers=3, decoder_num_layers=3, hidden_size=16, num_attention_heads=2, seq_length=8,
+        micro_batch_size=1, train_iters=1, lr=1.0, model=kind, moe_num_experts=4, moe_layer_freq=2,
+        moe_router_enable_expert_bias=True, decoder_seq_length=8,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert len(routers) == (4 if kind == "t5" else 2)
+    mesh = SimpleNamespace(pp_size=2, all_reduce=lambda tensor, axis: tensor)
+    balance = LoadBalance([model], config, mesh)
+    balance.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
+    assert balance.update(1, torch.optim.SGD(model.parameters())) is None
+    assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
+
+
+def test_a_balancing_bias_moves_by_both_texts_of_a_tower():
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=True,
+        moe_num_experts=4, moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, axis: tensor)
+    balance = LoadBalance([model], config, mesh)
+    queries, blocks = torch.eye(4)[:2], 8.0 * torch.eye(4)[2:]
+    balance.see({"tokens_per_expert": torch.cat([queries, blocks])})
+    balance.update(1, torch.optim.SGD(model.parameters()))
+    assert [int(router.balancing_bias.argmin()) for router in routers] == [2, 3]
+
+
+def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=1,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+
+    def all_reduce(tensor, axis, *_):
+        """With a stage that moved two layers' experts; here none can."""
+        assert axis == "pp"
+        return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
+
+    dims = ParallelDims(pp=2)
+    alone = {"dims": dims, "pp_size": 2, "ep_size": 1, "dense": None}
+    mesh = Mock(spec=ParallelMesh, **alone, all_reduce=all_reduce)
+    balance = LoadBalance([model], config, mesh)
+    balance.see({"tokens_per_expert": torch.ones(2, 4)})
+    said = balance.update(1, torch.optim.SGD(model.parameters()))
+    assert "experts of 2 layers changed places after step 1" in said
+    assert "had 1.50 times an even share, as they are now 1.25" in said

@@ -1,0 +1,309 @@
+"""Flags of Megatron and of others: translated, without effect, or refused with a reason."""
+
+import re
+
+import pytest
+from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.megatron_core import CORES
+from mb_train.flags.parser import build_parser
+from mb_train.flags.settled import SETTLED
+
+RUN = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "8", "--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3"),
+]
+
+
+def test_settled_flags_are_answered_in_one_note():
+    arguments = []
+    for name, (valued, _) in SETTLED.items():
+        arguments += [name, "1"] if valued else [name]
+    (note,) = parse(arguments).notes
+    for name, (_, answer) in SETTLED.items():
+        assert re.search(rf"{name}[,\w _-]* \({re.escape(answer)}\)", note), name
+    assert parse(["--seed", "1"]).notes == ()
+    assert not parse(arguments).values
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
+        ("--deepspeed --topk 2", r"--deepspeed cannot be .* --topk cannot be .*--moe-router-topk"),
+        (
+            "--perform-rl-step --grpo-group-size 2 --no-rl-partial-rollouts --refit-method gloo",
+            r"--perform-rl-step, --grpo-group-size, --no-rl-partial-rollouts, --refit-method "
+            r"cannot be honoured: there is no reinforcement learning",
+        ),
+        (
+            "--inference-max-requests 8 --flash-decode --num-tokens-to-generate 1",
+            r"--inference-max-requests, --flash-decode, --num-tokens-to-generate cannot be .*: "
+            r"mb-train generate RUN writes texts, and mb-train serve RUN",
+        ),
+        ("--export-quant-cfg x", r"--export-quant-cfg cannot be .* mb-train convert RUN"),
+        ("--train-idx-path x --repeated-dataloader", r"--train-idx-path, --rep.*--data-cache-path"),
+        ("--enable-zbh1-pipeline", r"--enable-zbh1-pipeline cannot .* interleaved-zero-bub"),
+        ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
+        (
+            "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",
+            r"--fp4-format cannot .*Unknown flag --enable-gpt-oss.*--mtp-num-layers to be 0, got "
+            r"'1'.*--softmax-type to be vanilla, got 'learnable'",
+        ),
+        ("--deepspeed --optimizer lion", r"--deepspeed cannot .* Argument --optimizer: invalid"),
+        (
+            "--moe-router-load-balancing-type aux_loss global_aux_loss",
+            r"one --moe-router-load-balancing-type, .* got aux_loss global_aux_loss",
+        ),
+        ("--moe-aux-loss-coeff 1e-2 1e-3", r"one --moe-aux-loss-coeff, .* got 1e-2 1e-3"),
+        ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
+        ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
+        ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
+        ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
+        ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq ([1", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
+        (
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 3 logits",
+        ),
+        (
+            "--num-layers 2 --num-experts 8 --moe-grouped-gemm --moe-router-group-topk 1",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 2 logits",
+        ),
+        ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
+        (
+            "--recompute-modules mlp",
+            r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
+        ),
+        (
+            "--num-layers 5 --moe-layer-freq [0]+[1]*5",
+            r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
+        ),
+        ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
+        (
+            "--img-h 224 --retro-add-retriever --vision-model-type clip",
+            r"--img-h, --vision-model-type cannot .*no models of images\. --retro-add-ret",
+        ),
+        (
+            "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
+            r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
+            r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",
+        ),
+        (
+            "--zero-reduce-bucket-size 5e8 --ds-sequence-parallel-size 2 --curriculum-learning-x",
+            r"--zero-reduce-bucket-size .*: see --zero-stage.* --ds-sequence-parallel-size cannot "
+            r".*--sequence-parallel, rec.* --curriculum-learning-x .*no curriculum",
+        ),
+        (
+            "--train-weighted-split-paths-path x --kill-switch-path y",
+            r"--train-weighted-split-paths-path .*say --train-data-path.*--kill-switch-path .*"
+            r"SIGTERM",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
+    with pytest.raises(ValueError, match=said):
+        resolve(parse([*RUN, *typed.split()]))
+
+
+def test_a_flag_that_the_fields_own_overrules_is_said():
+    words = (
+        "--position-embedding-type none --use-rotary-position-embeddings --use-torch-fsdp2 "
+        "--zero-stage 3 --moe-aux-loss-coeff 0.2 --moe-loss-weight 0.2"
+    )
+    command = parse(words.split())
+    assert command.values["position_embedding_type"] == "none"
+    assert command.notes == (
+        "no effect beside --position-embedding-type none: --use-rotary-position-embeddings",
+        "no effect beside --moe-loss-weight 0.2: --moe-aux-loss-coeff",
+    )
+
+
+def test_older_spellings_mean_what_they_meant():
+    line = "--activations-checkpoint-method uniform --encoder-seq-length 8 --bert-no-binary-head"
+    assert parse(line.split()).values == {
+        "recompute_granularity": "full", "recompute_method": "uniform", "seq_length": 8,
+        "bert_binary_head": False,
+    }  # fmt: skip
+    typed = parse(["--recompute-activations", "--recompute-granularity", "full"]).values
+    assert typed == {"recompute_granularity": "full"}
+    assert parse(["--no-compile"]).values == {"compile": False}
+    assert parse(["--rampup-batch-size", "16", "16", "5859"]).values == {
+        "rampup_batch_size": [16, 16, 5859]
+    }
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("--position-embedding-type learned_absolute", {"position_embedding_type": "learned"}),
+        ("--no-position-embedding", {"position_embedding_type": "none"}),
+        (
+            "--no-position-embedding --use-rotary-position-embeddings",
+            {"position_embedding_type": "rope"},
+        ),
+        (
+            "--no-position-embedding --position-embedding-type rope",
+            {"position_embedding_type": "rope"},
+        ),
+        ("--moe-router-topk 1", {"moe_top_k": 1}),
+        ("--moe-router-topk 2", {"moe_top_k": 2, "moe_renormalize": True}),
+        (
+            "--moe-router-topk 2 --moe-router-pre-softmax",
+            {"moe_top_k": 2, "moe_renormalize": False},
+        ),
+        (
+            "--moe-router-topk=2 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            {"moe_top_k": 2, "moe_renormalize": True, "moe_router_score_function": "sigmoid"},
+        ),
+        ("--moe-top-k 2 --moe-router-topk 4", {"moe_top_k": 4, "moe_renormalize": True}),
+        (
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+            "--moe-router-pre-softmax",
+            {
+                "moe_top_k": 6,
+                "moe_renormalize": False,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
+                "moe_router_group_score_top": 3,
+            },
+        ),
+        ("--moe-router-topk 2 --no-moe-renormalize", {"moe_top_k": 2, "moe_renormalize": False}),
+        ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),
+        (
+            "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+            {"moe_loss_weight": 0.01, "moe_balance_over": "sequence"},
+        ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            {"moe_loss_weight": 0.0},
+        ),
+        ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
+        ("--moe-layer-freq 2", {"moe_layer_freq": 2}),
+        ("--moe-layer-freq ([0]*3+[1]*24)", {"moe_first_k_dense": 3, "moe_layer_freq": 1}),
+        ("--moe-layer-freq=[0,1,1]", {"moe_first_k_dense": 1, "moe_layer_freq": 1}),
+        ("--moe-layer-freq ([1]*1+[0]*1)*3", {"moe_first_k_dense": 0, "moe_layer_freq": 2}),
+        ("--moe-layer-freq [0]*2+([1]+[0])*4", {"moe_first_k_dense": 2, "moe_layer_freq": 2}),
+        ("--moe-layer-freq [1]*4", {"moe_first_k_dense": 0, "moe_layer_freq": 1}),
+        (
+            "--num-layers 9 --moe-layer-freq [0]*3+[1]*6 --num-layers 2 --moe-layer-freq [0,1]",
+            {"num_layers": 2, "moe_first_k_dense": 1, "moe_layer_freq": 1},
+        ),
+        ("--moe-layer-freq=[0,1] --moe-layer-freq 2", {"moe_layer_freq": 2}),
+        (
+            "--moe-expert-capacity-factor 1.25",
+            {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
+        ),
+        (
+            "--moe-token-drop-policy position --moe-expert-capacity-factor -1",
+            {"moe_capacity_factor": 0.0, "moe_drop_policy": "position"},
+        ),
+        (
+            "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp32",
+            {"optimizer_state_dtype": "bf16"},
+        ),
+        ("--recompute-modules core_attn layernorm moe_act", {"moe_recompute": True}),
+        ("--use-torch-fsdp2", {"zero_stage": 3}),
+        ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
+        ("--data-parallel-sharding-strategy no_shard", {}),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", {"zero_stage": 2}),
+        ("--num-distributed-optimizer-instances 2", {"data_parallel_replicas": 2}),
+        ("--optimizer dist_muon --muon-momentum 0.95", {"optimizer": "muon"}),
+        ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
+        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
+        ("--eval-iters -1", {"eval_iters": 0}),
+    ],
+)
+def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
+    assert parse(typed.split()).values == wanted
+    with pytest.raises(ValueError, match=r"to be one of aux_loss, .*, got 'sinkhorn'"):
+        parse(["--moe-router-load-balancing-type", "sinkhorn"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "layers"),
+    [
+        ("--num-layers 5", 5),
+        ("--num-layers 5 --moe-layer-freq [0]+[1]*4", 4),
+        ("--num-layers 5 --moe-layer-freq 2", 3),
+        ("--num-layers 3 --model t5 --decoder-num-layers 2 --decoder-seq-length 8", 5),
+        ("--num-layers 3 --model ict", 6),
+    ],
+)
+def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
+    # There each layer's loss is added as it is, here their mean: see `ExpertReports`.
+    run = [*RUN, *typed.split(), "--moe-num-experts", "4"]
+    line = parse([*run, "--moe-aux-loss-coeff", "0.25", "--moe-z-loss-coeff", "0.5"])
+    for loaded in None, {"moe_loss_weight": 3.0}:
+        config = resolve(line, loaded)
+        assert (config.moe_loss_weight, config.moe_z_loss_weight) == (0.25 * layers, 0.5 * layers)
+    config = resolve(parse([*run, "--moe-loss-weight", "0.25"]))
+    assert (config.moe_loss_weight, config.moe_layers) == (0.25, layers)
+
+
+@pytest.mark.parametrize(
+    ("typed", "top_k", "renormalized", "weight"),
+    [
+        ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
+        ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
+        ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
+        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 2, True, 1.0),
+        ("--num-experts 8 --moe-router-score-function sigmoid", 2, True, 0.0),
+        ("--num-experts 8 --moe-shared-expert-overlap", 2, True, 0.0),
+        ("--num-experts 8 --moe-capacity-factor 2 --moe-jitter-eps 0.1", 1, False, 0.0),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.25", 2, True, 0.0),
+        ("--num-experts 8 --moe-grouped-gemm --moe-router-pre-softmax", 2, False, 0.0),
+        ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
+        ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
+        ("--num-experts 8 --recipe dmoe-46m --moe-grouped-gemm", 1, False, 0.1),
+    ],
+)
+def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renormalized, weight):
+    line = parse([*RUN, "--num-layers", "2", *typed.split()])
+    config = resolve(line)
+    found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
+    assert found == (top_k, renormalized, weight)
+    assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+    assert any("2 experts for a token without" in note for note in line.notes) == (top_k == 2)
+
+
+def test_every_flag_for_experts_is_known_as_cores_megablocks_or_ours():
+    """One of Core's that is missing among `CORES` would leave its scripts without their top-k."""
+    top_k = "--moe-top-k --moe-router-topk"  # one that is typed needs no default
+    megablocks = """
+        --moe-num-experts --moe-capacity-factor --moe-loss-weight --moe-lbl-in-fp32
+        --moe-jitter-eps --moe-use-megatron-switch --moe-expert-model-parallelism
+    """
+    theirs = {
+        name
+        for action in build_parser()._actions
+        for name in action.option_strings
+        if name.startswith("--moe-") and "(ours)" not in (action.help or "")
+    }
+    assert theirs - CORES == {*top_k.split(), *megablocks.split()}
+
+
+@pytest.mark.parametrize(
+    ("typed", "biases"),
+    [
+        ("--moe-num-experts 8", False),
+        ("--num-experts 8", True),
+        ("--num-experts 8 --disable-bias-linear", False),
+        ("--num-experts 8 --no-moe-mlp-bias", False),
+        ("--num-experts 8 --recipe dmoe-46m", False),
+    ],
+)
+def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
+    config = resolve(parse([*RUN, "--num-layers", "2", *typed.split()]))
+    assert config.moe_mlp_bias == biases
+    routers = biases or "--no-moe-mlp-bias" in typed
+    assert config.moe_router_bias == routers
+
+
+def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("moe_loss_weight = 0.25\n")
+    typed = ["--num-layers", "2", "--num-experts", "8", "--config", str(path)]
+    assert resolve(parse([*RUN, *typed])).moe_loss_weight == 0.25

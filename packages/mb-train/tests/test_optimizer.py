@@ -1,0 +1,70 @@
+"""Which parameters an optimizer takes how: matrices of Muon, rates of routers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mb_train.config import TrainConfig
+from mb_train.optimizer import apply_schedule, build_optimizer
+from mb_train.schedule import build_schedule
+from mb_train.tasks import GPTTask
+
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 9,
+    "micro_batch_size": 2, "train_iters": 1, "lr": 1e-3, "ffn_hidden_size": 48,
+    "moe_num_experts": 4, "moe_top_k": 2, "activation": "swiglu",
+}  # fmt: skip
+
+
+def make(**change):
+    torch.manual_seed(3)
+    config = TrainConfig(**{**SIZES, **change})
+    model = GPTTask(config, vocab_size=61, eod=0).build_model(compute_dtype=torch.float32)
+    return config, model
+
+
+def test_muon_takes_the_matrices_between_the_ends():
+    change = {"optimizer": "muon", "untie_embeddings_and_output_weights": True}
+    _, model = make(**change)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def groups(**more):
+        config = TrainConfig(**{**SIZES, **change, **more})
+        optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+        groups = optimizer.param_groups
+        return [({names[p] for p in group["params"]}, group["fused"]) for group in groups]
+
+    *muon, (matrices, _), (vectors, _) = groups()
+    head = model.stack.blocks["0"].attention.head_size
+    apart = {name: rows for names, rows in muon for name in names if rows}
+    assert {name: rows for name, rows in apart.items() if "experts" not in name} == {
+        f"stack.blocks.{layer}.attention.qkv.weight": (head,) * 3 for layer in (0, 1)
+    }
+    whole = set().union(*(names for names, rows in groups(muon_split_qkv=False) if not rows))
+    assert whole >= {name for name in apart if "qkv" in name}
+    muon = set().union(*(names for names, _ in muon))
+    ends = {"embedding.tokens.weight", "embedding.positions.weight", "head.weight"}
+    assert matrices == ends
+    assert "stack.blocks.0.mlp.router.weight" in muon
+    assert all(name.endswith("bias") or ".norm" in name for name in vectors)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "adafactor", "sgd"])
+def test_routers_have_a_rate_of_their_own(kind):
+    def trained(**change):
+        change = {"optimizer": kind, "weight_decay": 0.1, "lr_decay_style": "constant"} | change
+        config, model = make(**change)
+        optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+        schedule, generator = build_schedule(config, 2), torch.Generator().manual_seed(0)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            apply_schedule(optimizer, schedule, 2 * step)
+            optimizer.step()
+        return dict(model.named_parameters())
+
+    whole, half, mixed = trained(), trained(lr=5e-4), trained(moe_router_lr_mult=0.5)
+    for name, parameter in mixed.items():
+        expected, other = (half, whole) if ".router." in name else (whole, half)
+        torch.testing.assert_close(parameter, expected[name], msg=name)
+        assert not torch.equal(parameter, other[name])

@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; of a step that is given up, what ranks have not added up goes too."""
         _zero_grad(self, set_to_none)
-        drop_apart(p for group in self.param_groups for p in group["params"])
+        drop_apart(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -85,7 +85,7 @@ def topk_fwd_kernel(
 @triton.jit
 def topk_softmax_bwd_kernel(
     d_weights_ptr,  # [T, K] fp32
-    d_probs_ptr,  # [T, E] fp32, with HAS_D_PROBS
+    d_probs_ptr,  # [T, E] fp32, or None
     probs_ptr,  # [T, E] fp32
     weights_ptr,  # [T, K] fp32
     ids_ptr,  # [T, K] int32
@@ -94,7 +94,6 @@ def topk_softmax_bwd_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    HAS_D_PROBS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -113,7 +112,7 @@ def topk_softmax_bwd_kernel(
             inner += weight * tl.load(d_weights_ptr + row * K + choice, mask=live, other=0.0)
             total += tl.sum(tl.where(e == chosen[:, None], p, 0.0), 1)
         total = tl.where(live, total, 1.0)
-    if HAS_D_PROBS:
+    if d_probs_ptr is not None:
         dp = tl.load(d_probs_ptr + row[:, None] * E + e, mask=inside, other=0.0)
     else:
         dp = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
@@ -275,7 +274,6 @@ def topk_softmax_backward(
             E=experts,
             K=weights.shape[1],
             RENORMALIZE=renormalize,
-            HAS_D_PROBS=d_probs is not None,
             BLOCK_T=block_t,
             BLOCK_E=power_of_two(experts),
         )

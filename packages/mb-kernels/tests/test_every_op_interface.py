@@ -39,8 +39,12 @@ def test_what_an_op_says_of_itself_is_so(name, device):
     with _Calls() as calls:
         results(op, {n: t.to(device) for n, t in op.tensors.items()})
     assert calls.seen
+    # Kernels leave rows that nobody reads unwritten, which two runs on a GPU do not have alike.
+    compiled = ("test_aot_dispatch_dynamic",) if device == "cpu" else ()
     for func, arguments in calls.seen.items():
-        torch.library.opcheck(func, arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            func, arguments, test_utils=("test_schema", "test_faketensor", *compiled)
+        )
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)

@@ -123,14 +123,6 @@ def test_errors_say_what_was_expected(call, message):
         call()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_op_is_sound_for_compile(bits):
-    x = torch.randn(3, 130)
-    torch.library.opcheck(torch.ops.mb.quantize.default, (x, bits))
-    quantized = mb_kernels.quantize(x, bits)
-    torch.library.opcheck(torch.ops.mb.dequantize.default, (*quantized, bits, torch.float16))
-
-
 def test_the_launch_of_a_wide_row_has_one_dimension(monkeypatch):
     pytest.importorskip("triton")
     from mb_kernels.quantize import kernels

@@ -213,16 +213,6 @@ def test_topology_wants_padded_bins(tokens):
         topology(bins, 128, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("op", ["pad_indices", "topology_indices"])
-def test_op_is_sound_for_compile(op):
-    bins = make_bins("uniform", 20, 3, 2)
-    if op == "pad_indices":
-        arguments = (bins.order_N, bins.inverse_N, bins.offsets_E1, padded_rows(40, 3))
-    else:
-        arguments = (pad_bins(bins).offsets_E1, padded_rows(40, 3) // BLOCK, 2)
-    torch.library.opcheck(getattr(torch.ops.mb, op).default, arguments)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [None, 150], ids=["dropless", "capacity"])

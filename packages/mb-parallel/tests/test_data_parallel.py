@@ -427,6 +427,7 @@ def gives_up(rank, world_size, zero_stage, dtype, replicas):
                 set_gradient_sync(model, False)
                 drops.zero_grad(set_to_none=kept)
                 model(torch.ones(2, WIDTH)).sum().backward()
+            set_gradient_sync(model, True)  # of a micro-batch that fails before its backward
             drops.zero_grad()
         for m in range(2):
             set_gradient_sync(model, m == 1)

@@ -35,12 +35,12 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def to_plain(weight: Tensor, num_experts: int) -> Tensor:
-    """Return the weights of the `num_experts` experts on this rank as a plain tensor.
+def to_plain(weight: Tensor, length: int) -> Tensor:
+    """Return a weight as the plain tensor [length, ...] that this rank computes with.
 
-    `num_experts` is the length of the result's first dimension. A DTensor sharded over the experts,
-    of which this rank computes just its shard, is unwrapped. Any other DTensor is gathered, and its
-    gradient summed over the mesh: each rank brings its own tokens.
+    A DTensor of another length is sharded over the experts, of which this rank computes just its
+    shard: it is unwrapped. Any other DTensor is gathered, and its gradient summed over the mesh:
+    each rank brings its own tokens.
     """
     if type(weight) in (Tensor, nn.Parameter):
         return weight
@@ -49,6 +49,6 @@ def to_plain(weight: Tensor, num_experts: int) -> Tensor:
 
     if not isinstance(weight, DTensor):
         return weight
-    if weight.shape[0] != num_experts:
+    if weight.shape[0] != length:
         return weight.to_local()
     return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,12 +58,13 @@ def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
 
 @functools.cache
 def _watch_torch() -> None:
-    """From now on, let torch's own optimizers and modules know of gradients that are apart.
+    """For the rest of the process, let torch's own optimizers and modules know of such gradients.
 
-    A step refuses them, and `zero_grad`, for which torch has no hook, forgets them.
+    A step refuses them, and `zero_grad`, for which torch has no hook, forgets them: that of a
+    module those of any FSDP2 model.
     """
     register_optimizer_step_pre_hook(_refuse_apart)
-    _let_zero_grad(torch.optim.Optimizer, lambda optimizer: drop_apart(_parameters(optimizer)))
+    _let_zero_grad(torch.optim.Optimizer, drop_apart)
     _let_zero_grad(nn.Module, _drop_units)
 
 
@@ -106,11 +107,13 @@ def has_grad(parameter: Tensor) -> bool:
     return parameter.grad is not None
 
 
-def drop_apart(parameters: Iterable[Tensor]) -> None:
-    """Forget the gradients of these parameters' models that ranks have not added up."""
-    for sync in {sync_of(parameter) for parameter in parameters}:
-        if sync is not None and sync.apart:
-            sync.drop()
+def drop_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Forget the gradients of the optimizer's models that ranks have not added up.
+
+    Whatever `apart` says: a step may be given up in its last micro-batch, before the backward.
+    """
+    for sync in filter(None, {sync_of(parameter) for parameter in _parameters(optimizer)}):
+        sync.drop()
 
 
 def _drop_units(module: nn.Module) -> None:

@@ -25,9 +25,9 @@ from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
 @triton.jit
 def push_kernel(
-    x_ptr,  # [T, D], or [R, D] without GATHER; with ROWS
-    payload_ptr,  # fp32 [T, W] or [R, W]; with PAYLOAD
-    order_ptr,  # int32 [T C]: slots by destination; with GATHER
+    x_ptr,  # [T, D] with order_ptr, else [R, D]; or None: other kernels have stored the rows
+    payload_ptr,  # fp32 [T, W] or [R, W]; or None
+    order_ptr,  # int32 [T C]: slots by destination; or None
     counts_ptr,  # int32 [P]: rows for each peer
     table_ptr,  # int64 [P]: where each peer's arena starts
     done_ptr,  # int32 [1], zero between launches
@@ -42,9 +42,6 @@ def push_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
     PEERS: tl.constexpr,  # a power of two from P on
-    ROWS: tl.constexpr,  # send rows of x; else they are there already, stored by other kernels
-    GATHER: tl.constexpr,
-    PAYLOAD: tl.constexpr,
     SEND_COUNTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,23 +52,27 @@ def push_kernel(
     count_P = tl.load(counts_ptr + peer_P, mask=peer_P < P, other=0)
     # Blocks of rows go to the peers in turn (this rank is one of them), and so do those of each
     # program. With one destination after the other, links would idle while a rank copies its own.
-    turns = tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P if ROWS or PAYLOAD else 0
+    turns = tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P
+    if x_ptr is None and payload_ptr is None:
+        turns = 0
     for turn in range(tl.program_id(0), turns, programs):
         block = turn // P
         peer = (turn + block * P // programs + rank) % P
         i = block * BLOCK_R + tl.arange(0, BLOCK_R)
         live = i < tl.sum(tl.where(peer_P == peer, count_P, 0), 0)
         r = i + tl.sum(tl.where(peer_P < peer, count_P, 0), 0)
-        source = tl.load(order_ptr + r, mask=live, other=0) // C if GATHER else peer * M + i
+        source = peer * M + i
+        if order_ptr is not None:
+            source = tl.load(order_ptr + r, mask=live, other=0) // C
         arena = tl.load(table_ptr + peer)
-        if ROWS:
+        if x_ptr is not None:
             to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
             to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
             for start in range(0, D, BLOCK_D):
                 d = start + tl.arange(0, BLOCK_D)
                 x = load_picked(x_ptr, source, live, d, D)
                 tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < D)[None, :])
-        if PAYLOAD:
+        if payload_ptr is not None:
             w = tl.arange(0, BLOCK_W)
             mask = live[:, None] & (w < W)[None, :]
             words = load_picked(payload_ptr, source, live, w, W)
@@ -177,7 +178,7 @@ def push(
         *numbers,
         **kind,
         PEERS=power_of_two(kind["P"]),
-        BLOCK_R=max(4096 // block_d if kind["ROWS"] else 256 // block_w, 1),
+        BLOCK_R=max(256 // block_w if tensors[0] is None else 4096 // block_d, 1),
         BLOCK_D=block_d,
         BLOCK_W=block_w,
     )

@@ -190,8 +190,8 @@ class PeerMemory:
                 1 if silent else self._programs,
                 (
                     None if x is None else x.contiguous(),
-                    counts_P if payload is None else payload.contiguous(),
-                    counts_P if order_N is None else order_N.contiguous(),
+                    None if payload is None else payload.contiguous(),
+                    None if order_N is None else order_N.contiguous(),
                     counts_P,
                     self.table,
                     self._done,
@@ -199,9 +199,6 @@ class PeerMemory:
                 (*self._at[buffer], self.rank, layout.tokens, layout.hidden, words),
                 C=columns,
                 P=layout.ranks,
-                ROWS=x is not None,
-                GATHER=order_N is not None,
-                PAYLOAD=payload is not None,
                 SEND_COUNTS=buffer == "tokens",
             )
 

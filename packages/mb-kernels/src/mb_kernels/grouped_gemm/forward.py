@@ -24,17 +24,15 @@ def grouped_gemm_kernel(
     x,  # [N, K]: ragged tensor descriptor or pointer
     w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
     bias_ptr,  # [E, M]: added to the product; or None
-    order_ptr,  # [N] int32: output row of each row, with SCATTER
-    weights_ptr,  # [N] by slot, with SCALE
+    order_ptr,  # [N] int32: output row of each row; or None: its own
+    weights_ptr,  # [N] by slot, with order_ptr; or None for 1
     tiles_ptr,  # from schedule()
-    y,  # [N, 1, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
-    home_ptr,  # int64 [P]: where each rank's rows go instead, with SCATTER; or None
+    y,  # [N, 1, M]: ragged tensor descriptor, or pointer with order_ptr or without DESCRIPTORS
+    home_ptr,  # int64 [P]: where each rank's rows go instead, with order_ptr; or None
     region,  # rows of a rank there
     K: tl.constexpr,
     M: tl.constexpr,
     TRANSPOSE: tl.constexpr,  # w is [E, M, K]
-    SCATTER: tl.constexpr,
-    SCALE: tl.constexpr,
     FILL: tl.constexpr,  # write zeros to the rows of dropped slots
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -64,10 +62,10 @@ def grouped_gemm_kernel(
         if bias_ptr is not None:
             left += load_bias(bias_ptr, e, 0, 1, col, M, BLOCK_N, W)
             right += load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W)
-        if SCATTER:
+        if order_ptr is not None:
             slot = tl.load(order_ptr + row + r, mask=m, other=0)
             y_row = home_rows(y, home_ptr, region, slot, m, M)
-            if SCALE:
+            if weights_ptr is not None:
                 s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
                 left *= s
                 right *= s
@@ -90,7 +88,7 @@ def grouped_gemm_kernel(
             count = tl.load(tile + 2) - row
             col = item % (COLUMNS * 2) * W
             zeros = tl.zeros((BLOCK_M, W), tl.float32)
-            if SCATTER:
+            if order_ptr is not None:
                 slot = tl.load(order_ptr + row + r, mask=r < count, other=0)
                 cols = (col + tl.arange(0, W))[None, :]
                 mask = (r < count)[:, None] & (cols < M)
@@ -161,8 +159,6 @@ def rows_times_weights(
         K=depth,
         M=columns,
         TRANSPOSE=transpose_weight,
-        SCATTER=scatter_order is not None,
-        SCALE=scale is not None,
         FILL=fill_dropped and home is None,
         DESCRIPTORS=plan.descriptors,
         PRECISION=plan.precision,

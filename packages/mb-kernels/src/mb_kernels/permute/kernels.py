@@ -62,14 +62,13 @@ def spread_kernel(
 def combine_fwd_kernel(
     rows_ptr,  # [N, D]
     inverse_ptr,  # [N] int32
-    weights_ptr,  # [T, K], with WEIGHTED
+    weights_ptr,  # [T, K], or None for 1
     y_ptr,  # [T, D]
     home_ptr,  # int64 [P]: where each rank's tokens go instead, if they have a row; or None
     tokens,
     region,  # tokens of a rank
     D,
     TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -89,7 +88,7 @@ def combine_fwd_kernel(
         row = tl.load(inverse_ptr + slot + k, mask=live, other=-1)
         reached |= row >= 0
         value = load_picked(rows_ptr, row, row >= 0, d, D).to(tl.float32)
-        if WEIGHTED:
+        if weights_ptr is not None:
             weight = tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)
             value *= tl.where(row >= 0, weight, 0.0)[:, None]  # that of a dropped slot may be NaN
         acc += value
@@ -246,7 +245,6 @@ def combine(
         tokens // ranks,
         columns,
         TOP_K=top_k,
-        WEIGHTED=weights is not None,
         BLOCK_T=block_t,
         BLOCK_D=block_d,
     )

@@ -36,44 +36,11 @@ def _ordered(x):
 
 
 @triton.jit
-def _take_best(key, e, BLOCK_E: tl.constexpr):
-    """The column of each row's largest key, of equal ones the first, and the keys without it."""
-    best = tl.max(key, 1)[:, None]
-    chosen = tl.min(tl.where(key == best, e, BLOCK_E), 1)[:, None]
-    return chosen, tl.where(e == chosen, _TAKEN, key)
-
-
-@triton.jit
-def topk_ids_kernel(
-    scores_ptr,  # [T, E]
+def topk_fwd_kernel(
+    x_ptr,  # [T, E], scores or logits
     ids_ptr,  # [T, K] int32
-    tokens,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.arange(0, BLOCK_E)[None, :]
-    k = tl.arange(0, BLOCK_K)[None, :]
-    row = t.to(tl.int64)[:, None]
-    inside = (t < tokens)[:, None] & (e < E)
-    x = tl.load(scores_ptr + row * E + e, mask=inside, other=0.0).to(tl.float32)
-    key = tl.where(e < E, _ordered(x), _TAKEN)
-    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    for choice in range(K):
-        chosen, key = _take_best(key, e, BLOCK_E)
-        ids = tl.where(k == choice, chosen, ids)
-    tl.store(ids_ptr + row * K + k, ids, mask=(t < tokens)[:, None] & (k < K))
-
-
-@triton.jit
-def topk_softmax_fwd_kernel(
-    logits_ptr,  # [T, E]
-    weights_ptr,  # [T, K] fp32
-    ids_ptr,  # [T, K] int32
-    probs_ptr,  # [T, E] fp32
+    weights_ptr,  # [T, K] fp32, those of a softmax; or None, for the ids alone
+    probs_ptr,  # [T, E] fp32, with weights_ptr
     tokens,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -86,34 +53,39 @@ def topk_softmax_fwd_kernel(
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
     row = t.to(tl.int64)[:, None]
-    inside = (t < tokens)[:, None] & (e < E)
-    x = tl.load(logits_ptr + row * E + e, mask=inside, other=float("-inf")).to(tl.float32)
-    x = tl.where((t < tokens)[:, None], x, 0.0)
-    p = tl.where(e < E, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
-    p = p / tl.sum(p, 1)[:, None]
-    tl.store(probs_ptr + row * E + e, p, mask=inside)
+    live = (t < tokens)[:, None]
+    inside = live & (e < E)
+    x = tl.load(x_ptr + row * E + e, mask=inside, other=float("-inf")).to(tl.float32)
+    if weights_ptr is not None:
+        x = tl.where(live, x, 0.0)
+        p = tl.where(e < E, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+        p = p / tl.sum(p, 1)[:, None]
+        tl.store(probs_ptr + row * E + e, p, mask=inside)
+        weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
 
     key = tl.where(e < E, _ordered(x), _TAKEN)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for choice in range(K):
-        chosen, key = _take_best(key, e, BLOCK_E)
-        weight = tl.sum(tl.where(e == chosen, p, 0.0), 1)[:, None]
+        best = tl.max(key, 1)[:, None]
+        chosen = tl.min(tl.where(key == best, e, BLOCK_E), 1)[:, None]  # of equal ones the first
+        key = tl.where(e == chosen, _TAKEN, key)
+        if weights_ptr is not None:
+            weight = tl.sum(tl.where(e == chosen, p, 0.0), 1)[:, None]
+            weights = tl.where(k == choice, weight, weights)
         ids = tl.where(k == choice, chosen, ids)
-        weights = tl.where(k == choice, weight, weights)
-    if RENORMALIZE:
-        # Correctly rounded, so that of one expert a token it is 1, and equal weights stay equal.
-        sums = tl.sum(weights, 1)[:, None]
-        weights = tl.div_rn(weights, tl.broadcast_to(sums, weights.shape))
-    store = (t < tokens)[:, None] & (k < K)
-    tl.store(weights_ptr + row * K + k, weights, mask=store)
-    tl.store(ids_ptr + row * K + k, ids, mask=store)
+    if weights_ptr is not None:
+        if RENORMALIZE:
+            # Correctly rounded: of one expert a token it is 1, and equal weights stay equal.
+            sums = tl.sum(weights, 1)[:, None]
+            weights = tl.div_rn(weights, tl.broadcast_to(sums, weights.shape))
+        tl.store(weights_ptr + row * K + k, weights, mask=live & (k < K))
+    tl.store(ids_ptr + row * K + k, ids, mask=live & (k < K))
 
 
 @triton.jit
 def topk_softmax_bwd_kernel(
     d_weights_ptr,  # [T, K] fp32
-    d_probs_ptr,  # [T, E] fp32, with HAS_D_PROBS
+    d_probs_ptr,  # [T, E] fp32, or None
     probs_ptr,  # [T, E] fp32
     weights_ptr,  # [T, K] fp32
     ids_ptr,  # [T, K] int32
@@ -122,7 +94,6 @@ def topk_softmax_bwd_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    HAS_D_PROBS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -141,7 +112,7 @@ def topk_softmax_bwd_kernel(
             inner += weight * tl.load(d_weights_ptr + row * K + choice, mask=live, other=0.0)
             total += tl.sum(tl.where(e == chosen[:, None], p, 0.0), 1)
         total = tl.where(live, total, 1.0)
-    if HAS_D_PROBS:
+    if d_probs_ptr is not None:
         dp = tl.load(d_probs_ptr + row[:, None] * E + e, mask=inside, other=0.0)
     else:
         dp = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
@@ -245,42 +216,29 @@ def _block_t(experts: int) -> int:
 
 
 def topk_ids(scores: Tensor, k: int) -> Tensor:
-    tokens, experts = scores.shape
-    require_countable("tokens of scores_TE", tokens)
-    ids = scores.new_empty((tokens, k), dtype=torch.int32)
-    if tokens:
-        block_t = _block_t(experts)
-        launch(
-            topk_ids_kernel,
-            (cdiv(tokens, block_t),),
-            scores,
-            ids,
-            tokens,
-            E=experts,
-            K=k,
-            BLOCK_T=block_t,
-            BLOCK_E=power_of_two(experts),
-            BLOCK_K=power_of_two(k),
-        )
-    return ids
+    return _topk("scores_TE", scores, k, None, None, renormalize=False)
 
 
 def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, experts = logits.shape
-    require_countable("tokens of logits_TE", tokens)
-    weights = logits.new_empty((tokens, k), dtype=torch.float32)
-    ids = logits.new_empty((tokens, k), dtype=torch.int32)
-    probs = logits.new_empty((tokens, experts), dtype=torch.float32)
+    weights = logits.new_empty((logits.shape[0], k), dtype=torch.float32)
+    probs = logits.new_empty(logits.shape, dtype=torch.float32)
+    ids = _topk("logits_TE", logits, k, weights, probs, renormalize=renormalize)
+    return weights, ids, probs
+
+
+def _topk(
+    name: str, x: Tensor, k: int, weights: Tensor | None, probs: Tensor | None, *, renormalize: bool
+) -> Tensor:
+    """The ids; weights and probabilities are written where there is a tensor for them."""
+    tokens, experts = x.shape
+    require_countable(f"tokens of {name}", tokens)
+    ids = x.new_empty((tokens, k), dtype=torch.int32)
     if tokens:
         block_t = _block_t(experts)
         launch(
-            topk_softmax_fwd_kernel,
+            topk_fwd_kernel,
             (cdiv(tokens, block_t),),
-            logits,
-            weights,
-            ids,
-            probs,
-            tokens,
+            *(x, ids, weights, probs, tokens),
             E=experts,
             K=k,
             RENORMALIZE=renormalize,
@@ -288,7 +246,7 @@ def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Ten
             BLOCK_E=power_of_two(experts),
             BLOCK_K=power_of_two(k),
         )
-    return weights, ids, probs
+    return ids
 
 
 def topk_softmax_backward(
@@ -316,7 +274,6 @@ def topk_softmax_backward(
             E=experts,
             K=weights.shape[1],
             RENORMALIZE=renormalize,
-            HAS_D_PROBS=d_probs is not None,
             BLOCK_T=block_t,
             BLOCK_E=power_of_two(experts),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from mb_layers.model import in_backward
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -42,20 +43,14 @@ class StepCounts:
         """For a layer's `reduce_counts`."""
         counts_E = self._over_ranks(counts_E)
         earlier = [c for n, c in self._counts.items() if n < self._number]
-        if torch.is_grad_enabled() and self._counts_now():
+        # The forward pass has not counted where torch's reentrant checkpoint runs it without
+        # gradients: then the backward pass does, which computes it again.
+        if torch.is_grad_enabled() and not (in_backward() and self._number in self._complete):
             before = self._counts.get(self._number)
             self._counts[self._number] = counts_E if before is None else before + counts_E
+            if not in_backward():
+                self._complete.add(self._number)
         return torch.stack([*earlier, counts_E]).sum(0)
-
-    def _counts_now(self) -> bool:
-        """Not if a backward pass computes again what the forward pass has counted.
-
-        It has not where torch's reentrant checkpoint runs it without gradients.
-        """
-        if torch._C._current_graph_task_id() != -1:  # as torch's checkpoint tells a backward pass
-            return self._number not in self._complete
-        self._complete.add(self._number)
-        return True
 
     def begin(self, number: int) -> None:
         """The next forward pass is of micro-batch `number`; 0 begins a step."""

@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; of a step that is given up, what ranks have not added up goes too."""
         _zero_grad(self, set_to_none)
-        drop_apart(p for group in self.param_groups for p in group["params"])
+        drop_apart(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,19 +120,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_state(planned.get(id_, {}), values)
         super().load_state_dict({**state_dict, "param_groups": given})
         for id_, parameter in zip(saved, mine, strict=True):
-            values = state_dict["state"].get(id_)
-            if values:
-                dtypes = {k: v.dtype for k, v in planned[id_].items()}
-                state = {
-                    key: value.to(parameter.device, dtypes.get(key, value.dtype))
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in values.items()
-                }
-                if any(state.get(key) is None for key in dtypes):
-                    fresh = self.make_state(parameter)
-                    state |= {k: v for k, v in fresh.items() if state.get(k) is None}
-                self.state[parameter] = state
+            if values := state_dict["state"].get(id_):
+                self.state[parameter] = self._taken_over(parameter, values, planned[id_])
+
+    def _taken_over(
+        self, parameter: Tensor, values: Mapping[str, Any], planned: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Saved state where the parameter is, in its planned dtypes; fresh what it lacks."""
+        state = dict(values)
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(parameter.device, planned.get(key, value).dtype)
+        lacking = [key for key in planned if state.get(key) is None]
+        fresh = self.make_state(parameter) if lacking else {}
+        return state | {key: fresh[key] for key in lacking}
 
     def _check_state(self, planned: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Refuse a parameter's state that lacks something, or has it in other sizes."""

@@ -101,18 +101,16 @@ def keep_sequence_parallel(layer: nn.Module, given: bool) -> None:
 def _over_ranks(metrics: dict[str, Tensor], region: Region) -> dict[str, Tensor]:
     """The metrics of all ranks' tokens in one exchange: counts are added up, means averaged."""
     counts_E = metrics["tokens_per_expert"]
-    slots = counts_E.sum().double()
-    means = [name for name in metrics if name not in ("tokens_per_expert", "load_imbalance")]
-    parts = [metrics[name].double() / region.size for name in means]
-    if "dropped_fraction" in means:  # a share of the slots, of which ranks may have unequal numbers
-        parts[means.index("dropped_fraction")] = metrics["dropped_fraction"].double() * slots
-    packed = torch.cat([counts_E.double(), torch.stack(parts)])
+    others = metrics.keys() - {"tokens_per_expert", "load_imbalance"}
+    parts = {name: metrics[name].double() / region.size for name in sorted(others)}
+    # A share of the slots, of which ranks may have unequal numbers.
+    parts["dropped_fraction"] = metrics["dropped_fraction"].double() * counts_E.sum()
+    packed = torch.cat([counts_E.double(), torch.stack(list(parts.values()))])
     dist.all_reduce(packed, group=region.group)
-    totals_E, values = packed.split([counts_E.numel(), len(means)])
-    combined = dict(zip(means, values.unbind(), strict=True))
+    totals_E, values = packed.split([counts_E.numel(), len(parts)])
+    combined = dict(zip(parts, values.unbind(), strict=True))
     slots = totals_E.sum().clamp(min=1)
-    if "dropped_fraction" in means:
-        combined["dropped_fraction"] = combined["dropped_fraction"] / slots
+    combined["dropped_fraction"] = combined["dropped_fraction"] / slots
     combined["load_imbalance"] = totals_E.max() * totals_E.numel() / slots
     combined["tokens_per_expert"] = totals_E
     return {name: combined[name].to(metrics[name].dtype) for name in metrics}

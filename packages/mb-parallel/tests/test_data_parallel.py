@@ -463,6 +463,10 @@ def evaluates_before_the_step(rank, world_size, zero_stage):
         parallelize_experts(model, mesh)
         apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
         x = torch.ones(2, WIDTH)
+        if zero_stage == 1:
+            model.to("cpu")  # puts other parameters in place of these
+        else:
+            model.load_state_dict(model.state_dict(), assign=True)
         parameters = set(model.parameters())
         with torch.no_grad():
             model(x)

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a model between passes, for those who know only its parameters.
+"""What FSDP2 keeps of a model between passes, for optimizers, which know only its parameters.
 
 Between the micro-batches of a step FSDP2 keeps gradients that are not yet summed over ranks out of
 `parameter.grad`. An optimizer would not see them: it would step without them, and `zero_grad` would
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,54 +24,20 @@ from torch.optim.optimizer import (
 
 from mb_parallel.engines import is_fsdp
 
-_SYNC = "_mb_gradient_sync"
+_APART = "_mb_gradients_apart"  # on a model, as `keep_apart` sets it
+# Parameters bear no mark: `to` and `load_state_dict(assign=True)` put others in their place.
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class GradientSync:
-    """What a model and its parameters share.
-
-    apart: the next backward, or the last, leaves gradients apart that ranks have to add up.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.apart = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # of no model; a type that `torch.load` takes with a parameter
-
-    def is_apart(self) -> bool:
-        """Whether gradients are apart; also if `apart` became False and no backward followed."""
-        return self.apart or any(map(_holds, self._groups()))
-
-    def drop(self) -> None:
-        """Forget the gradients that are apart."""
-        for group in self._groups():
-            _drop(group)
-
-    def free(self) -> None:
-        """Give gathered weights up, which the next pass gathers again."""
-        model = self._model()
-        if model is not None:
-            free_gathered(model)
-
-    def _groups(self) -> Iterator[Any]:
-        model = self._model()
-        return iter(()) if model is None else _groups(model)
-
-
-def share_sync(model: nn.Module) -> None:
-    """Let the model and its parameters, sharded already, have one `GradientSync`."""
+def watch(model: nn.Module) -> None:
+    """Let optimizers, this package's and torch's, know what FSDP2 keeps of a sharded model."""
     _watch_torch()
-    sync = GradientSync(model)
-    for one in (model, *model.parameters()):
-        setattr(one, _SYNC, sync)
+    _WATCHED.add(model)
 
 
-def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
-    """That of a model or a parameter, if `share_sync` was called."""
-    sync = getattr(one, _SYNC, None)
-    return sync if isinstance(sync, GradientSync) else None
+def keep_apart(model: nn.Module, apart: bool) -> None:
+    """Say whether the next backward leaves gradients apart that ranks have to add up."""
+    setattr(model, _APART, apart)
 
 
 @functools.cache
@@ -111,8 +76,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-    for sync in _syncs(_parameters(optimizer)):
-        sync.free()
+    for model in _models(_parameters(optimizer)):
+        free_gathered(model)
 
 
 def refuse_apart(parameters: Iterable[Tensor]) -> None:
@@ -121,7 +86,8 @@ def refuse_apart(parameters: Iterable[Tensor]) -> None:
     Raises:
         ValueError: some are not yet.
     """
-    if any(sync.is_apart() for sync in _syncs(parameters)):
+    # It may be said that none are apart though no backward followed: see what there is, too.
+    if any(getattr(m, _APART, False) or any(map(_holds, _groups(m))) for m in _models(parameters)):
         raise ValueError(
             "Expected gradients that are summed over the ranks, got some of micro-batches before "
             "the last. Call set_gradient_sync(model, True) before the last backward of a step, and "
@@ -131,12 +97,20 @@ def refuse_apart(parameters: Iterable[Tensor]) -> None:
 
 def drop_apart(parameters: Iterable[Tensor]) -> None:
     """Forget the gradients of these parameters' models that ranks have not added up."""
-    for sync in _syncs(parameters):
-        sync.drop()
+    for model in _models(parameters):
+        _drop_units(model)
 
 
-def _syncs(parameters: Iterable[Tensor]) -> set[GradientSync]:
-    return {sync for parameter in parameters if (sync := sync_of(parameter)) is not None}
+def _models(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The watched models that some of these parameters are of."""
+    wanted = {id(parameter) for parameter in parameters} if _WATCHED else set()
+    return [model for model in _WATCHED if any(id(p) in wanted for p in _sharded(model))]
+
+
+def _sharded(model: nn.Module) -> Iterator[Tensor]:
+    """A model's parameters as an optimizer has them; those that are gathered are others."""
+    yield from model.parameters()
+    yield from (held.sharded_param for group in _groups(model) for held in group.fsdp_params)
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:
@@ -163,15 +137,11 @@ def free_gathered(module: nn.Module) -> None:
         group._to_sharded()  # `reshard` would not after a forward that raised
 
 
-def _drop(group: Any) -> None:
-    group._partial_reduce_output = None
-    for held in group.fsdp_params:
-        held.unsharded_accumulated_grad = None
-        if hasattr(held, "_unsharded_param"):
-            held._unsharded_param.grad = None
-
-
 def _drop_units(module: nn.Module) -> None:
     """Forget what FSDP2's units in a module have not added up."""
     for group in _groups(module):
-        _drop(group)
+        group._partial_reduce_output = None
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None

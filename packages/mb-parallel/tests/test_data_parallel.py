@@ -369,8 +369,11 @@ def steps_too_early(rank, world_size, zero_stage):
         lambda: clip_and_step(optimizer, mesh=mesh),
         lambda: clip_grad_norm(parameters, 1.0, mesh),
     ):
-        with pytest.raises(ValueError, match=r"Call set_gradient_sync\(model, True\) before"):
-            call()
+        # In stage 2 without replicas each micro-batch's gradients are complete.
+        for told in (False, True)[: 3 - zero_stage]:
+            set_gradient_sync(model, told)
+            with pytest.raises(ValueError, match=r"Call set_gradient_sync\(model, True\) before"):
+                call()
 
     def last_micro_batch():
         set_gradient_sync(model, True)
@@ -450,6 +453,46 @@ def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     """In stage 1 the experts, which have their gradients at once, would train alone."""
     first, second = run_ranks(steps_too_early, 2, zero_stage)
     assert first == second
+
+
+def evaluates_before_the_step(rank, world_size, zero_stage):
+    """Losses of evaluations between backward and step, and without them; the groups' parameters."""
+    losses: list[list[float]] = []
+    for between in (False, True):
+        model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+        x = torch.ones(2, WIDTH)
+        if zero_stage == 1:
+            model.to("cpu")  # puts other parameters in place of these
+        else:
+            model.load_state_dict(model.state_dict(), assign=True)
+        parameters = set(model.parameters())
+        with torch.no_grad():
+            model(x)
+        groups = decay_groups(model, 0.1)
+        assert {p for group in groups for p in group["params"]} == parameters
+        kind = AdamW if zero_stage < 3 else torch.optim.AdamW
+        optimizer = kind(groups, lr=0.1)
+        losses.append([])
+        for _ in range(2):
+            loss = model(x).sum()
+            loss.backward()
+            if between:
+                gather_rest(model)
+                with torch.no_grad():
+                    model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
+    for without, between in run_ranks(evaluates_before_the_step, 2, zero_stage):
+        assert between == without
+        assert without[1] != without[0]
 
 
 def refused_by_one(rank, world_size):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import tiny_gpt
 import torch
-from mb_parallel import ParallelDims
+from mb_parallel import ParallelDims, apply_data_parallel
 from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.pipeline_parallel import (
     SCHEDULES,
@@ -218,6 +218,35 @@ def test_tied_parameters_hooks_and_errors():
     for one, other in zip(first, last, strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(first[2], 2 * first[1])
+
+
+def _adds_up(rank, world_size):
+    """Gradients of passes of several shapes: each by itself, and added up with an evaluation."""
+    options = Options(pp=2, dp=2, micro_batches=3, steps=1)
+    mesh = options.dims.build("cpu")
+    stage = tiny_gpt.build(options)
+    number = mesh.pp_rank
+    stage.keep(split_layers(tiny_gpt.L, 2)[number], first=number == 0, last=number == 1)
+    apply_data_parallel(stage, mesh, blocks=stage.stack.blocks.values())
+    pipeline = Pipeline(
+        [stage], mesh, schedule="1f1b", first_input="tokens", hidden_size=tiny_gpt.D
+    )
+    (batches,) = tiny_gpt.data(options)
+    passes = [batches, batches[:2], batches[1:]]
+    alone = []
+    for part in passes:
+        pipeline.step(part)
+        alone.append([p.grad.full_tensor() for p in stage.parameters()])
+        stage.zero_grad()
+    for part in passes:
+        pipeline.step(part)
+        pipeline.evaluate(*part)
+    for parameter, *parts in zip(stage.parameters(), *alone, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), sum(parts))
+
+
+def test_gradients_add_up_over_shapes_and_evaluations():
+    run_ranks(_adds_up, 4)
 
 
 def _announced_otherwise(rank, world_size):

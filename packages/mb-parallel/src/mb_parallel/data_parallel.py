@@ -41,7 +41,7 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
-from mb_parallel.gradient_sync import share_sync, sync_of
+from mb_parallel.gradient_sync import keep_apart, watch
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 
 _STAGE = "_mb_zero_stage"
@@ -112,7 +112,7 @@ def apply_data_parallel(
             cast_inputs=cast_inputs,
         )
     setattr(model, _STAGE, zero_stage)
-    share_sync(model)
+    watch(_compiled(model))
     keep_sizes(mesh, model)
 
 
@@ -178,14 +178,13 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     alone.
     """
     one_module(model)
-    stage, sync = zero_stage_of(model), sync_of(model)
-    model = _compiled(model)
-    if stage is None or sync is None or not is_fsdp(model):
+    stage, sharded = zero_stage_of(model), _compiled(model)
+    if stage is None or not is_fsdp(sharded):
         return
-    model.set_requires_gradient_sync(enabled or stage > 1)
-    model.set_requires_all_reduce(enabled)
-    model.set_reshard_after_backward(enabled or stage == 3)
-    sync.apart = not enabled
+    sharded.set_requires_gradient_sync(enabled or stage > 1)
+    sharded.set_requires_all_reduce(enabled)
+    sharded.set_reshard_after_backward(enabled or stage == 3)
+    keep_apart(_compiled(model), not enabled)
 
 
 def gather_rest(model: nn.Module) -> None:

@@ -1,69 +1,54 @@
-"""Whether ranks have added up a model's gradients, for those who know only its parameters.
+"""What FSDP2 keeps of a model between passes, for optimizers, which know only its parameters.
 
 Between the micro-batches of a step FSDP2 keeps gradients that are not yet summed over ranks out of
 `parameter.grad`. An optimizer would not see them: it would step without them, and `zero_grad` would
 leave them to be added to the next step's.
+
+Gathered weights stay until the next backward, those of an evaluation too. If a step came before it,
+passes would go on with the weights from before the step.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mb_parallel.engines import is_fsdp
 
-_SYNC = "_mb_gradient_sync"
+_APART = "_mb_gradients_apart"  # on a model, as `keep_apart` sets it
+# Parameters bear no mark: `to` and `load_state_dict(assign=True)` put others in their place.
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class GradientSync:
-    """What a model and its parameters share.
-
-    apart: the next backward, or the last, leaves gradients apart that ranks have to add up.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.apart = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # of no model; a type that `torch.load` takes with a parameter
-
-    def drop(self) -> None:
-        """Forget the gradients that are apart."""
-        model = self._model()
-        if model is not None:
-            _drop_units(model)
-
-
-def share_sync(model: nn.Module) -> None:
-    """Let the model and its parameters, sharded already, have one `GradientSync`."""
+def watch(model: nn.Module) -> None:
+    """Let optimizers, this package's and torch's, know what FSDP2 keeps of a sharded model."""
     _watch_torch()
-    sync = GradientSync(model)
-    for one in (model, *model.parameters()):
-        setattr(one, _SYNC, sync)
+    _WATCHED.add(model)
 
 
-def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
-    """That of a model or a parameter, if `share_sync` was called."""
-    sync = getattr(one, _SYNC, None)
-    return sync if isinstance(sync, GradientSync) else None
+def keep_apart(model: nn.Module, apart: bool) -> None:
+    """Say whether the next backward leaves gradients apart that ranks have to add up."""
+    setattr(model, _APART, apart)
 
 
 @functools.cache
 def _watch_torch() -> None:
-    """For the rest of the process, let torch's own optimizers and modules know of such gradients.
+    """For the rest of the process, let torch's optimizers and modules know what FSDP2 keeps.
 
-    A step refuses them, and `zero_grad`, for which torch has no hook, forgets them: that of a
-    module those of any FSDP2 model.
+    A step refuses gradients that are apart, and gives gathered weights up. `zero_grad`, for which
+    torch has no hook, forgets gradients that are apart: that of a module those of any FSDP2 model.
     """
-    register_optimizer_step_pre_hook(_refuse_apart)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
     _let_zero_grad(torch.optim.Optimizer, drop_apart)
     _let_zero_grad(nn.Module, _drop_units)
 
@@ -84,48 +69,79 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _refuse_apart(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-    if any(map(callable, (*args, *kwargs.values()))):
-        return  # a closure computes gradients first, those of the last micro-batch perhaps
-    for parameter in _parameters(optimizer):
-        has_grad(parameter)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    # A closure computes gradients first, those of the last micro-batch perhaps.
+    if not any(map(callable, (*args, *kwargs.values()))):
+        refuse_apart(_parameters(optimizer))
 
 
-def has_grad(parameter: Tensor) -> bool:
-    """Whether there is a gradient.
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    for model in _models(_parameters(optimizer)):
+        free_gathered(model)
+
+
+def refuse_apart(parameters: Iterable[Tensor]) -> None:
+    """Check that the gradients of these parameters' models are sums over ranks.
 
     Raises:
-        ValueError: it is not yet the sum over ranks.
+        ValueError: some are not yet.
     """
-    sync = sync_of(parameter)
-    if sync is not None and sync.apart:
+    # It may be said that none are apart though no backward followed: see what there is, too.
+    if any(getattr(m, _APART, False) or any(map(_holds, _groups(m))) for m in _models(parameters)):
         raise ValueError(
             "Expected gradients that are summed over the ranks, got some of micro-batches before "
             "the last. Call set_gradient_sync(model, True) before the last backward of a step, and "
             "with False only after the step."
         )
-    return parameter.grad is not None
 
 
 def drop_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the gradients of the optimizer's models that ranks have not added up.
+    """Forget the gradients of the optimizer's models that ranks have not added up."""
+    for model in _models(_parameters(optimizer)):
+        _drop_units(model)
 
-    Whatever `apart` says: a step may be given up in its last micro-batch, before the backward.
-    """
-    for sync in filter(None, {sync_of(parameter) for parameter in _parameters(optimizer)}):
-        sync.drop()
+
+def _models(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The watched models that some of these parameters are of."""
+    wanted = {id(parameter) for parameter in parameters} if _WATCHED else set()
+    return [model for model in _WATCHED if any(id(p) in wanted for p in _sharded(model))]
+
+
+def _sharded(model: nn.Module) -> Iterator[Tensor]:
+    """A model's parameters as an optimizer has them; those that are gathered are others."""
+    yield from model.parameters()
+    yield from (held.sharded_param for group in _groups(model) for held in group.fsdp_params)
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters in a module."""
+    for unit in module.modules():
+        if is_fsdp(unit):
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+            yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+
+
+def _holds(group: Any) -> bool:
+    """Whether a group has gradients that ranks have not added up."""
+    return group._partial_reduce_output is not None or any(
+        held.unsharded_accumulated_grad is not None
+        or getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
+        for held in group.fsdp_params
+    )
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Give gathered weights up, those that an evaluation left: they are no parameters to train."""
+    for group in _groups(module):
+        group._to_sharded()  # `reshard` would not after a forward that raised
 
 
 def _drop_units(module: nn.Module) -> None:
     """Forget what FSDP2's units in a module have not added up."""
-    for unit in module.modules():
-        if not is_fsdp(unit):
-            continue
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            group._partial_reduce_output = None
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+    for group in _groups(module):
+        group._partial_reduce_output = None
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None

@@ -27,7 +27,8 @@ from mb_layers import MoE, Router, dMoE
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
-from mb_parallel.engines import is_dtensor, is_fsdp
+from mb_parallel.engines import is_dtensor
+from mb_parallel.gradient_sync import free_gathered
 from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
 from mb_parallel.shards import local, spread
 from mb_parallel.world import check_same
@@ -122,9 +123,7 @@ def rebalance_experts(
         order_E = balanced_order(counts_E, ranks)
         before, after = (fullest_rank(c, ranks) for c in (counts_E, counts_E[order_E]))
         if before - after >= least_gain * before:
-            for module in model.modules():
-                if is_fsdp(module):
-                    module.reshard()  # what an evaluation left gathered would stay as it was
+            free_gathered(model)  # else these weights would stay as they were
             _renumber(layer, order_E, optimizers)
             done.append(Rebalanced(name, before, after, tuple(order_E.tolist())))
     return done

@@ -11,6 +11,7 @@ from mb_layers.experts import Experts, SharedExpert
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, one_module, several
+from mb_parallel.gradient_sync import free_gathered
 from mb_parallel.optimizer.sharded import ShardedOptimizer
 from mb_parallel.shards import local
 
@@ -27,6 +28,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """
     one_module(model)
     at_least_0(weight_decay=weight_decay)
+    free_gathered(model)
     matrices, vectors = [], []
     for _, parameter, axes in _with_axes(model):
         (matrices if axes > 1 else vectors).append(parameter)
@@ -55,6 +57,7 @@ def muon_groups(
     """
     one_module(model)
     heads = several(heads, "heads")
+    free_gathered(model)
     if not fused.keys() <= set(model.parameters()):
         raise ValueError(
             "Expected fused by parameters of the model, got another tensor or a name. Look the "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0, several_optimizers, tensors
-from mb_parallel.gradient_sync import has_grad
+from mb_parallel.gradient_sync import refuse_apart
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.shards import (
@@ -60,6 +60,8 @@ def grad_norm(
     Returns:
         fp32 scalar on the device; infinite if a gradient anywhere is NaN or infinite.
     """
+    parameters = tensors(parameters)
+    refuse_apart(parameters)
     return _joint_norm(parameters, _grad, mesh, uncounted)
 
 
@@ -92,6 +94,8 @@ def zeros_in_grad(
     Returns:
         fp64 scalar on the device, equal on all ranks.
     """
+    parameters = tensors(parameters)
+    refuse_apart(parameters)
     zeros = _joint_sum(parameters, _grad, _count_zeros, mesh, uncounted)
     if mesh is not None and mesh.dense is not None:
         mesh.all_reduce(zeros, "pp")
@@ -99,7 +103,7 @@ def zeros_in_grad(
 
 
 def _grad(parameter: Tensor) -> Tensor | None:
-    return local_grad(parameter) if has_grad(parameter) else None
+    return None if parameter.grad is None else local_grad(parameter)
 
 
 def _joint_norm(
@@ -230,7 +234,8 @@ def clip_and_step(
             "Give each optimizer parameters of its own."
         )
     trained = [p for p in parameters if p.requires_grad]
-    if trained and not any(map(has_grad, trained)):
+    refuse_apart(trained)
+    if trained and all(p.grad is None for p in trained):
         raise ValueError(
             "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
             "and make the optimizer after what replaces parameters: parallelize_tensors, "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
-from mb_parallel.gradient_sync import drop_apart, has_grad
+from mb_parallel.gradient_sync import drop_apart, refuse_apart
 from mb_parallel.shards import local, on_meta
 
 # Without torch's decorator, which imports the compiler only to tell it to keep out.
@@ -78,10 +78,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            refuse_apart(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:
             by_device: dict[torch.device, list[Tensor]] = {}
             for parameter in group["params"]:
-                if not has_grad(parameter):
+                if parameter.grad is None:
                     continue
                 if not self.state[parameter]:
                     self.state[parameter] = self.make_state(parameter)

@@ -131,6 +131,12 @@ class Stage(PipelineStage):
         for counts in self.counts:
             counts.resume(number)
 
+    # Torch (2.13) forgets the gradients of what FSDP2 shards whenever a schedule is new, those of
+    # earlier steps too, in case it ran the module to learn sizes. It has them from the pipeline.
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """See the base class; nothing, since nothing ran."""
+
     # Torch passes gradients between the two stages of a V's rank in evaluation too, and fails.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

@@ -107,6 +107,24 @@ def test_layers_that_recompute_are_exported_too() -> None:
         assert_close("y", program.module()(x).y, layer(x).y)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_trains_as_the_layer(strict: bool) -> None:
+    adapted = build(recompute=True)
+    freeze_in_bits(adapted.experts, 8)
+    add_lora(adapted.experts, rank=2, alpha=2)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith(".b"):  # zero at first, and so were the gradients behind it
+            nn.init.normal_(parameter)
+    for layer in (build(), adapted):
+        below = nn.Linear(16, 16, dtype=torch.float64)
+        model = nn.Sequential(below, layer)
+        x = torch.randn(8, 16, dtype=torch.float64)
+        program = torch.export.export(model, (x,), strict=strict).module()
+        x = x.requires_grad_()
+        got, expected = grads_of(program, x), grads_of(model, x)
+        assert_same({n: got[n] for n in expected}, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_gives_the_same_gradients(kind: str, use_reentrant: bool) -> None:

@@ -11,7 +11,7 @@ import layers_workers
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
+from mb_layers import AsMLP, MoE, MoEConfig, add_lora, attach_aux_loss, dMoE, freeze_in_bits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -123,6 +123,22 @@ def test_an_exported_layer_trains_as_the_layer(strict: bool) -> None:
         x = x.requires_grad_()
         got, expected = grads_of(program, x), grads_of(model, x)
         assert_same({n: got[n] for n in expected}, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_attached_loss_is_not_lost_in_an_export(strict: bool) -> None:
+    class Stage(AsMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y, aux_loss, _ = self.layer(x)
+            return attach_aux_loss(y, aux_loss)
+
+    model = Stage(build(), aux_scale=None)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    with pytest.raises(Exception, match="expected an aux_loss without gradient"):
+        torch.export.export(model, (x,), strict=strict)
+
+    program = torch.export.export(model.eval(), (x,), strict=strict)
+    assert_close("y", program.module()(x), model(x))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -11,7 +11,7 @@ import layers_workers
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
+from mb_layers import AsMLP, MoE, MoEConfig, add_lora, attach_aux_loss, dMoE, freeze_in_bits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -105,6 +105,40 @@ def test_layers_that_recompute_are_exported_too() -> None:
     for layer in (build(recompute=True, mlp_impl="sparse", ffn_hidden_size=128), adapted):
         program = torch.export.export(layer.eval(), (x,), strict=True)
         assert_close("y", program.module()(x).y, layer(x).y)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_trains_as_the_layer(strict: bool) -> None:
+    adapted = build(recompute=True)
+    freeze_in_bits(adapted.experts, 8)
+    add_lora(adapted.experts, rank=2, alpha=2)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith(".b"):  # zero at first, and so were the gradients behind it
+            nn.init.normal_(parameter)
+    for layer in (build(), adapted):
+        below = nn.Linear(16, 16, dtype=torch.float64)
+        model = nn.Sequential(below, layer)
+        x = torch.randn(8, 16, dtype=torch.float64)
+        program = torch.export.export(model, (x,), strict=strict).module()
+        x = x.requires_grad_()
+        got, expected = grads_of(program, x), grads_of(model, x)
+        assert_same({n: got[n] for n in expected}, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_attached_loss_is_not_lost_in_an_export(strict: bool) -> None:
+    class Stage(AsMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y, aux_loss, _ = self.layer(x)
+            return attach_aux_loss(y, aux_loss)
+
+    model = Stage(build(), aux_scale=None)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    with pytest.raises(Exception, match="expected an aux_loss without gradient"):
+        torch.export.export(model, (x,), strict=strict)
+
+    program = torch.export.export(model.eval(), (x,), strict=strict)
+    assert_close("y", program.module()(x), model(x))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -222,8 +222,10 @@ def grouped_linear(
         return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
     base = weight.base
     if isinstance(base, FrozenWeight):
+        # A saved program holds no function of ours.
+        product = _frozen_product if torch.compiler.is_exporting() else _FrozenProduct.apply
         parts = (base.codes, base.scales, base.bits)
-        y_NR = _FrozenProduct.apply(x_NC, *parts, offsets_E1, transpose_weight)
+        y_NR = product(x_NC, *parts, offsets_E1, transpose_weight)
     else:
         y_NR = grouped_linear(x_NC, base, offsets_E1, transpose_weight=transpose_weight)
     for lhs, rhs, scaling in map(_padded, weight.added):
@@ -276,6 +278,18 @@ def _padded(added: LowRank) -> LowRank:
     return LowRank(F.pad(added.lhs, (0, more)), F.pad(added.rhs, (0, 0, 0, more)), added.scaling)
 
 
+def _frozen_product(
+    x_NC: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    offsets_E1: Tensor,
+    transpose_weight: bool,
+) -> Tensor:
+    weight = mb_kernels.dequantize(codes, scales, bits=bits, dtype=x_NC.dtype)
+    return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
+
+
 class _FrozenProduct(torch.autograd.Function):
     """Rows times a weight in codes; of these two only the codes are kept for the backward pass."""
 
@@ -291,8 +305,7 @@ class _FrozenProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, offsets_E1)
         ctx.bits, ctx.transpose_weight = bits, transpose_weight
-        weight = mb_kernels.dequantize(codes, scales, bits=bits, dtype=x_NC.dtype)
-        return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
+        return _frozen_product(x_NC, codes, scales, bits, offsets_E1, transpose_weight)
 
     @staticmethod
     def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # ty: ignore[incompatible-method-override]

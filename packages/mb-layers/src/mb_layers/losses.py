@@ -175,7 +175,8 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
         scale: a number, or a scalar tensor read in the backward pass.
 
     Raises:
-        ValueError: `aux_loss` or `scale` is not a scalar.
+        ValueError: `aux_loss` or `scale` is not a scalar; an `aux_loss` with a gradient within
+            torch.export, whose programs cannot hold what starts at a second loss.
     """
     if not isinstance(aux_loss, Tensor) or aux_loss.numel() != 1:
         is_tensor = isinstance(aux_loss, Tensor)
@@ -187,6 +188,13 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     else:
         arguments.finite(scale=scale)
         scale = torch.full((), scale, device=aux_loss.device, dtype=aux_loss.dtype)
+    if torch.compiler.is_exporting():  # a saved program holds no function of ours
+        if aux_loss.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "expected an aux_loss without gradient within torch.export, whose program would "
+                "train without it: return aux_loss beside y, or export in eval mode"
+            )
+        return y
     return _AttachAuxLoss.apply(y, aux_loss, scale)
 
 

@@ -629,6 +629,11 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+            "to be 8192, got 16",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),

@@ -668,6 +668,15 @@ def test_tensors_of_other_sizes_are_one_line(tmp_path):
         read_model(tmp_path)
 
 
+def test_keys_and_values_of_other_widths_are_refused(tmp_path):
+    theirs("llama").save_pretrained(tmp_path)
+    rows = {"k": 8, "v": 24}  # together as many as they should be
+    wrong = {f"model.layers.1.self_attn.{p}_proj.weight": torch.ones(rows[p], 48) for p in rows}
+    write_tensors(tmp_path, {**TensorFolder(tmp_path), **wrong})
+    with pytest.raises(ValueError, match=r"tensors of other sizes than .*config\.json: "):
+        read_model(tmp_path)
+
+
 def test_masks_stored_as_weights_and_a_tied_head(tmp_path):
     """Files of GPT-2 as they are on the hub: no prefix, masks, sometimes the head."""
     model = theirs("gpt2")

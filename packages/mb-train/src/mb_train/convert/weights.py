@@ -187,7 +187,7 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def _interleaved(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
-    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C]; all of one C, or they don't fit."""
+    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C], if C is one."""
     counts = (heads // groups, 1, 1)
     parts = [
         t.unflatten(0, (groups, count, -1)) for t, count in zip((q, k, v), counts, strict=True)

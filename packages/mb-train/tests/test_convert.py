@@ -463,6 +463,9 @@ class Asked(dict):
         return super().get(name, default)
 
 
+DEEP = "[" * 10**5  # more than can be read
+
+
 # Settings of theirs that say nothing about what a model computes when it is run.
 SILENT = re.compile(
     r"_?[a-z_]*(dropout|pdrop|_token_id|name_or_path|label|labels|initializer_[a-z]+)|summary_.*|"
@@ -503,8 +506,9 @@ def test_every_setting_is_read_and_has_their_default(kind):
         ({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8}, "lacks 'n_layer'"),
         ({"model_type": "gpt2", "vocab_size": -1}, "a vocab_size above 0, got -1"),
         ("{", "Cannot read"),
+        (DEEP, "Cannot read"),
     ],
-    ids=str,
+    ids=lambda content: str(content)[:40],
 )
 def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
     text = content if isinstance(content, str) else json.dumps(content)
@@ -514,7 +518,9 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
 
 
 @pytest.mark.parametrize(
-    "index", ["[]", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}']
+    "index",
+    ["[]", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}', DEEP],
+    ids=lambda index: index[:40],
 )
 def test_a_damaged_index_is_one_line(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -543,9 +549,13 @@ def test_more_layers_or_experts_than_tensors_are_refused_at_once(tmp_path, size)
     (tmp_path / "config.json").write_text(json.dumps({**about, size: 10**12}))
     with pytest.raises(ValueError, match=r"and 1,000,000,000,000 layers or experts in"):
         read_model(tmp_path)
+    for large in (10**12, 10**19):
+        (tmp_path / "config.json").write_text(json.dumps({**about, "hidden_size": large}))
+        with pytest.raises(ValueError, match="has a size that it should not have"):
+            read_model(tmp_path)
 
 
-@pytest.mark.parametrize("about", ["{", "[]"])
+@pytest.mark.parametrize("about", ["{", "[]", DEEP], ids=["cut", "list", "deep"])
 def test_a_damaged_word_on_a_tokenizer_is_named(tmp_path, about):
     (tmp_path / "vocab.txt").write_text("[UNK]\n")
     (tmp_path / "tokenizer_config.json").write_text(about)
@@ -579,6 +589,8 @@ def test_a_folder_that_another_writes_is_refused(tmp_path):
             import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
         assert not (tmp_path / "run" / "tokenizer").exists()  # of which the other has its own
     import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    with pytest.raises(ValueError, match="hf holds a model of Hugging Face's"):
+        import_model(tmp_path / "hf", tmp_path / "hf", say=lambda line: None)
     named = load_trained(tmp_path / "run").config.tokenizer
     assert named == str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
 
@@ -629,6 +641,11 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+            "to be 8192, got 16",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),
@@ -659,6 +676,15 @@ def test_tensors_of_other_sizes_are_one_line(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"num_attention_heads": 5, "num_key_value_heads": 5})
     )
+    with pytest.raises(ValueError, match=r"tensors of other sizes than .*config\.json: "):
+        read_model(tmp_path)
+
+
+def test_keys_and_values_of_other_widths_are_refused(tmp_path):
+    theirs("llama").save_pretrained(tmp_path)
+    rows = {"k": 8, "v": 24}  # together as many as they should be
+    wrong = {f"model.layers.1.self_attn.{p}_proj.weight": torch.ones(rows[p], 48) for p in rows}
+    write_tensors(tmp_path, {**TensorFolder(tmp_path), **wrong})
     with pytest.raises(ValueError, match=r"tensors of other sizes than .*config\.json: "):
         read_model(tmp_path)
 

@@ -228,9 +228,10 @@ def test_wrong_input_is_said(trained, tmp_path):
     path.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ValueError, match=r'line 2: expected JSON with a "text"'):
         task_of("lambada")(trained, path, EvalOptions())
-    path.write_text('{"text": "a \\ud800 b"}\n')
-    with pytest.raises(ValueError, match=r'line 1: expected JSON with a "text"'):
-        task_of("perplexity")(trained, path, EvalOptions())
+    for wrong in ('{"text": "a \\ud800 b"}\n', "[" * 10**5):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=r'line 1: expected JSON with a "text"'):
+            task_of("perplexity")(trained, path, EvalOptions())
     path.write_bytes(b"a b \xff")
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):

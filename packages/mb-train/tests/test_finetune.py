@@ -321,6 +321,7 @@ def test_what_is_no_question_is_refused(tmp_path):
     for wrong, got in (
         (line[:-5], repr(line[:60])),
         ("[3]", "'[3]'"),
+        ("[" * 10**5, repr("[" * 60)),
         (line.replace('"article"', '"text"'), repr(line.replace('"article"', '"text"')[:60])),
         (line.replace('"article": "', '"article": 3, "id": "'), "3 for a text"),
         (line.replace('"w3"', '"\\ud800"'), "a half of a surrogate pair"),

@@ -313,6 +313,21 @@ def test_a_request_waits_for_the_last_step_of_a_client_that_went_away(generator)
     assert slow.model.most == 1
 
 
+def test_a_client_that_does_not_read_holds_up_no_other(generator):
+    async def clients():
+        service = Service(generator, "run")
+        body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
+        first, second = [await service.understand(body) for _ in range(2)]
+        unread = service.events(first)
+        assert '"b"' in await anext(unread)
+        for events in (service.events(second), unread):
+            said = [event async for event in events]
+            assert said[-1] == "data: [DONE]\n\n"
+            assert '"length"' in said[-2]
+
+    asyncio.run(asyncio.wait_for(clients(), 60))
+
+
 def test_a_long_text_is_encoded_beside_the_event_loop(generator):
     threads = []
 

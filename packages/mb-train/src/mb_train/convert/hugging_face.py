@@ -99,7 +99,10 @@ def read_model(
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
             rules = rules_of(config, transformer_config(config, vocab_size))
-    shapes = shapes_of(config, vocab_size)
+    try:
+        shapes = shapes_of(config, vocab_size)
+    except (RuntimeError, TypeError) as error:  # larger than any tensor may be
+        raise ValueError(f"{path} has a size that it should not have: {error}.") from None
     if headless:
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
@@ -114,7 +117,7 @@ def read_model(
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"Expected {path} to hold a JSON object.")
@@ -321,9 +324,16 @@ def check_shapes(
 
 
 def refuse_run(target: Path) -> None:
-    """Raise ValueError if a folder holds checkpoints already."""
-    if checkpoints(target):
-        raise ValueError(f"Expected a new folder, but {target} holds a run. Give another.")
+    """Raise ValueError if a folder holds checkpoints already, or a model of others.
+
+    What is done with a folder of both is done with that model.
+    """
+    for holds, found in (
+        ("a run", checkpoints(target)),
+        ("a model of Hugging Face's", (target / "config.json").exists()),
+    ):
+        if found:
+            raise ValueError(f"Expected a new folder, but {target} holds {holds}. Give another.")
 
 
 def _refuse_filled(target: Path) -> None:

@@ -63,7 +63,7 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "ffn_hidden_size": config["intermediate_size"],
         "max_position_embeddings": _reach(config),
         "position_embedding_type": "rope",
-        **_scaling_fields(rope, config["max_position_embeddings"]),
+        **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
@@ -85,7 +85,7 @@ def _reach(config: Json) -> int:
     return min(positions, window) if slides else positions
 
 
-def _scaling_fields(rope: Json, positions: int) -> dict[str, Any]:
+def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     """How rotations are slowed, which older files call type."""
     refuse(rope, partial_rotary_factor=(1.0,))
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
@@ -94,7 +94,10 @@ def _scaling_fields(rope: Json, positions: int) -> dict[str, Any]:
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind["rope_type"] == "default":
         return {}
-    refuse({"original_max_position_embeddings": positions, **rope}, **_LLAMA3)
+    trained_on = "original_max_position_embeddings"
+    # Beside the others it counts for more than among them, as Phi-3's files have it.
+    positions = config.get(trained_on, rope.get(trained_on, config["max_position_embeddings"]))
+    refuse({**rope, trained_on: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 

@@ -36,7 +36,7 @@ class TensorFolder(Mapping[str, Tensor]):
         if not files[0].is_file() and (folder / INDEX).is_file():
             try:
                 shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise ValueError(f"{folder / INDEX} is damaged: {error}.") from None
             if any(Path(str(name)).name != name for name in shards):
                 raise ValueError(f"{folder / INDEX} points outside its folder.")

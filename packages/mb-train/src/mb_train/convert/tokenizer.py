@@ -63,7 +63,7 @@ def _object(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, got {type(found).__name__}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}.") from None
     return found
 

@@ -64,7 +64,7 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
                 Rule(
                     f"{ours}attention.qkv.{kind}",
                     (f"{theirs}attn.c_attn.{kind}",),
-                    lambda t: _interleaved(*_turned(t).chunk(3), H),
+                    lambda t: _interleaved(*_turned(t).chunk(3), H, H),
                     lambda t: [_turned(torch.cat(_apart(t, H, H)))],
                 )
             )
@@ -111,7 +111,7 @@ def llama_like_rules(config: TransformerConfig, experts: ExpertNames | None) -> 
                 Rule(
                     f"{ours}attention.qkv.{kind}",
                     tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
-                    lambda q, k, v: _interleaved(q, k, v, G),
+                    lambda q, k, v: _interleaved(q, k, v, H, G),
                     lambda t: _apart(t, H, G),
                 )
             )
@@ -186,10 +186,13 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.t() if tensor.ndim == 2 else tensor
 
 
-def _interleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C]."""
-    parts = [part.unflatten(0, (groups, -1)) for part in (q, k, v)]
-    return torch.cat(parts, dim=1).flatten(0, 1)
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
+    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C], if C is one."""
+    counts = (heads // groups, 1, 1)
+    parts = [
+        t.unflatten(0, (groups, count, -1)) for t, count in zip((q, k, v), counts, strict=True)
+    ]
+    return torch.cat(parts, dim=1).flatten(0, 2)
 
 
 def _apart(qkv: Tensor, heads: int, groups: int) -> list[Tensor]:

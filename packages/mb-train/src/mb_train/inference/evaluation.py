@@ -156,7 +156,7 @@ def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             text = json.loads(line)["text"]
             text.encode()  # half a surrogate pair is no text
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f'{path}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
             ) from None

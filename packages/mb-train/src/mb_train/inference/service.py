@@ -85,7 +85,28 @@ class Service:
         return answer.part(choices, usage=answer.usage(prompts, found))
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
-        """The answer as server-sent events, a token at a time."""
+        """The answer as server-sent events, a token at a time.
+
+        They wait here for a client that does not read them: other requests do not wait for it.
+        """
+        ready: asyncio.Queue[str | None] = asyncio.Queue()
+
+        async def compute() -> None:
+            try:
+                async for said in self._events(asked):
+                    ready.put_nowait(said)
+            finally:
+                ready.put_nowait(None)
+
+        computing = asyncio.create_task(compute())
+        try:
+            while (said := await ready.get()) is not None:
+                yield said
+            await computing  # which raises what it ended with
+        finally:
+            computing.cancel()
+
+    async def _events(self, asked: Asked) -> AsyncIterator[str]:
         request, prompts, echoes, answer = asked
         found = asked.nothing_yet()
         texts, tokens = [0] * len(echoes), [0] * len(echoes)  # how much of each has been said

@@ -34,7 +34,7 @@ def read_questions(path: Path) -> list[Example]:
                 continue
             try:
                 questions += _questions_in(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 said = error.args[0] if type(error) is ValueError else f"{line[:60]!r}"
                 raise ValueError(
                     f'{file}, line {number}: expected JSON with an "article", "questions", four '

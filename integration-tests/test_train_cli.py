@@ -251,12 +251,26 @@ def test_options_train_and_resume_to_the_bit(tokens, tmp_path, options):
     assert expected[-1] < expected[0] + 0.1
 
 
+# A run goes through the kernels of its step as it would for a GPU, and compiles none of them.
+REHEARSED = """
+import mb_kernels
+from mb_kernels.runtime.recording import record
+from mb_train import run
+def compile_ahead(rehearse, *, device):
+    with record():
+        rehearse()
+mb_kernels.compile_ahead, step = compile_ahead, run.compile_step
+run.compile_step = lambda *five, **more: step(*five[:4], torch.device("cuda"), five[5], **more)
+"""
+
+
 def test_one_process_imports_no_engine_that_it_does_not_need(tokens):
     """They take a second or more of each start."""
     words = tiny_run.flags(tokens, None, "--train-iters 1 --eval-iters 1")
     runs = [[*words, "--optimizer", name] for name in ("adam", "muon", "adafactor", "sgd")]
     script = (
         "import sys, torch; there = set(sys.modules); from mb_train.cli import main\n"
+        f"{REHEARSED}"
         f"print([main(words) for words in {runs!r}])\n"
         "print(sorted(sys.modules.keys() - there))"
     )

@@ -14,8 +14,8 @@ from mb_kernels.grouped_gemm import kernels as grouped_gemm
 from mb_kernels.relative_attention import kernels as attention
 from mb_kernels.router_losses import kernels as router_losses
 from mb_kernels.routing import kernels as routing
-from mb_kernels.runtime.launch import record
 from mb_kernels.runtime.plan import assume, plan_for
+from mb_kernels.runtime.recording import record
 from mb_kernels.targets import TARGETS
 
 MANY = 2**30

@@ -7,7 +7,7 @@
 - Routing: `topk_softmax`, `topk_ids`, `bin_tokens`, `Bins`, `router_losses`, `RouterLosses`.
 - Tokens to rows and back: `gather`, `combine`.
 - Experts: `expert_mlp`, `grouped_experts`, `grouped_gemm`, `gmm`, `is_glu`.
-- Compiling ahead: `warm_up`, `compile_ahead`.
+- Compiling ahead: `warm_up`, `compile_ahead`, `rehearse_linear_cross_entropy`.
 - Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
 - Activations in few bits: `quantize`, `dequantize`, `Quantized`.
 - The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`,
@@ -49,6 +49,9 @@ from mb_kernels.routing import topk_softmax as topk_softmax
 from mb_kernels.sum_of_squares import sum_of_squares as sum_of_squares
 from mb_kernels.symmetric_matmul import symmetric_matmul as symmetric_matmul
 from mb_kernels.warm_up import compile_ahead as compile_ahead
+from mb_kernels.warm_up import (
+    rehearse_linear_cross_entropy as rehearse_linear_cross_entropy,
+)
 from mb_kernels.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"

@@ -176,6 +176,30 @@ def rehearse_softmax(
         routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
 
 
+def rehearse_linear_cross_entropy(
+    rows: int, dtype: torch.dtype, *, start: int | None = None
+) -> None:
+    """``linear_cross_entropy`` in training, on logits without memory, for ``compile_ahead``.
+
+    Not by the function itself: its arithmetic on meta tensors imports torch's compiler, 0.8 s.
+
+    Args:
+        rows: of the head's weight, on this rank.
+        dtype: of the hidden states.
+        start: of a rank's share of the vocabulary, as ``VocabularyShard`` has it.
+    """
+    from mb_kernels.linear_cross_entropy import kernels
+
+    tokens = 16  # any number: there is one kernel for all
+    logits, labels = _empty(tokens, rows, dtype=dtype), _empty(tokens, dtype=torch.int64)
+    each = _empty(tokens, dtype=torch.float32)
+    if start is None:
+        kernels.losses_and_gradients(logits, labels, each, gradient=True)
+    else:
+        kernels.row_statistics(logits, labels, start)
+        kernels.row_gradients(logits, labels, each, each, start)
+
+
 def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:
     """``bin_tokens`` on ids without memory."""
     from mb_kernels.routing import kernels as routing

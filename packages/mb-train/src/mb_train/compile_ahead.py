@@ -18,8 +18,6 @@ from mb_train.assemble import Assembled
 from mb_train.config import TrainConfig, whole
 from mb_train.tasks.architecture import expert_config
 
-_TOKENS = 16  # any number: the loss has one kernel for all
-
 
 def compile_experts(
     config: TrainConfig, mesh: ParallelMesh, device: torch.device, compute_dtype: torch.dtype
@@ -51,10 +49,8 @@ def compile_step(
 ) -> Future[int] | None:
     """Begin to compile what a step launches beside its layers: loss of the head, norm, optimizer.
 
-    A head whose vocabulary is spread over ranks is left to its first call.
-
     Args:
-        vocab_size: rows of the head.
+        vocab_size: rows of the head, of all tensor-parallel ranks together.
         micro_batches: of a step. With one the experts' gradients stay in 16 bits.
 
     Returns:
@@ -66,12 +62,10 @@ def compile_step(
     def rehearse() -> None:
         copies = model.working_copies if micro_batches == 1 else {}
         rehearse_step(optimizer, {p: copy.dtype for p, copy in copies.items()})
-        if config.model != "ict" and mesh.tp_size == 1:
-            hidden = whole(config.hidden_size)
-            x = torch.empty(_TOKENS, hidden, dtype=compute_dtype, device="meta")
-            weight = torch.empty(vocab_size, hidden, device="meta", requires_grad=True)
-            labels = torch.empty(_TOKENS, dtype=torch.int64, device="meta")
-            mb_kernels.linear_cross_entropy(x, weight, labels)
+        if config.model != "ict":
+            rows = vocab_size // mesh.tp_size
+            start = mesh.tp_rank * rows if mesh.tp_size > 1 else None
+            mb_kernels.rehearse_linear_cross_entropy(rows, compute_dtype, start=start)
 
     return mb_kernels.compile_ahead(rehearse, device=device)
 

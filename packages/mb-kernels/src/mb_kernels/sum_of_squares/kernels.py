@@ -1,12 +1,14 @@
 """Triton kernel of ``mb_kernels.sum_of_squares``: a program adds up a run of one tensor."""
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.language import tables as language
-from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.tables import TYPES, Entry, batches
 from mb_kernels.sum_of_squares import reference
 
@@ -44,27 +46,26 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Launch for tensors that the op has checked, all on one device."""
     device = tensors[0].device
     tensors = [_dense(x) for x in tensors if x.numel()]
-    sums = [torch.zeros(1, dtype=torch.float32, device=device)]
-    entries = []
-    for x in tensors:
-        if x.dtype in TYPES:
-            entries.append(Entry((x.dtype,), [x.data_ptr()], x.numel()))
-        else:
-            sums.append(reference.sum_of_squares([x])[None])
-    for (dtype,), is_aligned, table, programs in batches(entries, _RUN, device):
-        sums.append(torch.empty(programs, dtype=torch.float32, device=device))
+    listed = [Entry((x.dtype,), [x.data_ptr()], x.numel()) for x in tensors if x.dtype in TYPES]
+    others = [x for x in tensors if x.dtype not in TYPES]
+    launches = list(batches(listed, _RUN, device))
+    # Each launch has its sums at an address that 16 divides; what lies between stays zero.
+    ends = list(itertools.accumulate(4 * cdiv(one.programs, 4) for one in launches))
+    sums = torch.zeros(ends[-1] if ends else 0, dtype=torch.float32, device=device)
+    for ((dtype,), is_aligned, table, programs), end in zip(launches, ends, strict=True):
         launch(
             sum_of_squares_kernel,
             (programs,),
             table,
-            sums[-1],
+            sums[end - 4 * cdiv(programs, 4) : end],
             TYPE=dtype,
             ALIGNED=is_aligned,
             N=table.shape[1],
             RUN=_RUN,
             BLOCK=_BLOCK,
         )
-    return torch.cat(sums).sum()
+    total = sums.sum()
+    return total + reference.sum_of_squares(others) if others else total
 
 
 def _dense(x: Tensor) -> Tensor:

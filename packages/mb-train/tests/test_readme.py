@@ -1,4 +1,4 @@
-"""The README's example runs as printed, and its recipes are those there are."""
+"""The README's example runs as printed; its recipes and its tree are those there are."""
 
 import re
 from pathlib import Path
@@ -33,3 +33,12 @@ def test_recipes_are_named():
     named |= {f"{name}-1gpu" for name in named if name.startswith("dense-")}
     named -= {"-1gpu", "17m", "bert-", "t5-", "ict-"}
     assert named == set(RECIPES)
+
+
+def test_the_tree_names_every_module_and_room():
+    (tree,) = re.findall(r"```\nsrc/mb_train/\n(.*?)```", README, flags=re.DOTALL)
+    source = Path(__file__).parents[1] / "src/mb_train"
+    there = {path.name for path in source.glob("*.py")} - {"__init__.py", "__main__.py"}
+    there |= {f"{path.name}/" for path in source.iterdir() if any(path.glob("*.[ps][yh]"))}
+    named = re.findall(r"\b\w+(?:\.py|/)(?!\S)", tree)
+    assert sorted(named) == sorted(there)

@@ -235,7 +235,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Map ``<prefix>.idx``.
 
     Checks the header, the file's length, the ends of the arrays and that no size is negative;
-    ``mb_data.validate`` checks the rest.
+    ``mb_data.maintenance.validate`` checks the rest.
     """
     path = idx_path(prefix)
     if not path.is_file():

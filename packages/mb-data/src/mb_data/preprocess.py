@@ -1,8 +1,8 @@
 """Text to token files: ``<prefix>_<key>_document.{bin,idx}``, as Megatron names them.
 
 The input is read in blocks of about 4 MB of whole documents, which worker processes parse, encode
-and write to their final place (``pipeline``); the state on disk lets a killed run go on
-(``partial``). The output depends on the input and the settings alone, not on the workers.
+and write to their final place (``text.pipeline``); the state on disk lets a killed run go on
+(``text.partial``). The output depends on the input and the settings alone, not on the workers.
 
 Memory: a worker holds its tokenizer, up to three blocks with their tokens, and what the engine
 remembers of words, which it drops at 256 MB: together some 0.6 GB at worst, 0.2 GB on common text.

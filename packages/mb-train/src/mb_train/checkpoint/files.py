@@ -1,6 +1,6 @@
 """How torch's distributed checkpoints are read and written here: without trust, and with sums."""
 
-# Apart from `checkpoint` and `saver`, whose users need not wait for torch's checkpoints to be
+# Apart from `read` and `saver`, whose users need not wait for torch's checkpoints to be
 # imported, DTensor with them, before a run's first step.
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be (`history.recover`)."""
+    """Put a whole folder where an earlier one of that name may be (`folder.history.recover`)."""
     aside = final.with_name(final.name + ".old")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():

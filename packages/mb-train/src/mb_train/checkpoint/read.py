@@ -3,7 +3,7 @@
     RUN/latest_checkpointed_iteration.txt    the iteration to go on from
     RUN/iter_0000100/run.json                configuration, counters, what model this is
     RUN/iter_0000100/.metadata, *.distcp     tensors, in shards as the ranks held them
-    RUN/iter_0000100/SHA256SUMS              of all of them, see `checksums`
+    RUN/iter_0000100/SHA256SUMS              of all of them, see `folder.checksums`
 
 Tensors are found by name and place. A rank holds what it holds, whole layers of a pipeline, DTensor
 shards over tensor, expert and data parallel ranks, or all; any layout can load what any other

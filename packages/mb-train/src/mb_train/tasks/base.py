@@ -35,7 +35,7 @@ Datasets: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
 class Borders(NamedTuple):
-    """What the stages of a pipeline have to do with each other; see `mb_parallel.Pipeline`.
+    """How the stages of a pipeline depend on each other; see `mb_parallel.pipeline_parallel`.
 
     tied: parameters of the first stage of which others have copies; {} if none is tied.
     streams: the entries of a batch that are as long as what crosses each border; None: the first

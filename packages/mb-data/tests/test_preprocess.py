@@ -19,15 +19,15 @@ from pathlib import Path
 
 import mb_data
 import mb_data.maintenance
-import mb_data.text.books
-import mb_data.text.partial
+import mb_data.text.bookkeeping
+import mb_data.text.partial_output
 import mb_data.text.pipeline
 import mb_data.text.reading
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, WorkerDiedError, load_tokenizer
-from mb_data.text.shelf import Shelf
 from mb_data.text.sources import find_sources
+from mb_data.text.spill import SpillBuffer
 
 
 @pytest.fixture(autouse=True)
@@ -396,9 +396,9 @@ def test_another_thread_makes_workers_spawn(tmp_path):
 
 
 def test_two_runs_on_one_prefix(tmp_path, monkeypatch):
-    monkeypatch.setattr(mb_data.text.partial, "LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr(mb_data.text.partial_output, "LOCK_PATIENCE", 0.1)
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    first = mb_data.text.partial.PartialOutput(
+    first = mb_data.text.partial_output.PartialOutput(
         str(tmp_path / "out"), ("x",), np.dtype("<u2"), {}, resume=False
     )
     with first, pytest.raises(ValueError, match=rf"another run \(process {os.getpid()}\) is writ"):
@@ -503,7 +503,7 @@ def test_killed_worker(tmp_path, monkeypatch):
 
 SLOW_RUN = """
     import sys, time
-    import mb_data.text.books, mb_data.text.pipeline
+    import mb_data.text.bookkeeping, mb_data.text.pipeline
     from mb_data import preprocess
 
     encode = mb_data.text.pipeline.encode_block
@@ -511,13 +511,13 @@ SLOW_RUN = """
         time.sleep(0.02)
         return encode(job, block)
     mb_data.text.pipeline.encode_block = slow
-    mb_data.text.books.SAVE_INTERVAL = 0.02
-    tick = mb_data.text.books.Books.tick
+    mb_data.text.bookkeeping.SAVE_INTERVAL = 0.02
+    tick = mb_data.text.bookkeeping.Bookkeeping.tick
     def wait_to_be_killed(self):  # or on a loaded machine it would end before
         tick(self)
         if self.saved.blocks > 10:
             time.sleep(60)
-    mb_data.text.books.Books.tick = wait_to_be_killed
+    mb_data.text.bookkeeping.Bookkeeping.tick = wait_to_be_killed
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=5000, on_error="skip")
 """
 
@@ -633,7 +633,7 @@ def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch, n
         raise OSError(number, os.strerror(number))
 
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
-    monkeypatch.setattr("mb_data.text.partial.os.write", full)
+    monkeypatch.setattr("mb_data.text.partial_output.os.write", full)
     with (
         pytest.raises(OSError, match=rf"{os.strerror(number)}.*out\.partial"),
         warnings.catch_warnings(action="error"),
@@ -701,8 +701,8 @@ def test_thousands_of_blocks_that_wait_do_not_fill_the_pipes(tmp_path, monkeypat
     assert documents(tmp_path / "out_text_document") == [[1], *[[2]] * 4000]
 
 
-def test_a_shelf_gives_back_what_it_was_given(tmp_path):
-    shelf = Shelf(tmp_path, room=2)
+def test_a_spill_buffer_gives_back_what_it_was_given(tmp_path):
+    buffer = SpillBuffer(tmp_path, room=2)
     rng = np.random.default_rng(0)
     given = {
         key: [rng.integers(0, 9, rng.integers(0, 50)).astype(d) for d in ("u2", "i4", "i4")]
@@ -710,9 +710,9 @@ def test_a_shelf_gives_back_what_it_was_given(tmp_path):
     }
     for turn in (range(20), reversed(range(20)), [3, 1, 2, *range(4, 20), 0]):
         for key in range(20):
-            shelf.put(key, given[key])
+            buffer.put(key, given[key])
         for key in turn:
-            for found, expected in zip(shelf.take(key), given[key], strict=True):
+            for found, expected in zip(buffer.take(key), given[key], strict=True):
                 assert found.dtype == expected.dtype
                 assert found.tolist() == expected.tolist()
     assert not os.listdir(tmp_path)
@@ -782,8 +782,10 @@ def test_a_shard_names_the_line_of_the_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"in\.jsonl, line 101: "):
         preprocess(source, tmp_path / "out", **options)
     calls = []
-    count = mb_data.text.books.count_lines
-    monkeypatch.setattr(mb_data.text.books, "count_lines", lambda *a: calls.append(a) or count(*a))
+    count = mb_data.text.bookkeeping.count_lines
+    monkeypatch.setattr(
+        mb_data.text.bookkeeping, "count_lines", lambda *a: calls.append(a) or count(*a)
+    )
     preprocess(source, tmp_path / "out", **options, on_error="skip")
     assert (tmp_path / "out_skipped.txt").read_text().count("line 10") == 3
     assert len(calls) == 1  # all before the shard is read for it

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiktoken
 from mb_data import hugging_face_files, load_tokenizer, megatron_tokenizer
-from mb_data.tokenizer.others import HuggingFaceTokenizer
+from mb_data.tokenizer.libraries import HuggingFaceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, byte_to_letter
 
 GPT2 = load_tokenizer("gpt2")

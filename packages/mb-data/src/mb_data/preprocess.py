@@ -2,7 +2,7 @@
 
 The input is read in blocks of about 4 MB of whole documents, which worker processes parse, encode
 and write to their final place (``pipeline``); the state on disk lets a killed run go on
-(``partial``). The output depends on the input and the settings alone, not on the workers.
+(``partial_output``). The output depends on the input and the settings alone, not on the workers.
 
 Memory: a worker holds its tokenizer, up to three blocks with their tokens, and what the engine
 remembers of words, which it drops at 256 MB: together some 0.6 GB at worst, 0.2 GB on common text.
@@ -25,8 +25,9 @@ import numpy as np
 from mb_data.dataset_builder import check_output_prefix
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.system import cores
-from mb_data.text.books import Books, Progress
-from mb_data.text.partial import PartialOutput, State
+from mb_data.text.bookkeeping import Bookkeeping
+from mb_data.text.partial_output import PartialOutput, State
+from mb_data.text.progress import Progress
 from mb_data.text.reading import Block, blocks
 from mb_data.text.sources import TEXT_UNITS, Source, find_sources
 from mb_data.tokenizer import Tokenizer, load_tokenizer
@@ -271,7 +272,7 @@ def _encode_all(
 
     work = blocks(sources, block_bytes, job.max_line_bytes, mine=mine)
     first = next(work, None)
-    run = Books(
+    run = Bookkeeping(
         partial,
         sources,
         skip=skip,

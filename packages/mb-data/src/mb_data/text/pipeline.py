@@ -4,7 +4,7 @@ A worker keeps a block's tokens and reports how many there are. As soon as all b
 have reported, the parent knows where its tokens belong in the output, says so, and the worker
 writes them there: tokens never travel between processes, and the files are those of a run with
 one worker. A worker does not wait for its place: it goes on with up to ``AHEAD`` further blocks,
-or with the archive that it unpacks, whose blocks then wait on its ``Shelf``.
+or with the archive that it unpacks, whose blocks then wait in its ``SpillBuffer``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import numpy.typing as npt
 
 from mb_data.system import WorkerDiedError, how_it_ended, naming, resident_bytes, write_all
 from mb_data.text.encode import Encoded, Job, encode_block
-from mb_data.text.partial import Place, State
+from mb_data.text.partial_output import Place, State
 from mb_data.text.reading import Archive, Block
-from mb_data.text.shelf import Shelf
+from mb_data.text.spill import SpillBuffer
 
 AHEAD = 2
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
@@ -278,7 +278,7 @@ class _Servant:
         self.connection = connection
         self.job = job
         self.targets = targets
-        self.shelf = Shelf(directory, AHEAD + 1)
+        self.unwritten = SpillBuffer(directory, AHEAD + 1)
         self.memory = resident_bytes() + CACHE_BYTES
 
     def obey(self, command: str, key: Key, value: Any) -> None:
@@ -302,12 +302,14 @@ class _Servant:
 
     def encode(self, key: Key, block: Block) -> None:
         encoded = encode_block(self.job, block)
-        self.shelf.put(key, [a for k in encoded.keys for a in (k.tokens, k.sizes, k.counts)])
+        self.unwritten.put(key, [a for k in encoded.keys for a in (k.tokens, k.sizes, k.counts)])
         self.connection.send(("encoded", key, (block._replace(data=None), _result(encoded))))
 
     def write(self, key: Key, number: int, places: list[Place]) -> None:
         offsets = [index for place in places for index in place]
-        for target, array, index in zip(self.targets, self.shelf.take(key), offsets, strict=True):
+        for target, array, index in zip(
+            self.targets, self.unwritten.take(key), offsets, strict=True
+        ):
             _write_at(target, array, index)
         self.connection.send(("written", key, number))
         self.forget()

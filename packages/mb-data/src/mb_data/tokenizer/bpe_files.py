@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.others import HuggingFaceTokenizer
+from mb_data.tokenizer.libraries import HuggingFaceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
 
 END_OF_TEXT = "<|endoftext|>"

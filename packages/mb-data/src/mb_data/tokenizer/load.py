@@ -30,7 +30,8 @@ from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
-from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
+from mb_data.tokenizer.libraries import SentencePieceTokenizer
+from mb_data.tokenizer.null import NullTokenizer
 from mb_data.tokenizer.rank_files import from_tekken, from_tiktoken
 from mb_data.tokenizer.wordpiece import WordPiece
 

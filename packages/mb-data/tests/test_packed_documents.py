@@ -10,7 +10,7 @@ from mb_data import (
     PackedDataset,
     build_packed_datasets,
 )
-from mb_data.samples.packing import best_fit
+from mb_data.samples.packed_documents import best_fit
 
 EOD = 999
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.others import SentencePieceTokenizer
+from mb_data.tokenizer.libraries import SentencePieceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN
 from mb_data.tokenizer.wordpiece import CONTINUED, MAX_WORD_LETTERS, UNKNOWN, WordPiece
 

@@ -21,8 +21,8 @@ import mb_data
 import mb_data.maintenance
 import mb_data.text.bookkeeping
 import mb_data.text.partial_output
-import mb_data.text.pipeline
 import mb_data.text.reading
+import mb_data.text.worker
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, WorkerDiedError, load_tokenizer
@@ -409,11 +409,11 @@ def test_two_runs_on_one_prefix(tmp_path, monkeypatch):
 def test_input_that_changes_meanwhile(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
 
-    def encode_and_touch(job, block, encode=mb_data.text.pipeline.encode_block):
+    def encode_and_touch(job, block, encode=mb_data.text.worker.encode_block):
         os.utime(source, ns=(1, 1))
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", encode_and_touch)
+    monkeypatch.setattr(mb_data.text.worker, "encode_block", encode_and_touch)
     with pytest.raises(ValueError, match=r"in\.jsonl: changed while it was being read"):
         preprocess(source, tmp_path / "out", workers=1)
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -434,12 +434,12 @@ def interrupted_run_goes_on(tmp_path, source, **options):
 def test_disk_full(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(3, 200))
 
-    def in_little_room(job, block, encode=mb_data.text.pipeline.encode_block):
+    def in_little_room(job, block, encode=mb_data.text.worker.encode_block):
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", in_little_room)
+    monkeypatch.setattr(mb_data.text.worker, "encode_block", in_little_room)
     with pytest.raises(OSError, match=r"File too large.*out\.partial"):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
@@ -489,12 +489,12 @@ def test_systems_that_lack_what_linux_has(tmp_path, platform):
 def test_killed_worker(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(4, 200))
 
-    def die_at(job, block, encode=mb_data.text.pipeline.encode_block):
+    def die_at(job, block, encode=mb_data.text.worker.encode_block):
         if block.start == 50_000:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", die_at)
+    monkeypatch.setattr(mb_data.text.worker, "encode_block", die_at)
     with pytest.raises(WorkerDiedError, match=r"by signal 9 .*in\.jsonl, bytes 50,000 to 55,000"):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
@@ -503,14 +503,14 @@ def test_killed_worker(tmp_path, monkeypatch):
 
 SLOW_RUN = """
     import sys, time
-    import mb_data.text.bookkeeping, mb_data.text.pipeline
+    import mb_data.text.bookkeeping, mb_data.text.worker
     from mb_data import preprocess
 
-    encode = mb_data.text.pipeline.encode_block
+    encode = mb_data.text.worker.encode_block
     def slow(job, block):
         time.sleep(0.02)
         return encode(job, block)
-    mb_data.text.pipeline.encode_block = slow
+    mb_data.text.worker.encode_block = slow
     mb_data.text.bookkeeping.SAVE_INTERVAL = 0.02
     tick = mb_data.text.bookkeeping.Bookkeeping.tick
     def wait_to_be_killed(self):  # or on a loaded machine it would end before
@@ -688,14 +688,14 @@ def test_thousands_of_blocks_that_wait_do_not_fill_the_pipes(tmp_path, monkeypat
     (folder / "0.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n'))
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(b'{"text": "2"}\n' * 4000))
 
-    def last_of_all(job, block, encode=mb_data.text.pipeline.encode_block):
+    def last_of_all(job, block, encode=mb_data.text.worker.encode_block):
         while block.path.endswith("0.jsonl.gz") and not (tmp_path / "others").exists():
             time.sleep(0.01)
         if block.start == 3999 * 14:
             (tmp_path / "others").touch()
         return encode(job, block)
 
-    monkeypatch.setattr(mb_data.text.pipeline, "encode_block", last_of_all)
+    monkeypatch.setattr(mb_data.text.worker, "encode_block", last_of_all)
     monkeypatch.setattr(mb_data.text.reading, "LARGEST_SHARE", 1)
     preprocess(folder, tmp_path / "out", workers=2, block_bytes=1, tokenizer="null:9")
     assert documents(tmp_path / "out_text_document") == [[1], *[[2]] * 4000]
@@ -988,20 +988,20 @@ def test_prepend_bos(tmp_path, split, append_eod):
 
 MEASURED_RUN = """
     import os, sys
-    import mb_data.text.pipeline
+    import mb_data.text.worker
     from mb_data import preprocess
 
     def peak():  # ru_maxrss would be that of the process which started this one
         (line,) = (x for x in open("/proc/self/status") if x.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
 
-    encode = mb_data.text.pipeline.encode_block
+    encode = mb_data.text.worker.encode_block
     def measured(job, block):
         encoded = encode(job, block)
         os.write(1, f"{peak()}\\n".encode())  # in one piece, beside the other worker
         return encoded
-    mb_data.text.pipeline.encode_block = measured
-    mb_data.text.pipeline.CACHE_BYTES = 64 << 20
+    mb_data.text.worker.encode_block = measured
+    mb_data.text.worker.CACHE_BYTES = 64 << 20
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=1 << 20)
     print(peak())
 """

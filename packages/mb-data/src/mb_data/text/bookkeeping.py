@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from mb_data.text.partial_output import PartialOutput, Place, State
 from mb_data.text.progress import Progress
 from mb_data.text.reading import Block, count_lines, count_rows
 from mb_data.text.sources import Source
-
-if TYPE_CHECKING:
-    from mb_data.text.pipeline import Result
+from mb_data.text.worker import Result
 
 SAVE_INTERVAL = 0.25  # seconds of work a kill may cost, besides the blocks under way
 

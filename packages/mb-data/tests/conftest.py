@@ -1,10 +1,15 @@
-"""What several test files look at."""
+"""What several test files look at, and what makes them independent of each other."""
 
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Under --import-mode=importlib a test module cannot see its neighbours.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
@@ -25,3 +30,14 @@ def reads_pages_one_by_one() -> Callable[[Any], bool]:
         return bool(found) and all(found)
 
     return look
+
+
+@pytest.fixture(autouse=True)
+def _count_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked, and so inherit what a test patches, if the test itself starts no thread.
+
+    Tests of other packages may have left idle threads in this process.
+    """
+    count = threading.active_count
+    left_behind = count() - 1
+    monkeypatch.setattr(threading, "active_count", lambda: count() - left_behind)

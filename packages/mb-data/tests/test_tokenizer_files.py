@@ -190,7 +190,7 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
     assert tokenizer.decode(ids) == "a b<extra_id_1>c"
     with pytest.raises(ValueError, match="surrogates"):
         tokenizer.encode("\ud800")
-    with pytest.raises(ValueError, match="does not read this kind"):
+    with pytest.raises(ValueError, match="no plain byte-level BPE: expected auto or tokenizers"):
         load_tokenizer(path, engine="python")
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
+from mb_data.text.encode import Result
+from mb_data.text.parquet import count_rows
 from mb_data.text.partial_output import PartialOutput, Place, State
 from mb_data.text.progress import Progress
-from mb_data.text.reading import Block, count_lines, count_rows
+from mb_data.text.reading import Block, count_lines
 from mb_data.text.sources import Source
-from mb_data.text.worker import Result
 
 SAVE_INTERVAL = 0.25  # seconds of work a kill may cost, besides the blocks under way
 

@@ -53,24 +53,36 @@ class Tokens(NamedTuple):
     text_bytes: int
 
 
-class Encoded(NamedTuple):
-    """A block's documents by key, its number of lines, and what was wrong with some.
+class Counts(NamedTuple):
+    """How much there is of one key in a block."""
+
+    tokens: int
+    sequences: int
+    counts: int
+    documents: int
+    empty: int
+    text_bytes: int
+
+
+class Result(NamedTuple):
+    """What a worker reports of a block: counts by key, its number of lines, what was wrong.
 
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block.
     ``fatal`` is the line and message of a document on which two implementations disagree.
     ``careful`` counts documents that the tokenizer left to its readable twin.
     """
 
-    keys: list[Tokens]
+    keys: list[Counts]
     lines: int
     bad_lines: int
     errors: list[tuple[int, int, str]]
     fatal: tuple[int, str] | None
-    careful: int = 0
+    careful: int
 
 
-def encode_block(job: Job, block: Block) -> Encoded:
-    """Parse and encode all documents of a block."""
+def encode_block(job: Job, block: Block) -> tuple[list[npt.NDArray], Result]:
+    """Parse and encode all documents of a block: tokens, sizes and counts of each key, by turns,
+    for the files of ``PartialOutput.key_files``; and what to report of them."""
     careful = job.tokenizer.careful_documents
     problems = Problems()
     texts = parse_block(block, job.keys, job.max_line_bytes, problems)
@@ -89,7 +101,13 @@ def encode_block(job: Job, block: Block) -> Encoded:
             if difference:
                 fatal = texts.numbers[row], f"{key!r}: {difference}"
     keys = [tokens for tokens, _ in encoded]
-    return Encoded(keys, texts.lines, problems.count, sorted(problems.errors), fatal, careful)
+    counts = [
+        Counts(len(k.tokens), len(k.sizes), len(k.counts), k.documents, k.empty, k.text_bytes)
+        for k in keys
+    ]
+    errors = sorted(problems.errors)
+    result = Result(counts, texts.lines, problems.count, errors, fatal, careful)
+    return [array for k in keys for array in (k.tokens, k.sizes, k.counts)], result
 
 
 def _without_refused(job: Job, texts: Texts, problems: Problems) -> Texts:

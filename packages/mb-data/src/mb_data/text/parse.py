@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mb_data.text.reading import Block, DamagedParquetError, parquet_columns, read_lines
+from mb_data.text.parquet import DamagedParquetError, read_columns
+from mb_data.text.reading import Block, read_lines
 
 try:
     from orjson import loads as fast_loads
@@ -91,7 +92,7 @@ def _rows(block: Block, keys: Sequence[str], max_line_bytes: int, problems: Prob
     columns: list[list[bytes]] = [[] for _ in keys]
     numbers: list[int] = []
     try:
-        found = parquet_columns(block, keys)
+        found = read_columns(block.path, range(block.start, block.stop), keys)
     except DamagedParquetError as error:
         problems.add(0, str(error))
         return Texts(columns, numbers, error.rows)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mb_data.system import WorkerDiedError, how_it_ended
-from mb_data.text.encode import Job
+from mb_data.text.encode import Job, Result
 from mb_data.text.partial_output import Place, State
 from mb_data.text.reading import Archive, Block
-from mb_data.text.worker import AHEAD, Key, Result, serve
+from mb_data.text.worker import AHEAD, Key, serve
 
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
 TICK = 0.2  # seconds between calls of `tick` while nothing arrives

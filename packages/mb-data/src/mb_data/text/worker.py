@@ -17,41 +17,19 @@ from io import FileIO
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mb_data.system import naming, resident_bytes, write_all
-from mb_data.text.encode import Encoded, Job, encode_block
+from mb_data.text.encode import Job, encode_block
 from mb_data.text.partial_output import Place
 from mb_data.text.reading import Archive, Block
 from mb_data.text.spill import SpillBuffer
 
 AHEAD = 2  # blocks that it may have encoded, but not written, besides one under way
 CACHE_BYTES = 256 << 20  # what a worker may grow by before its tokenizer forgets
-
-
-class Counts(NamedTuple):
-    """What a block holds of one key."""
-
-    tokens: int
-    sequences: int
-    counts: int
-    documents: int
-    empty: int
-    text_bytes: int
-
-
-class Result(NamedTuple):
-    """What a worker reports of a block: ``Encoded`` with counts instead of arrays."""
-
-    keys: list[Counts]
-    lines: int
-    bad_lines: int
-    errors: list[tuple[int, int, str]]
-    fatal: tuple[int, str] | None
-    careful: int
 
 
 # A block by its unit of work and its place in that, 0 where the unit is a block.
@@ -127,9 +105,9 @@ class _Server:
         self.connection.send(("end", (unit, inside), None))
 
     def encode(self, key: Key, block: Block) -> None:
-        encoded = encode_block(self.job, block)
-        self.unwritten.put(key, [a for k in encoded.keys for a in (k.tokens, k.sizes, k.counts)])
-        self.connection.send(("encoded", key, (block._replace(data=None), _result(encoded))))
+        arrays, result = encode_block(self.job, block)
+        self.unwritten.put(key, arrays)
+        self.connection.send(("encoded", key, (block._replace(data=None), result)))
 
     def write(self, key: Key, number: int, places: list[Place]) -> None:
         offsets = [index for place in places for index in place]
@@ -144,14 +122,6 @@ class _Server:
         if resident_bytes() > self.memory:
             self.job.tokenizer.forget()
             self.memory = max(self.memory, resident_bytes() + CACHE_BYTES)
-
-
-def _result(encoded: Encoded) -> Result:
-    keys = [
-        Counts(len(k.tokens), len(k.sizes), len(k.counts), k.documents, k.empty, k.text_bytes)
-        for k in encoded.keys
-    ]
-    return Result(keys, *encoded[1:])
 
 
 def _write_at(file: FileIO, values: npt.NDArray, index: int) -> None:

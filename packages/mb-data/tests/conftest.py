@@ -41,3 +41,16 @@ def _count_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     count = threading.active_count
     left_behind = count() - 1
     monkeypatch.setattr(threading, "active_count", lambda: count() - left_behind)
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SentencePiece model."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = tmp_path_factory.mktemp("sp") / "toy.model"
+    text = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs"] * 20
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=37, minloglevel=2
+        )
+    return path

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mb_data import IndexedDataset
 
 # Under --import-mode=importlib a test module cannot see its neighbours.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,3 +55,11 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             sentence_iterator=iter(text), model_writer=file, vocab_size=37, minloglevel=2
         )
     return path
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> IndexedDataset:
+    """Documents of sentences."""
+    from sentence_helpers import random_documents, write
+
+    return write(tmp_path / "d", random_documents(0))

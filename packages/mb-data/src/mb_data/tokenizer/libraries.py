@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
@@ -64,16 +65,16 @@ class LibraryTokenizer(Tokenizer):
             parts.append(text)
         return "".join(parts)
 
+    @abstractmethod
     def _decode_run(self, ids: list[int]) -> str:
         """The text of some of the library's own ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def description(self) -> tuple[dict[str, Any], str | None]:
         """A tokenizer.json's content, and a pattern of texts on which that would differ.
 
         Raises RuntimeError for what ``FastSentencePiece`` cannot do.
         """
-        raise NotImplementedError
 
     @cached_property
     def _fast(self) -> FastSentencePiece | None:

@@ -88,7 +88,7 @@ def kill(folder: Path, count: int) -> dict[str, int]:
     preprocess(corpus, folder / "once0", append_eod=True, workers=1, block_bytes=20_000)
     preprocess(archives, folder / "once1", append_eod=True, workers=1, block_bytes=20_000)
     code = (
-        "import sys, mb_data.text.books; mb_data.text.books.SAVE_INTERVAL = 0.01\n"
+        "import sys, mb_data.text.bookkeeping; mb_data.text.bookkeeping.SAVE_INTERVAL = 0.01\n"
         "from mb_data import preprocess\n"
         "preprocess(sys.argv[1], sys.argv[2], append_eod=True, workers=2, block_bytes=20_000)\n"
     )

@@ -12,7 +12,6 @@ many documents differ.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 from mb_data import Tokenizer, load_tokenizer, write_sample_corpus
 
-TESTS = Path(__file__).parents[1] / "tests" / "test_fast_tokenizers.py"
+TESTS = Path(__file__).parents[1] / "tests"
 
 
 def main() -> None:
@@ -83,16 +82,14 @@ def structures(folder: Path, texts: list[str]) -> dict[str, Path]:
     """Files like those of today's models, made as the tests make them."""
     import sentencepiece
 
-    spec = importlib.util.spec_from_file_location("structures", TESTS)
-    assert spec is not None
-    assert spec.loader is not None
-    tests = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tests)
+    sys.path.insert(0, str(TESTS))
+    from tokenizer_helpers import STRUCTURES, bpe_json
+
     files = {}
-    for name, structure in tests.STRUCTURES.items():
+    for name, structure in STRUCTURES.items():
         path = folder / name / "tokenizer.json"
         path.parent.mkdir()
-        path.write_text(json.dumps(tests.bpe_json(*structure)))
+        path.write_text(json.dumps(bpe_json(*structure)))
         files[f"{name} (tokenizer.json)"] = path
     runs = ["\n" * n for n in range(2, 9)] + ["▁" * n for n in range(2, 32)]
     for name, options in {
@@ -113,7 +110,7 @@ def structures(folder: Path, texts: list[str]) -> dict[str, Path]:
                 **options,
             )
         files[f"{name} (.model)"] = path
-        description = json.loads(load_tokenizer(path)._fast._data)
+        description, _ = load_tokenizer(path).description()
         described = folder / f"{name}-json" / "tokenizer.json"
         described.parent.mkdir()
         described.write_text(json.dumps(description))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.samples import blend, reference
-from mb_data.samples.blend import BlendedDataset, blend_order, normalize, parse_blend
+from mb_data.samples.blend import BlendedDataset, blend_order, normalize
 from mb_data.samples.gpt import GPTDataset, build_gpt_datasets
+from mb_data.samples.parts import parse_blend
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "whole"])

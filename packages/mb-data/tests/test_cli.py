@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from mb_data import IndexedDataset, WorkerDiedError
 from mb_data.cli import main
-from mb_data.preprocess import Progress
-from mb_data.text.progress import ProgressLine, format_progress
+from mb_data.text.progress import Progress, ProgressLine, format_progress
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mb_data.text.sources import TEXT_UNITS
 from mb_data.tokenizer.load import NAMES
 from mb_data.tokenizer.megatron import MEGATRON_TYPES
 
-_SETTLED: dict[str, dict[str, Any]] = {
+_IDLE: dict[str, dict[str, Any]] = {
     "--log-interval": {"type": int, "help": "progress is shown by time"},
     "--chunk-size": {"type": int, "help": "work is cut by bytes"},
     "--partitions": {"type": int, "help": "any number of workers writes one output"},
@@ -41,12 +41,71 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_line() -> Parser:
-    """The parser of all commands; ``settled`` of ``preprocess`` names what has no effect."""
+    """The parser of all commands; ``idle`` of ``preprocess`` names what has no effect."""
     parser = Parser(prog="mb-data", description="Text to tokens, in Megatron's file format.")
     parser.add_argument("--version", action="version", version=f"mb-data {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
 
     command = commands.add_parser("preprocess", help="tokenize JSON Lines")
+    _add_preprocess(command)
+    _add_tokenizer(command)
+
+    command = commands.add_parser("inspect", help="what is in these files?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+
+    command = commands.add_parser("validate", help="are these files whole?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+    command.add_argument("--vocab-size", type=int, help="every token must be below it")
+
+    command = commands.add_parser("merge", help="join datasets")
+    command.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="prefixes, or directories for all in them",
+    )
+    command.add_argument("--output-prefix", required=True)
+
+    command = commands.add_parser("shuffle", help="write the documents in a random order")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--seed", type=int, default=1234)
+
+    command = commands.add_parser("decode", help="show a document's text")
+    command.add_argument("prefix", help="path without .bin or .idx")
+    command.add_argument("document", type=int, nargs="+", help="counted from 0")
+    _add_tokenizer(command)
+
+    command = commands.add_parser("convert", help="bring a TNTIDX dataset up to date")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+
+    command = commands.add_parser(
+        "sample-corpus", help="write the standard library's sources as JSON Lines"
+    )
+    command.add_argument("output")
+    command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
+
+    command = commands.add_parser(
+        "machine-corpus", help="write the machine's sources and documentation, each text once"
+    )
+    command.add_argument("output")
+    command.add_argument("--max-bytes", type=int, help="stop at so much text; default all")
+    command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
+    command.add_argument(
+        "--add", action="append", default=[], metavar="NAME=FOLDER",
+        help="a folder to take as well, under that name; several times for several",
+    )  # fmt: skip
+    command.add_argument("--only-added", action="store_true", help="nothing but --add")
+    command.add_argument("--workers", type=int, default=1, help="processes that read; default 1")
+
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
+    return parser
+
+
+def _add_preprocess(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--input",
         nargs="+",
@@ -106,69 +165,9 @@ def command_line() -> Parser:
         "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
     )
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    settled = command.add_argument_group("Megatron's, without effect here")
-    idle = [settled.add_argument(flag, **how).dest for flag, how in _SETTLED.items()]
-    _add_tokenizer(command)
-    command.set_defaults(settled=idle, parser=command)
-
-    command = commands.add_parser("inspect", help="what is in these files?")
-    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser("validate", help="are these files whole?")
-    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
-    command.add_argument("--vocab-size", type=int, help="every token must be below it")
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser("merge", help="join datasets")
-    command.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        required=True,
-        help="prefixes, or directories for all in them",
-    )
-    command.add_argument("--output-prefix", required=True)
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser("shuffle", help="write the documents in a random order")
-    command.add_argument("--input", required=True, help="path without .bin or .idx")
-    command.add_argument("--output-prefix", required=True)
-    command.add_argument("--seed", type=int, default=1234)
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser("decode", help="show a document's text")
-    command.add_argument("prefix", help="path without .bin or .idx")
-    command.add_argument("document", type=int, nargs="+", help="counted from 0")
-    _add_tokenizer(command)
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser("convert", help="bring a TNTIDX dataset up to date")
-    command.add_argument("--input", required=True, help="path without .bin or .idx")
-    command.add_argument("--output-prefix", required=True)
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser(
-        "sample-corpus", help="write the standard library's sources as JSON Lines"
-    )
-    command.add_argument("output")
-    command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
-    command.set_defaults(parser=command)
-
-    command = commands.add_parser(
-        "machine-corpus", help="write the machine's sources and documentation, each text once"
-    )
-    command.add_argument("output")
-    command.add_argument("--max-bytes", type=int, help="stop at so much text; default all")
-    command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
-    command.add_argument(
-        "--add", action="append", default=[], metavar="NAME=FOLDER",
-        help="a folder to take as well, under that name; several times for several",
-    )  # fmt: skip
-    command.add_argument("--only-added", action="store_true", help="nothing but --add")
-    command.add_argument("--workers", type=int, default=1, help="processes that read; default 1")
-    command.set_defaults(parser=command)
-    return parser
+    group = command.add_argument_group("Megatron's, without effect here")
+    idle = [group.add_argument(flag, **how).dest for flag, how in _IDLE.items()]
+    command.set_defaults(idle=idle)
 
 
 def _megabytes(text: str) -> float:

@@ -73,7 +73,7 @@ def _preprocess(options: argparse.Namespace) -> None:
     from mb_data.preprocess import preprocess
     from mb_data.text.progress import ProgressLine
 
-    idle = {name: "here" for name in options.settled if getattr(options, name) not in (None, False)}
+    idle = {name: "here" for name in options.idle if getattr(options, name) not in (None, False)}
     if not options.split_sentences:  # who names a language wants sentences, as BERT, T5 and ICT do
         of_sentences = {"lang": options.lang != "english", "keep_newlines": options.keep_newlines}
         idle |= {name: "without --split-sentences" for name in of_sentences if of_sentences[name]}

@@ -19,7 +19,7 @@ from mb_data.indexed_dataset import (
     bin_path,
     idx_path,
 )
-from mb_data.text.sources import is_unfinished
+from mb_data.text.partial_output import is_unfinished
 from mb_data.tokenizer import Tokenizer
 
 CHUNK = 1 << 22  # elements looked at in one go: bounds the memory of `validate`

@@ -1,8 +1,8 @@
 """Text to token files: ``<prefix>_<key>_document.{bin,idx}``, as Megatron names them.
 
 The input is read in blocks of about 4 MB of whole documents, which worker processes parse, encode
-and write to their final place (``text.pipeline``); the state on disk lets a killed run go on
-(``text.partial``). The output depends on the input and the settings alone, not on the workers.
+and write to their final place (``mb_data.text.run``); the state on disk lets a killed run go on
+(``partial_output``). The output depends on the input and the settings alone, not on the workers.
 
 Memory: a worker holds its tokenizer, up to three blocks with their tokens, and what the engine
 remembers of words, which it drops at 256 MB: together some 0.6 GB at worst, 0.2 GB on common text.
@@ -17,22 +17,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mb_data.dataset_builder import check_output_prefix
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.system import cores
-from mb_data.text.books import Books, Progress
-from mb_data.text.partial import PartialOutput, State
-from mb_data.text.reading import Block, blocks
+from mb_data.text.partial_output import PartialOutput
+from mb_data.text.progress import Progress
 from mb_data.text.sources import TEXT_UNITS, Source, find_sources
 from mb_data.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from mb_data.text.encode import Job
 
 FORMAT = 6  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
@@ -148,7 +143,9 @@ def preprocess(
     if tokenizer.prepend_bos if prepend_bos is None else prepend_bos:
         bos = tokenizer.special_id("bos")
 
+    # Here: whoever imports mb_data for its datasets need not wait for multiprocessing.
     from mb_data.text.encode import Job
+    from mb_data.text.run import encode_sources
     from mb_data.text.sentences import SentenceSplitter
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
@@ -175,7 +172,7 @@ def preprocess(
     ) as partial:
         tokenizer.prepare()  # once, for all workers that are forked
         _check_limits(partial, skip=skip, max_line_bytes=max_line_bytes)
-        state = _encode_all(
+        state = encode_sources(
             job,
             sources,
             partial,
@@ -250,73 +247,6 @@ def _check_limits(partial: PartialOutput, *, skip: bool, max_line_bytes: int) ->
         )
 
 
-def _encode_all(
-    job: Job,
-    sources: Sequence[Source],
-    partial: PartialOutput,
-    *,
-    shard: tuple[int, int] | None,
-    block_bytes: int,
-    workers: int,
-    skip: bool,
-    on_progress: Callable[[Progress], None] | None,
-) -> State:
-    """Encode what is not done yet of the sources, or of their shard."""
-    from mb_data.text.pipeline import run_workers
-
-    total = max(1, sum(source.size for source in sources))
-
-    def mine(position: int) -> bool:
-        return shard is None or position * shard[1] // total == shard[0]
-
-    work = blocks(sources, block_bytes, job.max_line_bytes, mine=mine)
-    first = next(work, None)
-    run = Books(
-        partial,
-        sources,
-        skip=skip,
-        line_limit=job.max_line_bytes,
-        first=first if isinstance(first, Block) else None,
-        shard=shard,
-        on_progress=on_progress,
-    )
-    todo = enumerate(chain([] if first is None else [first], work))
-    before = partial.state
-    try:
-        with run:
-            run_workers(
-                job,
-                (item for item in todo if item[0] >= before.units),
-                start=before,
-                workers=min(workers, _count_blocks(sources, block_bytes) or workers),
-                files=[partial.key_files(key) for key in range(len(job.keys))],
-                directory=partial.directory,
-                place=run.place,
-                written=run.written,
-                tick=run.tick,
-            )
-        try:
-            _check_complete(run.saved, sources, job.keys, may_be_empty=shard is not None)
-        except ValueError:
-            partial.kept = 0  # to go on from here would end here again
-            raise
-    except ValueError as error:
-        if not (partial.kept and partial.resume):
-            raise
-        raise ValueError(
-            f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
-            "same command goes on from there, --on-error skip leaves bad lines out"
-        ) from error
-    return run.saved
-
-
-def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:
-    """How many blocks there are, 0 if reading alone can tell."""
-    if not all(source.seekable and source.unit != "parquet" for source in sources):
-        return 0
-    return max(1, sum(-(-source.size // block_bytes) for source in sources))
-
-
 def _dtype(tokenizer: Tokenizer, name: str | None) -> np.dtype:
     integers: dict[str, np.dtype] = {str(d.name): d for d in DTYPE_CODES if d.kind in "iu"}
     if name is None:
@@ -330,20 +260,3 @@ def _dtype(tokenizer: Tokenizer, name: str | None) -> np.dtype:
             f"to {limit:,}; give a wider --dtype"
         )
     return integers[name]
-
-
-def _check_complete(
-    state: State, sources: Sequence[Source], keys: tuple[str, ...], *, may_be_empty: bool
-) -> None:
-    names = ", ".join(source.path for source in sources[:3])
-    if len(sources) > 3:
-        names += f" and {len(sources) - 3} more"
-    for key, place in zip(keys, state.places, strict=True):
-        if not place.sequences and not may_be_empty:
-            found = f"{state.empty} empty, {state.bad_lines} bad lines"
-            raise ValueError(f"no document with text under {key!r} in {names} ({found})")
-    for source in sources:
-        if not source.stream and not source.remote:
-            status = os.stat(source.path)
-            if (status.st_size, status.st_mtime_ns) != (source.size, source.version):
-                raise ValueError(f"{source.path}: changed while it was being read; run again")

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.blend import DataPaths, Parts, build_parts
 from mb_data.samples.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
+from mb_data.samples.parts import DataPaths, Parts, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
 
 SPECIAL = 3  # [CLS] and two [SEP]

@@ -1,4 +1,4 @@
-"""Several datasets mixed by weight, and the train, validation and test parts of one or several.
+"""Several datasets mixed by weight.
 
 Sample n of a blend comes from the source that lags furthest behind its share, the one with the
 largest ``weight · max(n, 1) - samples taken``; ties go to the first. So the mix is right after
@@ -13,28 +13,17 @@ again from the right counts. The result is exact however well the guesses do.
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.indexed_dataset import IndexedDataset
 from mb_data.samples.index_cache import IndexArrays, load_or_build
-from mb_data.samples.split import parse_split
-
-PARTS = ("train", "valid", "test")
-
-# What a data path may be: a prefix; weights and prefixes by turns; either of these per part.
-DataPath = str | os.PathLike[str] | Sequence[str]
-DataPaths = DataPath | Mapping[str, DataPath | None]
 
 WINDOW = 1 << 22  # samples ordered at a time: bounds the temporaries to some 40 MB
 WARM_UP = 256  # samples after which two orders of 20 even sources nearly always agree
-MARGIN = 1.005  # Megatron asks each source for 0.5 % more than its share
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -45,9 +34,6 @@ class Samples(Protocol[T_co]):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...
-
-
-D = TypeVar("D", bound=Samples[Any])
 
 
 class BlendedDataset(Generic[T_co]):
@@ -118,132 +104,6 @@ class BlendedDataset(Generic[T_co]):
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
         parts = (f"{n:,} of {d!r}" for n, d in zip(taken, self.datasets, strict=True))
         return f"BlendedDataset({len(self):,} samples: {', '.join(parts)})"
-
-
-# Train, validation and test; a part without documents is None.
-Parts = tuple[
-    D | BlendedDataset[Any] | None, D | BlendedDataset[Any] | None, D | BlendedDataset[Any] | None
-]
-
-
-def build_parts(
-    paths: DataPaths,
-    *,
-    split: str,
-    split_rounding: str = "shares",
-    num_samples: Sequence[int],
-    count: Callable[[IndexedDataset], int],
-    make: Callable[..., D],
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Parts[D]:
-    """Train, validation and test datasets from any form of data path.
-
-    Args:
-        paths: a prefix; or weights and prefixes by turns, ``["0.3", "a", "0.7", "b"]``; or one of
-            these for each of ``train``, ``valid`` and ``test``, then ``split`` is not used.
-        split, split_rounding: see ``parse_split``; applied to every source by itself.
-        num_samples: wanted for training, validation and test.
-        count: how many documents a source has.
-        make: called with a source, a range of its documents and ``num_samples=``, the samples that
-            must be there at least.
-
-    Returns:
-        A part without documents is None. A source without documents in some part is left out
-        there, with a warning, and the others share its weight.
-    """
-    if np.shape(num_samples) != (len(PARTS),):
-        raise ValueError(
-            f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
-        )
-    opened: dict[str, IndexedDataset] = {}
-
-    def source(prefix: str) -> IndexedDataset:
-        if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
-        return opened[prefix]
-
-    def whole(prefix: str) -> range:
-        return range(count(source(prefix)))
-
-    sources: list[list[tuple[float | None, str, range]]]
-    if isinstance(paths, Mapping):
-        unknown = [name for name in paths if name not in PARTS]
-        if unknown:
-            raise ValueError(f"data paths for {unknown}: the parts are {', '.join(PARTS)}")
-        each = [paths.get(name) for name in PARTS]
-        sources = [
-            [(w, prefix, whole(prefix)) for w, prefix in parse_blend(given)] if given else []
-            for given in each
-        ]
-    else:
-        blend = parse_blend(paths)
-        splits = [
-            parse_split(split, len(whole(prefix)), rounding=split_rounding) for _, prefix in blend
-        ]
-        sources = [
-            [(w, prefix, ranges[i]) for (w, prefix), ranges in zip(blend, splits, strict=True)]
-            for i in range(len(PARTS))
-        ]
-
-    def build(part: int) -> D | BlendedDataset[Any] | None:
-        there = [(w, prefix, documents) for w, prefix, documents in sources[part] if documents]
-        wanted = num_samples[part]
-        if not there:
-            return None
-        weight, prefix, documents = there[0]
-        if weight is None:
-            return make(source(prefix), documents, num_samples=wanted)
-        if len(there) < len(sources[part]) and wanted:
-            missing = [prefix for _, prefix, documents in sources[part] if not documents]
-            warnings.warn(
-                f"no documents for {PARTS[part]} in {', '.join(missing)}: left out of that blend",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        weights = [w for w, _, _ in there if w is not None]
-        total = sum(weights)
-        shares = [w / total for w in weights]
-        datasets = [
-            make(source(prefix), documents, num_samples=math.ceil(wanted * share * MARGIN))
-            for share, (_, prefix, documents) in zip(shares, there, strict=True)
-        ]
-        return BlendedDataset(datasets, shares, wanted, prefix=prefix, cache_dir=cache_dir)
-
-    def named(part: int) -> D | BlendedDataset[Any] | None:
-        try:
-            return build(part)
-        except ValueError as error:
-            raise ValueError(f"data for {PARTS[part]}: {error}") from error
-
-    return named(0), named(1), named(2)
-
-
-def parse_blend(path: DataPath) -> list[tuple[float | None, str]]:
-    """Weights and prefixes of a data path; a single prefix has the weight None.
-
-    Raises:
-        ValueError: an odd number of entries, or a weight that is not a positive number.
-    """
-    if isinstance(path, str | os.PathLike):
-        return [(None, os.fspath(path))]
-    entries = [os.fspath(entry) if isinstance(entry, os.PathLike) else str(entry) for entry in path]
-    if len(entries) == 1:
-        return [(None, entries[0])]
-    if not entries or len(entries) % 2:
-        raise ValueError(
-            f"data path {entries}: expected one prefix, or weights and prefixes by turns: "
-            '["0.3", "first", "0.7", "second"]'
-        )
-    blend: list[tuple[float | None, str]] = []
-    for weight, prefix in zip(entries[0::2], entries[1::2], strict=True):
-        try:
-            value = float(weight)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < math.inf:
-            raise ValueError(f"data path {entries}: weight {weight!r} is not a positive number")
-        blend.append((value, prefix.strip()))
-    return blend
 
 
 def normalize(weights: Sequence[float]) -> npt.NDArray[np.float64]:

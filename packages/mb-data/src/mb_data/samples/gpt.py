@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.blend import DataPaths, Parts, build_parts
 from mb_data.samples.index_cache import digest, load_or_build
+from mb_data.samples.parts import DataPaths, Parts, build_parts
 
 # Documents located at once: keeps every temporary in a core's L2 cache. 10**7 documents took 0.17 s
 # in blocks of 2**15, 0.23 s of 2**12, 0.22 s of 2**18 and 0.29 s in one, on one core.

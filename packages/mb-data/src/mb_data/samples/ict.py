@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.blend import Parts, build_parts
 from mb_data.samples.masking import MaskingTokenizer, ones, pad_to
+from mb_data.samples.parts import Parts, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, block_mapping
 
 

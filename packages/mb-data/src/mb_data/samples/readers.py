@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mb_data.samples.blend import BlendedDataset
-from mb_data.samples.packed import PackedSamples
+from mb_data.samples.packed_samples import PackedSamples
 from mb_data.samples.sentence_index import SentenceSamples
 from mb_data.system import WorkerDiedError, how_it_ended
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.blend import DataPaths, Parts, build_parts
 from mb_data.samples.masking import (
     T5_MEAN_SPAN,
     MaskingTokenizer,
@@ -31,6 +30,7 @@ from mb_data.samples.masking import (
     pad_to,
     visible,
 )
+from mb_data.samples.parts import DataPaths, Parts, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder

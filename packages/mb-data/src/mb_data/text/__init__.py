@@ -1,1 +1,1 @@
-"""From text to tokens on disk: inputs, workers that encode them, books of progress."""
+"""From text to tokens on disk: inputs, workers that encode them, bookkeeping of what is done."""

@@ -1,35 +1,23 @@
-"""From a block of lines to tokens: what a worker process does, as a function of the block alone.
+"""From a block to tokens: what a worker process does, as a function of the block alone.
 
-Every line is a JSON object. A bad line (broken JSON, invalid UTF-8, a missing key, a value that is
-not text, a line beyond the limit) becomes an entry in ``errors``, and all its keys are left out. In
-each block one document is encoded a second time, by the tokenizer's readable twin, and compared.
+In each block one document is encoded a second time, by the tokenizer's readable twin, and compared.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.text.reading import Block, DamagedParquetError, parquet_columns, read_lines
+from mb_data.text.parse import Problems, Texts, parse_block
+from mb_data.text.reading import Block
 from mb_data.text.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
 
-try:
-    from orjson import loads as fast_loads
-except ModuleNotFoundError:
-
-    def fast_loads(line: memoryview) -> Any:  # json would guess at other encodings of bytes
-        return json.loads(str(line, "utf-8"))
-
-
 CHECKED_LETTERS = 512  # of one document a block: some 0.3 ms of 25
-MAX_ERRORS = 100  # a block names so many bad lines one by one, the rest as a range
-MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True)
@@ -65,195 +53,75 @@ class Tokens(NamedTuple):
     text_bytes: int
 
 
-class Encoded(NamedTuple):
-    """A block's documents by key, its number of lines, and what was wrong with some.
+class Counts(NamedTuple):
+    """How much there is of one key in a block."""
+
+    tokens: int
+    sequences: int
+    counts: int
+    documents: int
+    empty: int
+    text_bytes: int
+
+
+class Result(NamedTuple):
+    """What a worker reports of a block: counts by key, its number of lines, what was wrong.
 
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block.
     ``fatal`` is the line and message of a document on which two implementations disagree.
     ``careful`` counts documents that the tokenizer left to its readable twin.
     """
 
-    keys: list[Tokens]
+    keys: list[Counts]
     lines: int
     bad_lines: int
     errors: list[tuple[int, int, str]]
     fatal: tuple[int, str] | None
-    careful: int = 0
+    careful: int
 
 
-def encode_block(job: Job, block: Block) -> Encoded:
-    """Parse and encode all documents of a block."""
+def encode_block(job: Job, block: Block) -> tuple[list[npt.NDArray], Result]:
+    """Parse and encode all documents of a block: tokens, sizes and counts of each key, by turns,
+    for the files of ``PartialOutput.key_files``; and what to report of them."""
     careful = job.tokenizer.careful_documents
     problems = Problems()
-    columns, numbers, count = _read(job, block, problems)
+    texts = parse_block(block, job.keys, job.max_line_bytes, problems)
     try:
-        encoded = [_encode(job, texts) for texts in columns]
+        encoded = [_encode(job, column) for column in texts.columns]
     except ValueError:
-        columns, numbers = _without_refused(job, columns, numbers, problems)
-        encoded = [_encode(job, texts) for texts in columns]
+        texts = _without_refused(job, texts, problems)
+        encoded = [_encode(job, column) for column in texts.columns]
     careful = job.tokenizer.careful_documents - careful
     fatal = None
-    for key, texts, (_, unit) in zip(job.keys, columns, encoded, strict=True):
-        if texts and not fatal:
-            row = (block.start >> 10) * 2_654_435_761 % len(texts)  # any, but always the same
+    documents = len(texts.numbers)
+    for key, (_, unit) in zip(job.keys, encoded, strict=True):
+        if documents and not fatal:
+            row = (block.start >> 10) * 2_654_435_761 % documents  # any, but always the same
             difference = _compare(job, *unit(row))
             if difference:
-                fatal = numbers[row], f"{key!r}: {difference}"
+                fatal = texts.numbers[row], f"{key!r}: {difference}"
     keys = [tokens for tokens, _ in encoded]
-    return Encoded(keys, count, problems.count, sorted(problems.errors), fatal, careful)
+    counts = [
+        Counts(len(k.tokens), len(k.sizes), len(k.counts), k.documents, k.empty, k.text_bytes)
+        for k in keys
+    ]
+    errors = sorted(problems.errors)
+    result = Result(counts, texts.lines, problems.count, errors, fatal, careful)
+    return [array for k in keys for array in (k.tokens, k.sizes, k.counts)], result
 
 
-def _read(
-    job: Job, block: Block, problems: Problems
-) -> tuple[list[list[bytes]], Sequence[int], int]:
-    """The good texts of each key, the numbers of their lines, and how many lines there are."""
-    if block.problem:
-        problems.add(0, block.problem)
-        return [[] for _ in job.keys], [], 0
-    if block.unit == "parquet":
-        return _rows(job, block, problems)
-    lines = read_lines(block, job.max_line_bytes)
-    if block.start == 0 and lines and lines[0][:3] == b"\xef\xbb\xbf":  # a byte order mark
-        lines[0] = lines[0][3:]
-    if block.unit == "json":
-        try:
-            return _columns(job, lines), range(len(lines)), len(lines)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass
-    columns, numbers = _careful_columns(job, block, lines, problems)
-    return columns, numbers, len(lines)
-
-
-def _rows(
-    job: Job, block: Block, problems: Problems
-) -> tuple[list[list[bytes]], Sequence[int], int]:
-    try:
-        columns = parquet_columns(block, job.keys)
-    except DamagedParquetError as error:
-        problems.add(0, str(error))
-        return [[] for _ in job.keys], [], error.rows
-    texts: list[list[bytes]] = [[] for _ in job.keys]
-    good: list[int] = []
-    for number, row in enumerate(zip(*columns, strict=True)):
-        if None in row:
-            problems.add(number, f"the value of {job.keys[row.index(None)]!r} is null")
-            continue
-        values = [value.encode() for value in row]
-        if max(map(len, values)) > job.max_line_bytes:
-            problems.add(number, _too_long(job))
-            continue
-        good.append(number)
-        for column, value in zip(texts, values, strict=True):
-            column.append(value)
-    return texts, good, len(columns[0])
-
-
-class Problems:
-    """Bad lines of a block: the first ones by themselves, the rest as ranges."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.errors: list[tuple[int, int, str]] = []
-
-    def add(self, number: int, message: str) -> None:
-        self.count += 1
-        if self.count <= MAX_ERRORS:
-            self.errors.append((number, number, message[:MAX_MESSAGE]))
-            return
-        first = self.errors.pop()[0] if self.count > MAX_ERRORS + 1 else number
-        more = f"{self.count - MAX_ERRORS:,} more bad lines among these"
-        self.errors.append((first, number, more))
-
-
-def _columns(job: Job, lines: list[memoryview]) -> list[list[bytes]]:
-    """The texts of each key, if every line is as it should be; raises whatever comes otherwise."""
-    if sum(map(len, lines)) > job.max_line_bytes and max(map(len, lines)) > job.max_line_bytes:
-        raise ValueError
-    if len(job.keys) == 1:
-        key = job.keys[0]
-        return [[fast_loads(line)[key].encode() for line in lines]]
-    records = [fast_loads(line) for line in lines]
-    return [[record[key].encode() for record in records] for key in job.keys]
-
-
-def _careful_columns(
-    job: Job, block: Block, lines: list[memoryview], problems: Problems
-) -> tuple[list[list[bytes]], list[int]]:
-    """The same, line by line, with the numbers of the good lines; bad lines become problems."""
-    columns: list[list[bytes]] = [[] for _ in job.keys]
-    numbers: list[int] = []
-    for number, line in enumerate(lines):
-        if not line or bytes(line).isspace():
-            continue
-        try:
-            values = _values(job, line) if block.unit == "json" else [_plain(job, line)]
-        except (ValueError, RecursionError) as error:
-            problems.add(number, str(error))
-            continue
-        numbers.append(number)
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-    return columns, numbers
-
-
-def _without_refused(
-    job: Job, columns: list[list[bytes]], numbers: Sequence[int], problems: Problems
-) -> tuple[list[list[bytes]], list[int]]:
+def _without_refused(job: Job, texts: Texts, problems: Problems) -> Texts:
     """Without the documents that the tokenizer itself refuses; those become problems."""
     kept = []
-    for row, texts in enumerate(zip(*columns, strict=True)):
+    for row, document in enumerate(zip(*texts.columns, strict=True)):
         try:
-            for text in texts:
+            for text in document:
                 _encode(job, [text])
             kept.append(row)
         except ValueError as error:
-            problems.add(numbers[row], str(error))
-    return [[column[row] for row in kept] for column in columns], [numbers[row] for row in kept]
-
-
-def _values(job: Job, line: memoryview) -> list[bytes]:
-    if len(line) > job.max_line_bytes:
-        raise ValueError(_too_long(job))
-    start = bytes(line[:100]).lstrip()[:1]
-    try:
-        # Python refuses numbers of thousands of digits. Numbers do not matter here.
-        record = json.loads(str(line, "utf-8"), parse_int=lambda _: 0)
-    except json.JSONDecodeError as error:
-        if bytes(line[:100]).strip() == start == b"{":
-            raise ValueError(f"{error}; make each object one line: jq -c .") from error
-        if start == b"[":
-            raise ValueError(f"{error}; of a JSON array make lines: jq -c '.[]'") from error
-        if start != b"{":
-            raise ValueError(f"{error}; plain text is read from files named .txt") from error
-        raise
-    if not isinstance(record, dict):
-        hint = "; of a JSON array make lines: jq -c '.[]'" if isinstance(record, list) else ""
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}{hint}")
-    values = []
-    for key in job.keys:
-        if key not in record:
-            raise ValueError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
-        if not isinstance(record[key], str):
-            kind = type(record[key]).__name__
-            raise ValueError(f"the value of {key!r} must be text, got {kind}")
-        values.append(record[key].encode())
-    return values
-
-
-def _plain(job: Job, line: memoryview) -> bytes:
-    """A document of plain text as it stands, if it is UTF-8."""
-    if len(line) > job.max_line_bytes:
-        raise ValueError(_too_long(job))
-    text = bytes(line)
-    text.decode()
-    return text.removesuffix(b"\r")
-
-
-def _too_long(job: Job) -> str:
-    return (
-        f"longer than {job.max_line_bytes:,} bytes, the limit that bounds memory; "
-        "raise --max-line-mb or cut the document"
-    )
+            problems.add(texts.numbers[row], str(error))
+    columns = [[column[row] for row in kept] for column in texts.columns]
+    return Texts(columns, [texts.numbers[row] for row in kept], texts.lines)
 
 
 Unit = tuple[bytes, npt.NDArray]

@@ -4,66 +4,29 @@ A worker keeps a block's tokens and reports how many there are. As soon as all b
 have reported, the parent knows where its tokens belong in the output, says so, and the worker
 writes them there: tokens never travel between processes, and the files are those of a run with
 one worker. A worker does not wait for its place: it goes on with up to ``AHEAD`` further blocks,
-or with the archive that it unpacks, whose blocks then wait on its ``Shelf``.
+or with the archive that it unpacks, whose blocks then wait in its ``SpillBuffer``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
-import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
-from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from mb_data.system import WorkerDiedError, how_it_ended, naming, resident_bytes, write_all
-from mb_data.text.encode import Encoded, Job, encode_block
-from mb_data.text.partial import Place, State
+from mb_data.system import WorkerDiedError, how_it_ended
+from mb_data.text.encode import Job, Result
+from mb_data.text.partial_output import Place, State
 from mb_data.text.reading import Archive, Block
-from mb_data.text.shelf import Shelf
+from mb_data.text.worker import AHEAD, Key, serve
 
-AHEAD = 2
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
-CACHE_BYTES = 256 << 20  # what a worker may grow by before its tokenizer forgets
 TICK = 0.2  # seconds between calls of `tick` while nothing arrives
-
-
-class Counts(NamedTuple):
-    """What a block holds of one key."""
-
-    tokens: int
-    sequences: int
-    counts: int
-    documents: int
-    empty: int
-    text_bytes: int
-
-
-class Result(NamedTuple):
-    """What a worker reports of a block: ``Encoded`` with counts instead of arrays."""
-
-    keys: list[Counts]
-    lines: int
-    bad_lines: int
-    errors: list[tuple[int, int, str]]
-    fatal: tuple[int, str] | None
-    careful: int
-
-
-# A block by its unit of work and its place in that, 0 where the unit is a block.
-Key = tuple[int, int]
 
 
 def run_workers(
@@ -162,7 +125,7 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         inherited = [*siblings, self.connection] if fork else []
         self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, inherited, job, files, directory), daemon=True
+            target=serve, args=(theirs, inherited, job, files, directory), daemon=True
         )
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, NumPy's idle ones included.
@@ -230,104 +193,3 @@ class _Worker:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
             raise self.death() from None
-
-
-def _serve(
-    connection: Connection,
-    inherited: list[Connection],
-    job: Job,
-    files: Sequence[tuple[Path, Path, Path]],
-    directory: Path,
-) -> None:
-    """The worker's side: obey "encode" and "write" until the parent is gone."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    for other in inherited:  # or the end of the parent would go unnoticed
-        other.close()
-    with contextlib.ExitStack() as stack:
-        targets = [stack.enter_context(path.open("r+b", buffering=0)) for path in chain(*files)]
-        servant = _Servant(connection, job, targets, directory)
-        while True:
-            try:
-                command, key, value = connection.recv()
-            except (EOFError, OSError):
-                return
-            try:
-                servant.obey(command, key, value)
-                continue
-            except (ValueError, OSError, ModuleNotFoundError) as error:
-                reply = "failed", key, error
-            except Exception:
-                reply = "failed", key, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
-            try:
-                connection.send(reply)
-            except BrokenPipeError:  # the parent is gone
-                return
-
-
-class _Servant:
-    """What a worker process does when told to."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        job: Job,
-        targets: list[FileIO],
-        directory: Path,
-    ) -> None:
-        self.connection = connection
-        self.job = job
-        self.targets = targets
-        self.shelf = Shelf(directory, AHEAD + 1)
-        self.memory = resident_bytes() + CACHE_BYTES
-
-    def obey(self, command: str, key: Key, value: Any) -> None:
-        if command == "write":
-            self.write(key, *value)
-        elif isinstance(value, Block):
-            self.encode(key, value)
-        else:
-            self.unpack(key, value)
-
-    def unpack(self, key: Key, archive: Archive) -> None:
-        """Encode the blocks of an archive, from one on; meanwhile "write" is all that is asked."""
-        unit, inside = key
-        for block in islice(archive.blocks(), inside, None):
-            self.encode((unit, inside), block)
-            inside += 1
-            self.forget()
-            while self.connection.poll():
-                self.obey(*self.connection.recv())
-        self.connection.send(("end", (unit, inside), None))
-
-    def encode(self, key: Key, block: Block) -> None:
-        encoded = encode_block(self.job, block)
-        self.shelf.put(key, [a for k in encoded.keys for a in (k.tokens, k.sizes, k.counts)])
-        self.connection.send(("encoded", key, (block._replace(data=None), _result(encoded))))
-
-    def write(self, key: Key, number: int, places: list[Place]) -> None:
-        offsets = [index for place in places for index in place]
-        for target, array, index in zip(self.targets, self.shelf.take(key), offsets, strict=True):
-            _write_at(target, array, index)
-        self.connection.send(("written", key, number))
-        self.forget()
-
-    def forget(self) -> None:
-        if resident_bytes() > self.memory:
-            self.job.tokenizer.forget()
-            self.memory = max(self.memory, resident_bytes() + CACHE_BYTES)
-
-
-def _result(encoded: Encoded) -> Result:
-    keys = [
-        Counts(len(k.tokens), len(k.sizes), len(k.counts), k.documents, k.empty, k.text_bytes)
-        for k in encoded.keys
-    ]
-    return Result(keys, *encoded[1:])
-
-
-def _write_at(file: FileIO, values: npt.NDArray, index: int) -> None:
-    """Write an array to where its first element has this index."""
-    with naming(str(file.name)):
-        file.seek(index * values.itemsize)
-        write_all(file, np.ascontiguousarray(values).data.cast("B"))

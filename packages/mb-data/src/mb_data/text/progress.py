@@ -1,13 +1,26 @@
-"""One line about a run that is under way, on a terminal or in a log."""
+"""How far a run is, and one line about that, on a terminal or in a log."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
-from mb_data.text.books import Progress
-
 LOG_INTERVAL = 10.0  # seconds between lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: bytes of input on disk (``total`` 0 if unknown), and what came of them."""
+
+    position: int
+    total: int
+    documents: int
+    text_bytes: int
+    seconds: float
+    resumed_position: int
+    resumed_documents: int
+    resumed_text_bytes: int
 
 
 class ProgressLine:

@@ -14,9 +14,10 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from mb_data.text.compression import decoding_errors, decompress
+from mb_data.text.parquet import row_groups
 from mb_data.text.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
@@ -79,7 +80,7 @@ def blocks(
     before = 0
     for source in sources:
         if source.unit == "parquet":
-            count = _row_groups(source.path)
+            count = row_groups(source.path)
             for group in range(count):
                 if mine(before + source.size * group // count):
                     position = before + source.size * (group + 1) // count
@@ -136,68 +137,6 @@ def count_lines(path: str, stop: int) -> int:
             count += data.count(b"\n")
             stop -= len(data)
     return count
-
-
-def count_rows(path: str, groups: int) -> int:
-    """Rows in the first row groups of a Parquet file."""
-    with _parquet(path) as file:
-        return sum(file.metadata.row_group(group).num_rows for group in range(groups))
-
-
-class DamagedParquetError(ValueError):
-    """Row groups that cannot be read; ``rows`` is how many rows they have."""
-
-    def __init__(self, message: str, rows: int) -> None:
-        super().__init__(message)
-        self.rows = rows
-
-
-def parquet_columns(block: Block, keys: Sequence[str]) -> list[list[Any]]:
-    """The values of some columns in a block's row groups.
-
-    Raises ValueError for a column that is not there, or not of text; DamagedParquetError.
-    """
-    with _parquet(block.path) as file:
-        schema = file.schema_arrow
-        for key in keys:
-            if key not in schema.names:
-                raise ValueError(
-                    f"{block.path}: no column {key!r}; the columns are {', '.join(schema.names)}"
-                )
-            kind = str(schema.field(key).type)
-            if not kind.removeprefix("dictionary<values=").startswith(("string", "large_string")):
-                raise ValueError(f"{block.path}: column {key!r} must hold text, got {kind}")
-        groups = list(range(block.start, block.stop))
-        try:
-            table = file.read_row_groups(groups, columns=list(keys), use_threads=False)
-            return [table.column(key).to_pylist() for key in keys]
-        except (ValueError, OSError) as error:  # Arrow's, and text that is no UTF-8
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-            raise DamagedParquetError(
-                f"damaged Parquet data: {' '.join(str(error).split())}; the {rows:,} rows of its "
-                "row group are left out",
-                rows,
-            ) from error
-
-
-def _row_groups(path: str) -> int:
-    with _parquet(path) as file:
-        return file.num_row_groups
-
-
-def _parquet(path: str) -> Any:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is a Parquet file: pip install 'mb-data[parquet]'", name="pyarrow"
-        ) from error
-    try:
-        return parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"{path}: damaged Parquet file: {error}") from error
 
 
 def _split(data: bytes) -> list[memoryview]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mb_data.text.compression import MAGIC_NUMBERS, START, compression
+from mb_data.text.partial_output import is_unfinished
 
 STDIN = "-"
 JSON_KINDS = (".jsonl", ".json", ".ndjson")
@@ -136,11 +137,6 @@ def _files_inside(directory: str) -> list[str]:
             links = [os.path.join(folder, name) for name in folders]
             waiting += [p for p in links if os.path.islink(p)]
     return found
-
-
-def is_unfinished(folder: str) -> bool:
-    """Whether `mb_data.text.partial` keeps a run's state there: output may lie beside the input."""
-    return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 
 def open_remote(url: str) -> io.BufferedReader:

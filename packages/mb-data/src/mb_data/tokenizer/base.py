@@ -160,6 +160,13 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parall
     return -(-vocab_size // multiple) * multiple
 
 
+def check_engine(engine: str, name: str, *known: str) -> None:
+    """Raise ValueError for an engine that a tokenizer does not have; each knows "auto"."""
+    if engine not in ("auto", *known):
+        *others, last = ("auto", *known)
+        raise ValueError(f"engine {engine!r} for {name}: expected {', '.join(others)} or {last}")
+
+
 def checked_ids(ids: Sequence[int] | npt.NDArray[np.integer], tokenizer: Tokenizer) -> list[int]:
     """Plain integers, all of the vocabulary."""
     numbers = [int(i) for i in ids]

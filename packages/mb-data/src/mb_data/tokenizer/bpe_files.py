@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import Tokenizer, check_engine
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.others import HuggingFaceTokenizer
+from mb_data.tokenizer.libraries import HuggingFaceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
 
 END_OF_TEXT = "<|endoftext|>"
@@ -110,8 +110,7 @@ def from_tokenizer_json(
             if engine == "gigatoken":
                 raise
     if tokenizer is None:
-        if engine not in ("auto", "tokenizers"):
-            raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
+        check_engine(engine, f"{path}, which is no plain byte-level BPE", "tokenizers")
         tokenizer = HuggingFaceTokenizer(
             name,
             {**description, "model": _out_of_reach(model, control)}

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer, checked_ids
+from mb_data.tokenizer.base import Tokenizer, check_engine, checked_ids
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE
@@ -62,8 +62,7 @@ class ByteLevelBPE(Tokenizer):
         ranks: bytes | None = None,
         engine: str = "auto",
     ) -> None:
-        if engine not in ("auto", "gigatoken", "python"):
-            raise ValueError(f"engine {engine!r}: expected auto, gigatoken or python")
+        check_engine(engine, name, "gigatoken", "python")
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)

@@ -28,9 +28,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import Tokenizer, check_engine
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
-from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
+from mb_data.tokenizer.libraries import SentencePieceTokenizer
+from mb_data.tokenizer.null import NullTokenizer
 from mb_data.tokenizer.rank_files import from_tekken, from_tiktoken
 from mb_data.tokenizer.wordpiece import WordPiece
 
@@ -204,8 +205,7 @@ def _from_file(
     if path.suffix == ".json":
         return from_tokenizer_json(name, path, contents[0], engine=engine, **options)
     if ".model" in path.suffixes:
-        if engine not in ("auto", "sentencepiece"):
-            raise ValueError(f"engine {engine!r} for {path}: expected auto or sentencepiece")
+        check_engine(engine, str(path), "sentencepiece")
         return SentencePieceTokenizer(
             name, path, add_roles=add_roles, fast=engine == "auto", **options
         )

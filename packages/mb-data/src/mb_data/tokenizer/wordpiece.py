@@ -11,6 +11,7 @@ from the tokenizers library where it is installed.
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer, checked_ids
+from mb_data.tokenizer.base import Tokenizer, check_engine, checked_ids
 from mb_data.tokenizer.disputed import disputed_letters
 
 UNKNOWN = "[UNK]"
@@ -111,8 +112,7 @@ class WordPiece(Tokenizer):
         num_extra_ids: int = 0,
         engine: str = "auto",
     ) -> None:
-        if engine not in ("auto", "tokenizers", "python"):
-            raise ValueError(f"engine {engine!r} for {name}: expected auto, tokenizers or python")
+        check_engine(engine, name, "tokenizers", "python")
         ids = {piece: i for i, piece in enumerate(pieces)}
         for special in (UNKNOWN, *ROLES.values()):
             if special not in ids:
@@ -204,21 +204,30 @@ class WordPiece(Tokenizer):
     @staticmethod
     def load_engine(ids: Mapping[str, int], lower_case: bool) -> Any:
         from tokenizers import Tokenizer as Engine
-        from tokenizers import models, normalizers, pre_tokenizers
 
-        engine = Engine(
-            models.WordPiece(
-                vocab=dict(ids), unk_token=UNKNOWN, max_input_chars_per_word=MAX_WORD_LETTERS
-            )
-        )
-        engine.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=True,
-            strip_accents=lower_case,
-            lowercase=lower_case,
-        )
-        engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        return engine
+        return Engine.from_str(json.dumps(description(ids, lower_case=lower_case)))
+
+
+def description(ids: Mapping[str, int], *, lower_case: bool) -> dict[str, Any]:
+    """The tokenizer.json of a vocabulary: what the tokenizers library has to do for these ids."""
+    return {
+        "model": {
+            "type": "WordPiece",
+            "vocab": dict(ids),
+            "unk_token": UNKNOWN,
+            "continuing_subword_prefix": CONTINUED,
+            "max_input_chars_per_word": MAX_WORD_LETTERS,
+        },
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": lower_case,
+            "lowercase": lower_case,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": CONTINUED, "cleanup": True},
+    }
 
 
 @lru_cache(maxsize=1 << 16)

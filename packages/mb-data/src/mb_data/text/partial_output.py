@@ -269,6 +269,11 @@ class PartialOutput:
             os.close(lock)
 
 
+def is_unfinished(folder: str) -> bool:
+    """Whether a run keeps its state there: output may lie beside the input."""
+    return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
+
+
 _OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx)")
 
 

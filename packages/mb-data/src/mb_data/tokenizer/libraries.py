@@ -1,13 +1,14 @@
-"""Tokenizers of other libraries, and one for text that consists of ids already.
+"""Tokenizers of two libraries: tokenizers, for any ``tokenizer.json``, and sentencepiece.
 
 Where gigatoken gives the same tokens it is used, many times faster, and checked against the
-library. The others have no second implementation, so preprocessing cannot check them.
+library. Elsewhere there is no second implementation, and preprocessing cannot check the tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
@@ -21,7 +22,7 @@ from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_descri
 
 
 class LibraryTokenizer(Tokenizer):
-    """What the two below share."""
+    """What the tokenizers of both libraries share."""
 
     library: str
     fast: bool  # whether to use gigatoken where it can
@@ -64,16 +65,16 @@ class LibraryTokenizer(Tokenizer):
             parts.append(text)
         return "".join(parts)
 
+    @abstractmethod
     def _decode_run(self, ids: list[int]) -> str:
         """The text of some of the library's own ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def description(self) -> tuple[dict[str, Any], str | None]:
         """A tokenizer.json's content, and a pattern of texts on which that would differ.
 
         Raises RuntimeError for what ``FastSentencePiece`` cannot do.
         """
-        raise NotImplementedError
 
     @cached_property
     def _fast(self) -> FastSentencePiece | None:
@@ -256,34 +257,6 @@ class SentencePieceTokenizer(LibraryTokenizer):
             return self._pieces[piece]
         self._added[self._size + len(self._added)] = piece
         return self._size + len(self._added) - 1
-
-
-class NullTokenizer(Tokenizer):
-    """Text that is token ids already, separated by white space; ``eod`` is one more id.
-
-    Raises ValueError for a size below 1 or of 2**32, and in ``encode`` for what is no id.
-    """
-
-    def __init__(self, name: str, size: int) -> None:
-        if not 1 <= size < 2**32:  # tokens are 32 bits wide on their way to the disk
-            raise ValueError(f"{name}: the vocabulary must have 1 to 2**32 - 1 ids, got {size}")
-        self.name = name
-        self.fingerprint = name
-        self.special = {"eod": size}
-        self.vocab_size = size + 1
-
-    def encode(self, text: str) -> list[int]:
-        ids = []
-        for word in text.split():
-            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size - 1):
-                raise ValueError(
-                    f"{word[:20]!r} is not an id: a number from 0 to {self.vocab_size - 2}"
-                )
-            ids.append(int(word))
-        return ids
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return " ".join(map(str, checked_ids(ids, self)))
 
 
 def _vanishes(token: Mapping[str, Any], normalizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The books of a preprocessing run: what goes where, how far it is, which lines were bad."""
+"""What a run knows of itself: what goes where, how far it is, which lines were bad."""
 
 from __future__ import annotations
 
@@ -7,35 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from mb_data.text.partial import PartialOutput, Place, State
-from mb_data.text.reading import Block, count_lines, count_rows
+from mb_data.text.encode import Result
+from mb_data.text.parquet import count_rows
+from mb_data.text.partial_output import PartialOutput, Place, State
+from mb_data.text.progress import Progress
+from mb_data.text.reading import Block, count_lines
 from mb_data.text.sources import Source
-
-if TYPE_CHECKING:
-    from mb_data.text.pipeline import Result
 
 SAVE_INTERVAL = 0.25  # seconds of work a kill may cost, besides the blocks under way
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: bytes of input on disk (``total`` 0 if unknown), and what came of them."""
-
-    position: int
-    total: int
-    documents: int
-    text_bytes: int
-    seconds: float
-    resumed_position: int
-    resumed_documents: int
-    resumed_text_bytes: int
-
-
-class Books(AbstractContextManager):
+class Bookkeeping(AbstractContextManager):
     """Assigns places in the output and counts lines, in order; knows what is safely written.
 
     While it is entered, a thread saves the state every ``SAVE_INTERVAL``. Syncing early also

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.blend import DataPaths, Parts, build_parts
 from mb_data.samples.gpt import check_part, check_tokens
 from mb_data.samples.index_cache import digest, load_or_build
+from mb_data.samples.parts import DataPaths, Parts, build_parts
 
 
 class PackedDataset:

@@ -11,9 +11,9 @@ from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.others import SentencePieceTokenizer
+from mb_data.tokenizer.libraries import SentencePieceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN
-from mb_data.tokenizer.wordpiece import CONTINUED, MAX_WORD_LETTERS, UNKNOWN, WordPiece
+from mb_data.tokenizer.wordpiece import UNKNOWN, WordPiece, description
 
 
 def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict[str, str]:
@@ -81,26 +81,9 @@ def _byte_level(tokenizer: ByteLevelBPE) -> tuple[dict[str, Any], dict[int, str]
 
 
 def _wordpiece(tokenizer: WordPiece) -> tuple[dict[str, Any], dict[int, str]]:
-    lower_case = tokenizer.readable.lower_case
-    marks = {*tokenizer.special.values(), *tokenizer.extra_ids, tokenizer.readable.ids[UNKNOWN]}
-    parts = {
-        "model": {
-            "type": "WordPiece",
-            "vocab": {piece: i for i, piece in enumerate(tokenizer.pieces)},
-            "unk_token": UNKNOWN,
-            "continuing_subword_prefix": CONTINUED,
-            "max_input_chars_per_word": MAX_WORD_LETTERS,
-        },
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": lower_case,
-            "lowercase": lower_case,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "decoder": {"type": "WordPiece", "prefix": CONTINUED, "cleanup": True},
-    }
+    ids = {piece: i for i, piece in enumerate(tokenizer.pieces)}
+    marks = {*tokenizer.special.values(), *tokenizer.extra_ids, ids[UNKNOWN]}
+    parts = description(ids, lower_case=tokenizer.readable.lower_case)
     return parts, {i: tokenizer.pieces[i] for i in marks}
 
 

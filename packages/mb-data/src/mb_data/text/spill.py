@@ -1,4 +1,4 @@
-"""Keeps arrays for later: a few in memory, the others in a file without a name."""
+"""Arrays that wait to be written: a few in memory, the others in a file without a name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Stored(NamedTuple):
     dtype: np.dtype
 
 
-class Shelf:
+class SpillBuffer:
     """Keeps arrays by a key until they are taken.
 
     Args:

@@ -1,0 +1,151 @@
+"""The train, validation and test parts of one dataset, or of several mixed by weight."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.samples.blend import BlendedDataset, Samples
+from mb_data.samples.split import parse_split
+
+PARTS = ("train", "valid", "test")
+MARGIN = 1.005  # Megatron asks each source for 0.5 % more than its share
+
+# What a data path may be: a prefix; weights and prefixes by turns; either of these per part.
+DataPath = str | os.PathLike[str] | Sequence[str]
+DataPaths = DataPath | Mapping[str, DataPath | None]
+
+D = TypeVar("D", bound=Samples[Any])
+# A part's dataset; a part without documents is None.
+Part = D | BlendedDataset[Any] | None
+# Those for training, validation and test.
+Parts = tuple[Part[D], Part[D], Part[D]]
+
+
+class Source(NamedTuple):
+    """A dataset's documents for one part; the weight is None where nothing else is mixed in."""
+
+    weight: float | None
+    prefix: str
+    documents: range
+
+
+def build_parts(
+    paths: DataPaths,
+    *,
+    split: str,
+    split_rounding: str = "shares",
+    num_samples: Sequence[int],
+    count: Callable[[IndexedDataset], int],
+    make: Callable[..., D],
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Parts[D]:
+    """Train, validation and test datasets from any form of data path.
+
+    Args:
+        paths: a prefix; or weights and prefixes by turns, ``["0.3", "a", "0.7", "b"]``; or one of
+            these for each of ``train``, ``valid`` and ``test``, then ``split`` is not used.
+        split, split_rounding: see ``parse_split``; applied to every source by itself.
+        num_samples: wanted for training, validation and test.
+        count: how many documents a source has.
+        make: called with a source, a range of its documents and ``num_samples=``, the samples that
+            must be there at least.
+
+    Returns:
+        A part without documents is None. A source without documents in some part is left out
+        there, with a warning, and the others share its weight.
+    """
+    if np.shape(num_samples) != (len(PARTS),):
+        raise ValueError(
+            f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
+        )
+    opened = cache(IndexedDataset)
+
+    def whole(prefix: str) -> range:
+        return range(count(opened(prefix)))
+
+    def build(name: str, sources: Sequence[Source], wanted: int) -> Part[D]:
+        there = [source for source in sources if source.documents]
+        if not there:
+            return None
+        weight, prefix, documents = there[0]
+        if weight is None:
+            return make(opened(prefix), documents, num_samples=wanted)
+        if len(there) < len(sources) and wanted:
+            missing = [source.prefix for source in sources if not source.documents]
+            warnings.warn(
+                f"no documents for {name} in {', '.join(missing)}: left out of that blend",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        weights = [source.weight for source in there if source.weight is not None]
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
+        datasets = [
+            make(opened(prefix), documents, num_samples=math.ceil(wanted * share * MARGIN))
+            for share, (_, prefix, documents) in zip(shares, there, strict=True)
+        ]
+        return BlendedDataset(datasets, shares, wanted, prefix=prefix, cache_dir=cache_dir)
+
+    built: list[Part[D]] = []
+    each = _sources(paths, whole, split, split_rounding)
+    for name, sources, wanted in zip(PARTS, each, num_samples, strict=True):
+        try:
+            built.append(build(name, sources, wanted))
+        except ValueError as error:
+            raise ValueError(f"data for {name}: {error}") from error
+    train, valid, test = built
+    return train, valid, test
+
+
+def _sources(
+    paths: DataPaths, whole: Callable[[str], range], split: str, split_rounding: str
+) -> list[list[Source]]:
+    """The sources of each part; ``whole`` gives all documents of a prefix."""
+    if isinstance(paths, Mapping):
+        unknown = [name for name in paths if name not in PARTS]
+        if unknown:
+            raise ValueError(f"data paths for {unknown}: the parts are {', '.join(PARTS)}")
+        blends = [parse_blend(path) if (path := paths.get(name)) else [] for name in PARTS]
+        return [[Source(w, prefix, whole(prefix)) for w, prefix in blend] for blend in blends]
+    parts: list[list[Source]] = [[] for _ in PARTS]
+    for weight, prefix in parse_blend(paths):
+        ranges = parse_split(split, len(whole(prefix)), rounding=split_rounding)
+        for part, documents in zip(parts, ranges, strict=True):
+            part.append(Source(weight, prefix, documents))
+    return parts
+
+
+def parse_blend(path: DataPath) -> list[tuple[float | None, str]]:
+    """Weights and prefixes of a data path; a single prefix has the weight None.
+
+    Raises:
+        ValueError: an odd number of entries, or a weight that is not a positive number.
+    """
+    if isinstance(path, str | os.PathLike):
+        return [(None, os.fspath(path))]
+    entries = [os.fspath(entry) if isinstance(entry, os.PathLike) else str(entry) for entry in path]
+    if len(entries) == 1:
+        return [(None, entries[0])]
+    if not entries or len(entries) % 2:
+        raise ValueError(
+            f"data path {entries}: expected one prefix, or weights and prefixes by turns: "
+            '["0.3", "first", "0.7", "second"]'
+        )
+    blend: list[tuple[float | None, str]] = []
+    for weight, prefix in zip(entries[0::2], entries[1::2], strict=True):
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise ValueError(f"data path {entries}: weight {weight!r} is not a positive number")
+        blend.append((value, prefix.strip()))
+    return blend

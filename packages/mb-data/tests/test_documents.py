@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mb_data.samples.documents import document_layout
+from mb_data.samples.document_layout import document_layout
 
 
 def loop(rows, eod):

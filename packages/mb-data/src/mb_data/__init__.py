@@ -26,8 +26,8 @@ from mb_data.sampler import SequentialSampler as SequentialSampler
 from mb_data.samples.bert import BertDataset as BertDataset
 from mb_data.samples.bert import build_bert_datasets as build_bert_datasets
 from mb_data.samples.blend import BlendedDataset as BlendedDataset
-from mb_data.samples.documents import DocumentLayout as DocumentLayout
-from mb_data.samples.documents import document_layout as document_layout
+from mb_data.samples.document_layout import DocumentLayout as DocumentLayout
+from mb_data.samples.document_layout import document_layout as document_layout
 from mb_data.samples.fill_in_the_middle import FillInTheMiddle as FillInTheMiddle
 from mb_data.samples.fill_in_the_middle import MiddleTokens as MiddleTokens
 from mb_data.samples.gpt import GPTDataset as GPTDataset

@@ -208,7 +208,7 @@ def _sequence_parallel(rank, ranks):
     for ep in (1, 2):
         mesh = ParallelDims(tp=2, ep=ep).build("cpu")
         model = _build({"balance_over": "micro_batch"})
-        parallelize_experts(model, mesh)
+        parallelize_experts(model, mesh, sequence_parallel=True)
         x, labels = (t[0, 0].chunk(2)[rank] for t in _data(12))
         ce, aux = model(x, labels)
         (ce / 12 + aux).backward()
@@ -371,7 +371,7 @@ def _refusals(rank, ranks):
         model = _build(overrides)
         try:
             for _ in range(1 + twice):
-                parallelize_experts(model, mesh)
+                parallelize_experts(model, mesh, sequence_parallel=True)
         except ValueError as error:
             said.append(str(error))
     held = [_build({"balance_over": "sequence"}), DistributedDataParallel(_build({})), _build({})]

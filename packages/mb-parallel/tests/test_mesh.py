@@ -269,7 +269,7 @@ def _timeouts(rank, world_size):
         group for part in (mesh.dense, mesh.dp, mesh.expert) for group in part.get_all_groups()
     ]
     layer = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=2, top_k=1))
-    parallelize_experts(layer, mesh)
+    parallelize_experts(layer, mesh, sequence_parallel=True)
     groups.append(layer.experts.width.group)
     return {backend(group).options._timeout.total_seconds() for group in groups}
 

@@ -239,7 +239,7 @@ def test_the_new_order_is_told():
 def _wrong_on_one(rank, world_size):
     mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
     model = Model()
-    parallelize_experts(model, mesh)
+    parallelize_experts(model, mesh, sequence_parallel=True)
     counts = {"moes.0": torch.arange(1.0, 9.0)}
     told = []
     for wrong_counts, options in (

@@ -195,7 +195,9 @@ def _routed(rank, mesh):
         parallelize_experts(whole, mesh, sequence_parallel=False)
     parallelize_experts(whole, mesh)
     late = torch.nn.ModuleDict({"moe": dMoE(config)})
-    parallelize_experts(late, mesh)
+    with pytest.raises(ValueError, match="sequence_parallel=True or False for moe with tp = 2"):
+        parallelize_experts(late, mesh)
+    parallelize_experts(late, mesh, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"moe: Expected sequence_parallel=True in .* got False"):
         parallelize_tensors(late, mesh, {"moe": ExpertLayer()}, sequence_parallel=False)
     with pytest.raises(ValueError, match=r"got an earlier call's\. Call parallelize_experts once"):

@@ -33,7 +33,10 @@ from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
-from mb_parallel.tensor_parallel.experts import check_sequence_parallel
+from mb_parallel.tensor_parallel.experts import (
+    check_sequence_parallel,
+    kept_sequence_parallel,
+)
 from mb_parallel.world import check_same
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
@@ -54,7 +57,7 @@ def parallelize_experts(
     mesh: ParallelMesh,
     *,
     dispatcher: str = "auto",
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | None = None,
     equal_tokens: bool = False,
     max_tokens: int | None = None,
     keep_rows: bool | None = None,
@@ -77,8 +80,8 @@ def parallelize_experts(
         dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`. "fixed"
             is only for `MoE`, and its capacity then counts each rank's own tokens.
         sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
-            False: they all bring the same tokens, and each sends a part of them. The same value as
-            for `parallelize_tensors`. Unused where tp is 1.
+            False: they all bring the same tokens, and each sends a part of them. None: as
+            `parallelize_tensors` was told; without it you have to say so. Unused where tp is 1.
         equal_tokens: promises that all ranks always bring equally many tokens to a layer. Then no
             counts are exchanged, and with "all_gather" and "fixed" the host never waits for the
             device.
@@ -104,9 +107,9 @@ def parallelize_experts(
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
             layers or arguments that differ between the ranks of ep, another `sequence_parallel`
-            than that of `parallelize_tensors`, a mesh of other sizes than in an earlier call, a
-            layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
-            by DDP or FSDP already.
+            than that of `parallelize_tensors` or neither with tp > 1, a mesh of other sizes than in
+            an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`, or a
+            model that is wrapped by DDP or FSDP already.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -120,15 +123,16 @@ def parallelize_experts(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     ep = mesh.axis("ep")
     with refused_alike(mesh):
+        in_parts = {name: _in_parts(name, m, mesh, sequence_parallel) for name, m in layers.items()}
         if ep is not None:
             alike = _alike(
-                layers, dispatcher=dispatcher, sequence_parallel=sequence_parallel,
+                layers, dispatcher=dispatcher, sequence_parallel=list(in_parts.values()),
                 equal_tokens=equal_tokens, chunks=chunks, row_policy=row_policy,
                 row_budget=row_budget,
             )  # fmt: skip
             check_same(alike, "what parallelize_experts is given", group=ep.get_group())
         for name, layer in layers.items():
-            _refuse(name, layer, mesh, sequence_parallel, dispatcher)
+            _refuse(name, layer, in_parts[name], dispatcher)
         if ep is not None:
             _refuse_held(model, layers, ep)
     meshes: Mapping[int, DeviceMesh] = {}
@@ -156,7 +160,7 @@ def parallelize_experts(
             pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
             told[f"{held} by {chosen}{pieces}, {why}"] += 1
     for name, layer in layers.items():
-        surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
+        surround(layer, mesh, name or "the layer", in_parts[name], equal_tokens)
     keep_sizes(mesh, model)
     if ep is None:
         return f"expert parallelism: ep = 1, all experts of {_layers(len(layers))} on every rank"
@@ -207,9 +211,21 @@ def _alike(layers: Mapping[str, Layer], **arguments: Any) -> dict[str, Any]:
     return {**arguments, "layers": list(layers), **sizes}
 
 
-def _refuse(
-    name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
-) -> None:
+def _in_parts(name: str, layer: Layer, mesh: ParallelMesh, given: bool | None) -> bool:
+    """Whether each tp rank brings tokens of its own to the layer."""
+    if mesh.tp_size == 1:
+        return False
+    noted = kept_sequence_parallel(layer) if given is None else given
+    if noted is None:
+        raise ValueError(
+            f"Expected sequence_parallel=True or False for {name or 'the layer'} with tp = "
+            f"{mesh.tp_size}, got neither. Say whether each tensor-parallel rank brings its own "
+            "part of the sequence, or call parallelize_tensors before."
+        )
+    return noted
+
+
+def _refuse(name: str, layer: Layer, in_parts: bool, dispatcher: str) -> None:
     where = f"in {name or 'the layer'}"
     if is_surrounded(layer):
         local = isinstance(layer.dispatcher, LocalDispatcher)
@@ -223,9 +239,8 @@ def _refuse(
             f"Expected a capacity for dispatcher='fixed' {where}, got a dMoE, which drops no "
             "token. Take another dispatcher, or MoE."
         )
-    check_sequence_parallel(layer, sequence_parallel)
-    parts = mesh.tp_size > 1 and sequence_parallel
-    if parts and layer.config.balance_over == "sequence":
+    check_sequence_parallel(layer, in_parts)
+    if in_parts and layer.config.balance_over == "sequence":
         raise ValueError(
             f"Expected whole sequences for balance_over='sequence' {where}, got sequence "
             "parallelism, where a rank sees a part of each. Balance over micro_batch or "

@@ -83,10 +83,15 @@ class ExpertLayer(Style):
         return list(module.modules())
 
 
+def kept_sequence_parallel(layer: nn.Module) -> bool | None:
+    """What `keep_sequence_parallel` noted for the layer; None if it did not."""
+    return getattr(layer, _SEQUENCE_PARALLEL, None)
+
+
 def check_sequence_parallel(layer: nn.Module, given: bool) -> None:
     """Raise ValueError if `keep_sequence_parallel` noted another value for the layer."""
-    other = getattr(layer, _SEQUENCE_PARALLEL, given)
-    if other != given:
+    other = kept_sequence_parallel(layer)
+    if other not in (None, given):
         raise ValueError(
             f"Expected sequence_parallel={other} in parallelize_tensors and parallelize_experts "
             f"alike, got {given}: experts would see tokens twice, or parts as wholes."

@@ -28,7 +28,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import MOST_IDS, Tokenizer
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
 from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
 from mb_data.tokenizer.rank_files import from_tekken, from_tiktoken
@@ -80,8 +80,10 @@ def load_tokenizer(
             "transformers as the folder that its save_pretrained wrote"
         )
     name = os.fspath(name)
-    if num_extra_ids < 0:
-        raise ValueError(f"the number of extra ids must be at least 0, got {num_extra_ids}")
+    if not 0 <= num_extra_ids < MOST_IDS:
+        raise ValueError(
+            f"the number of extra ids must be from 0 to {MOST_IDS - 1:,}, got {num_extra_ids}"
+        )
     if name == "gpt2":
         tokenizer: Tokenizer = from_merges(
             name,

@@ -188,8 +188,9 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     kinds = {"int": int, "float": (int, float), "str": str}
     for name, f in known.items():
         kind = kinds.get(str(f.type), dict)
-        count = kind is not int or name not in content or content[name] in range(2**63)
-        if name in content and not (isinstance(content[name], kind) and count):
+        value = content.get(name)
+        fits = isinstance(value, kind) and (kind is not int or 0 <= value < 2**63)
+        if name in content and not fits:
             raise ValueError(f"{path} is damaged: its {name} is {content[name]!r}.")
     try:
         saved = SavedRun(**content)

@@ -138,5 +138,6 @@ def replay(path: Path) -> list[tuple[dict[str, Any], float]]:
     for event in reversed(read_log(path)):
         events.append((event, until))
         if event["event"] == "start":
-            until = min(until, event.get("iteration", 0))
+            at = event.get("iteration", 0)
+            until = min(until, at) if isinstance(at, int) else until
     return events[::-1]

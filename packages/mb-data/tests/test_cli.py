@@ -94,6 +94,14 @@ def test_mistakes(command, tmp_path, capsys, flags, message):
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_a_message_does_not_command_the_terminal(command, source, capsys):
+    source.write_text('{"\\u001b[2J": "b"}\n')
+    assert main([*command, "--on-error", "stop"]) == 2
+    said = capsys.readouterr().err
+    assert "the keys are \\x1b[2J" in said
+    assert "\x1b" not in said
+
+
 def test_missing_input_and_directory(command, capsys):
     assert main([*command[:2], "missing.jsonl", *command[3:]]) == 2
     assert "missing.jsonl: no such file" in capsys.readouterr().err

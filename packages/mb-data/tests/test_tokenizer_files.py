@@ -1,5 +1,6 @@
 """Tokenizers from names and files, each against an implementation that is not ours."""
 
+import base64
 import json
 import pickle
 import random
@@ -112,6 +113,61 @@ def test_tokenizer_json(tmp_path, small_bpe, engine):
     )
     tokenizer = load_tokenizer(tmp_path, engine=engine)
     assert (tokenizer.eod, tokenizer.pad) == (len(ids), len(ids) + 1)
+
+
+@pytest.mark.parametrize("engine", ["auto", "tokenizers"])
+@pytest.mark.parametrize("wrong", [3_000_000_000, 1 << 40, -1, 1e3, True])
+@pytest.mark.parametrize("where", ["vocab", "added_tokens"])
+def test_an_id_that_no_vocabulary_has_is_refused(tmp_path, small_bpe, engine, wrong, where):
+    """For the first of these an engine asks for 48 GB, and ends the process if it gets none."""
+    if engine == "tokenizers":
+        pytest.importorskip("tokenizers")
+    description = json.loads(json.dumps(tokenizer_json(small_bpe)))  # others read the fixture too
+    if where == "vocab":
+        description["model"]["vocab"]["qqq"] = wrong
+    else:
+        description["added_tokens"][1]["id"] = wrong
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
+        load_tokenizer(path, engine=engine)
+
+
+@pytest.mark.parametrize("first", [10**9, -3, float("inf")])
+def test_special_tokens_without_number_are_refused(tmp_path, first):
+    rows = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode()} for i in range(256)]
+    config = {"pattern": ".", "default_num_special_tokens": first, "default_vocab_size": 10**10}
+    path = tmp_path / "tekken.json"
+    path.write_text(json.dumps({"config": config, "vocab": rows}))
+    with pytest.raises(ValueError, match=r"not a tekken\.json"):
+        load_tokenizer(path)
+    with pytest.raises(ValueError, match="number of extra ids"):
+        load_tokenizer("gpt2", num_extra_ids=10**12)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "tekken.json"]
+)
+def test_json_that_is_nested_too_deeply_is_damaged(tmp_path, small_bpe, name):
+    (tmp_path / "merges.txt").write_text("a b\n")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(small_bpe)))
+    (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        load_tokenizer(tmp_path / name.replace("_config", ""))
+
+
+def test_what_is_no_merge_and_no_pattern_is_said(tmp_path, small_bpe):
+    path = tmp_path / "tokenizer.json"
+    description = tokenizer_json(small_bpe)
+    description["model"]["merges"].append(5)
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="merges must be lines or pairs"):
+        load_tokenizer(path)
+    path.write_text(
+        json.dumps(tokenizer_json(small_bpe)).replace(json.dumps(LLAMA3_PATTERN), '"((("')
+    )
+    with pytest.raises(ValueError, match=r"pattern '\(\(\(' cannot be read: missing"):
+        load_tokenizer(path, engine="python").encode("a b")
 
 
 @pytest.mark.parametrize("engine", ["gigatoken", "python", "tokenizers"])

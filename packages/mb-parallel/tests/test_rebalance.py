@@ -253,7 +253,7 @@ def _wrong_on_one(rank, world_size):
         told.append(str(got.value))
     layer = Model(top_k=1 + (rank == 1))
     with pytest.raises(ValueError, match=r"rank 1: moes\.0\.top_k = 2"):
-        parallelize_experts(layer, mesh)
+        parallelize_experts(layer, mesh, sequence_parallel=True)
     with pytest.raises(ValueError, match="chunks to be an integer of at least 1, got 0"):
         parallelize_experts(Model(), mesh, chunks=int(rank != 1))
     with pytest.raises(ValueError, match="ParallelDims to be equal on all 4 ranks"):

@@ -20,7 +20,7 @@ from mb_train.checkpoint import saver as saver_module
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder.checksums import format_sums, sum_of
-from mb_train.folder.run_folder import checkpoints, find_checkpoint, read_saved_run
+from mb_train.folder.run_folder import SavedRun, checkpoints, find_checkpoint, read_saved_run
 from torch import nn
 
 
@@ -365,12 +365,19 @@ def test_a_damaged_run_file_is_reported(tmp_path):
         ("{}", "is damaged"),
         ("[]", "is damaged"),
         (text.replace('"iteration": 7', '"iteration": "7"'), "damaged: its iteration is '7'"),
+        (text.replace('"iteration": 7', '"iteration": -7'), "damaged: its iteration is -7"),
+        (text.replace('"consumed_samples": ', f'"consumed_samples": {2**63}'), "its consumed_sam"),
+        ('{"format": ' + "[" * 200_000, "nested too deeply"),
         (text.replace('"torch"', '"troch"'), "key that this mb-train does not know: 'troch'"),
         (text.replace('"format": 2', '"format": 3'), "in format 1 to 2, got 3"),
     ):
         (path / "run.json").write_text(wrong)
         with pytest.raises(ValueError, match=says):
             read_saved_run(path)
+    for rows in (None, "512", 0, -5, 1.5, True, 10**12):
+        wrong = SavedRun(2, 7, 7, {}, {"padded_vocab_size": rows}, {}, "2")
+        with pytest.raises(ValueError, match="padded_vocab_size is"):
+            _ = wrong.vocab_rows
     (path / "run.json").unlink()
     (path / "run.json").mkdir()
     with pytest.raises(ValueError, match=r"Cannot read .*run\.json: Is a directory\.$"):

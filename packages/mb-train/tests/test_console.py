@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from mb_train.cli import main
 from mb_train.commands import COMMANDS
 from mb_train.logs import console
@@ -120,6 +121,26 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(monkeypatch, capfd,
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["--print-config"]) == 1
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_said_of_data_does_not_command_the_terminal(monkeypatch, capsys):
+    def wrong(parser, arguments):
+        raise ValueError("no key '\x1b[2J\u202e'")
+
+    monkeypatch.setitem(COMMANDS, "eval", wrong)
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err == "mb-train: no key '\\x1b[2J\\u202e'\n"
+    Console().say("\x9b31m\r")
+    assert capsys.readouterr().out == "\\x9b31m\\r\n"
+
+
+def test_too_little_memory_beside_the_gpu_is_one_line(monkeypatch, capsys):
+    def large(parser, arguments):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setitem(COMMANDS, "eval", large)
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err.startswith("mb-train: not enough memory: DefaultCPUAllocator: ")
 
 
 def test_a_pipe_that_breaks_elsewhere_is_said(monkeypatch, capsys):

@@ -76,6 +76,20 @@ def names(folder):
     return [path.name for path in checkpoints(folder)]
 
 
+def test_a_ctrl_c_within_no_grad_leaves_gradients_to_the_next_run(run, monkeypatch):
+    def interrupted(*_, **__):
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mb_train.run.Run, "__init__", interrupted)
+        assert run("--train-iters", 1) == 130
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert run("--train-iters", 1) == 0
+        assert not torch.is_grad_enabled()
+
+
 def test_a_picture_that_cannot_be_drawn_fails_no_run(run, monkeypatch, capsys):
     def draw(folder):
         raise ValueError("'nonsense' is no backend,\nnor another")  # as of MPLBACKEND

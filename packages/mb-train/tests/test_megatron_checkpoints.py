@@ -191,6 +191,11 @@ def test_a_missing_rank_is_named(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
     shutil.copytree(folder / "iter_0000050" / "mp_rank_01", folder / "iter_0000050" / "mp_rank_old")
     assert read_megatron(folder)  # a copy that somebody keeps is not one of the ranks
+    beyond = folder / "iter_0000050" / "mp_rank_9999999999"
+    shutil.copytree(folder / "iter_0000050" / "mp_rank_01", beyond)
+    with pytest.raises(ValueError, match=r"rank \(9999999999, 0, 0\) is there too"):
+        read_megatron(folder)
+    shutil.rmtree(beyond)
     (folder / "iter_0000050" / "mp_rank_01" / "model_optim_rng.pt").unlink()
     with pytest.raises(ValueError, match=r"rank \(1, 0, 0\) is missing"):
         read_megatron(folder)
@@ -235,6 +240,9 @@ def change_first(folder, change):
         ),
         ("hidden_size", None, "arguments in .*: Expected a whole model.*missing --hidden-size"),
         ("virtual_pipeline_model_parallel_size", 2, "lacks 'model0'"),
+        ("tensor_model_parallel_size", 10**12, r"rank \(1, 0, 0\) is missing"),
+        ("tensor_model_parallel_size", None, "Expected numbers of tensor, .* ranks"),
+        ("pipeline_model_parallel_size", 0, "Expected numbers of tensor, .* ranks"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, name, value, says):

@@ -153,6 +153,45 @@ def test_markup_in_a_name_stays_text(tmp_path):
     assert "&lt;b&gt;&amp;" in content
 
 
+@pytest.mark.parametrize("name", ["_mine", "$x_{$", "a$b$", "$$"])
+def test_a_name_is_drawn_as_it_is(tmp_path, name):
+    for folder in (tmp_path / name, tmp_path / "other"):
+        folder.mkdir()
+        write(folder, ("start", {"iteration": 0}), interval(1, [4.0], [1.0]))
+    _, _, page = report([tmp_path / name, tmp_path / "other"], tmp_path / "out")
+    assert f">{name} training<" in page.read_text().replace("> ", ">")
+    assert f"{name}: Load of every expert" in page.read_text()
+
+
+def test_what_a_log_tells_does_not_command_the_terminal(tmp_path, capsys):
+    told = {"iteration": 1, "place": "", "\x1b]0;a\x07\u202e\t": 0.5}
+    write(tmp_path, ("start", {"iteration": 0}), interval(1, [4.0]), ("measured", told))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "\\x1b]0;a\\x07\\u202e\t: 0.5000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("train", {"lm_losses": ["a"]}),
+        ("train", {"lm_losses": [10**400]}),
+        ("train", {"tokens_per_s": "a"}),
+        ("train", {"iteration": 10**30}),
+        ("train", {"load_imbalance": [["a"]]}),
+        ("train", {"tokens_per_expert": [["a"]]}),
+        ("start", {"iteration": "a"}),
+        ("eval", {"lm_loss": "a"}),
+        ("measured", {"recall": "a"}),
+        ("profile", {"step_ms": 0.0, "kinds": {"a": {"busy": 1.0, "alone": 1.0}}}),
+    ],
+)
+def test_an_event_of_no_numbers_is_named(tmp_path, kind, wrong):
+    event = interval(1, [4.0], [1.0])[1] | {"place": "", **wrong}
+    write(tmp_path, interval(1, [4.0], [1.0]), (kind, event))
+    with pytest.raises(ValueError, match=f"holds an event '{kind}' that"):
+        read_curves(tmp_path)
+
+
 def test_an_evaluation_that_is_no_number(tmp_path):
     write(tmp_path, ("start", {"iteration": 0}), interval(2, [3.0, 4.0]), valid(2, float("nan")))
     told = dict(summary(read_curves(tmp_path)))

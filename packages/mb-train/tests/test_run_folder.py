@@ -172,11 +172,29 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
         raise OSError(errno.ENOSPC, "No space")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}', "[" * 200_000])
 def test_a_damaged_note_of_a_move_is_named(tmp_path, content):
     (tmp_path / ".moving.json").write_text(content)
     with pytest.raises(ValueError, match=r"\.moving\.json, .* is damaged"):
         recover(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["previous-1", "../theirs", "/theirs"])
+@pytest.mark.parametrize("name", ["mine", "../mine", "..", "", "{folder}/mine"])
+def test_a_note_of_a_move_reaches_nothing_outside(tmp_path, target, name):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    target = target.replace("/theirs", f"{tmp_path}/theirs" if target[0] == "/" else "/theirs")
+    note = {"target": target, "names": [name.format(folder=tmp_path)], "branch": None}
+    (folder / ".moving.json").write_text(json.dumps(note))
+    if (target, name) == ("previous-1", "mine"):  # which is not in the folder: moved before a kill
+        recover(folder)
+    else:
+        with pytest.raises(ValueError, match="is no name of something in this folder"):
+            recover(folder)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_a_latest_that_is_gone_offers_another(tmp_path):

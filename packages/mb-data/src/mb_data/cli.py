@@ -13,6 +13,7 @@ from pathlib import Path
 from mb_data.arguments import command_line
 from mb_data.corpora.sample import write_sample_corpus
 from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
+from mb_data.untrusted import printable
 
 INTERRUPTED = 130
 NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that every machine has:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or the flush at exit fails too
         return 0
     except (ValueError, IndexError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        print(f"mb-data {options.command}: {error}", file=sys.stderr)
+        print(printable(f"mb-data {options.command}: {error}"), file=sys.stderr)
         return 2
 
 
@@ -171,7 +172,8 @@ def _decode(options: argparse.Namespace) -> None:
 
     tokenizer = _tokenizer(options)
     for document in options.document:
-        print(decode(options.prefix, document, tokenizer))
+        text = decode(options.prefix, document, tokenizer)
+        print(printable(text) if sys.stdout.isatty() else text)
 
 
 def _convert(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from mb_train.commands import COMMANDS
 from mb_train.commands.train import train
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import run_command
-from mb_train.logs.console import in_a_line, out_of_gpu_memory
+from mb_train.logs.console import in_a_line, out_of_memory
 
 
 def program() -> NoReturn:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _nobody_reads():  # `| head` has seen enough
             sys.stdout = None  # of which Python would complain once more at its end
             return 1
-        defect = isinstance(error, RuntimeError) and not out_of_gpu_memory(error)
+        defect = isinstance(error, RuntimeError) and not out_of_memory(error)
         if defect or os.environ.get("MB_TRACEBACK"):
             raise
         print(f"mb-train: {in_a_line(error)}", file=sys.stderr)

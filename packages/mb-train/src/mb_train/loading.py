@@ -34,7 +34,7 @@ class Trained:
     @property
     def vocab_size(self) -> int:
         """Rows of its vocabulary."""
-        return self.saved.identity["padded_vocab_size"]
+        return self.saved.vocab_rows
 
     @property
     def task(self) -> Task:
@@ -87,8 +87,6 @@ def load_trained(
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
-        model = whole_model(
-            config, vocab_size=saved.identity["padded_vocab_size"], compute_dtype=dtype
-        )
+        model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
     load_checkpoint(checkpoint, model, None, alone=True)
     return Trained(model.eval(), config, saved, checkpoint)

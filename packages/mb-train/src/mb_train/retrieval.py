@@ -22,6 +22,7 @@ import mb_data
 import numpy as np
 import numpy.typing as npt
 import torch
+from mb_data.untrusted import json_of
 
 from mb_train.config import TrainConfig, whole
 from mb_train.data.batches import check_tokens
@@ -212,7 +213,7 @@ class Retriever:
 def _about(index: Path) -> dict[str, Any]:
     """What an index was made of."""
     try:
-        about = json.loads((index / ABOUT).read_text())
+        about = json_of((index / ABOUT).read_text())
         return {
             name: about[name]
             for name in ("checkpoint", "iteration", "written", "corpus", "corpus_bytes", "titles")

@@ -89,6 +89,8 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         config, start, notes = found.config, found.start, found.notes
     with (
         _less_memory_named(),
+        # Whatever came before: a Ctrl-C may fall between the two halves of torch's own no_grad.
+        torch.enable_grad(),
         warnings.catch_warnings(),
         distributed(
             device_type(config.device), timeout_s=60 * config.distributed_timeout_minutes

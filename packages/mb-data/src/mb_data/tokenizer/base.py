@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+MOST_IDS = 1 << 24  # the largest vocabularies have 2 ** 18; these need a GB
 
 
 class Tokenizer(ABC):
@@ -145,6 +147,16 @@ class Tokenizer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"
+
+
+def check_vocabulary(name: str, ids: Iterable[object]) -> None:
+    """Raise ValueError for an id that no vocabulary has: engines and models take memory for all
+    below it."""
+    for i in ids:
+        if type(i) is not int or not 0 <= i < MOST_IDS:
+            raise ValueError(
+                f"{name}: not a vocabulary: expected ids from 0 to {MOST_IDS - 1:,}, got {i!r}"
+            )
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel: int = 1) -> int:

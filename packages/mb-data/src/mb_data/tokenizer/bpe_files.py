@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -13,6 +12,7 @@ from mb_data.tokenizer.base import Tokenizer, check_engine
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
 from mb_data.tokenizer.libraries import HuggingFaceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
+from mb_data.untrusted import json_of
 
 END_OF_TEXT = "<|endoftext|>"
 # What ends a document, for files whose tokenizer_config.json does not say.
@@ -45,11 +45,12 @@ def from_vocab_and_merges(
 ) -> ByteLevelBPE:
     """The two files GPT-2 was published as. What the merges do not make is a special token."""
     try:
-        entries = json.loads(vocab.decode())
-        lines = merge_lines(name, merges.decode().split("\n"))
+        text, lines = vocab.decode(), merge_lines(name, merges.decode().split("\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not a vocabulary: {error}") from error
-    except json.JSONDecodeError as error:
+    try:
+        entries = json_of(text)
+    except ValueError as error:
         raise ValueError(f"{name}: vocab.json is not JSON: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(i, int) for i in entries.values()):
         raise ValueError(f"{name}: vocab.json must map strings to ids")
@@ -132,7 +133,10 @@ def _control(model: Mapping[str, Any], names: Set[str]) -> set[str]:
     merges = model.get("merges")
     known = set()
     for merge in merges if isinstance(merges, list) else ():
-        words = merge.split(" ") if isinstance(merge, str) else list(map(str, merge or ()))
+        words = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(words, list):
+            continue  # `merge_lines`, or the library, tells of these
+        words = list(map(str, words))
         known.update((*words, "".join(words)))
     return {name for name in names if len(name) > 1 and name not in known}
 
@@ -166,7 +170,7 @@ def _first_of_template(post: Any) -> str | None:
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
     """A tokenizer.json with the fields that are read here of the types that they must have."""
     try:
-        description = json.loads(data.decode())
+        description = json_of(data.decode())
     except ValueError as error:
         raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
     if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
@@ -252,7 +256,7 @@ def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:
     special: dict[str, int] = {}
     if config.is_file():
         try:
-            fields = json.loads(config.read_text("utf-8"))
+            fields = json_of(config.read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{config}: not JSON: {error}") from error
         if not isinstance(fields, dict):

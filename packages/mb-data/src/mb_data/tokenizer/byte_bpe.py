@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer, check_engine, checked_ids
+from mb_data.tokenizer.base import Tokenizer, check_engine, check_vocabulary, checked_ids
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE
@@ -40,7 +40,8 @@ class ByteLevelBPE(Tokenizer):
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
-        ValueError: a byte is missing from the vocabulary, or a merge makes an unknown entry.
+        ValueError: a byte is missing from the vocabulary, a merge makes an unknown entry, or an id
+            is out of all proportion.
         ModuleNotFoundError: ``engine="gigatoken"`` and it is not installed.
         RuntimeError: gigatoken is installed but does not know the patterns.
     """
@@ -63,6 +64,7 @@ class ByteLevelBPE(Tokenizer):
         engine: str = "auto",
     ) -> None:
         check_engine(engine, name, "gigatoken", "python")
+        check_vocabulary(name, [*ids.values(), *special_text])
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)

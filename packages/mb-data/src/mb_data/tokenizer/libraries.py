@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer, checked_ids
+from mb_data.tokenizer.base import Tokenizer, check_vocabulary, checked_ids
 from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_description
 
 
@@ -120,6 +120,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 f"{name} needs the tokenizers library: pip install 'mb-data[tokenizers]'",
                 name="tokenizers",
             ) from error
+
+        # Of a list of pieces, as Unigram has, the places are the ids.
+        vocabulary = description["model"].get("vocab")
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+        check_vocabulary(name, [*ids, *added.values()])
 
         def load(description: dict[str, Any]) -> Any:
             return tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))

@@ -28,7 +28,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mb_data.tokenizer.base import Tokenizer, check_engine
+from mb_data.tokenizer.base import MOST_IDS, Tokenizer, check_engine
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
 from mb_data.tokenizer.libraries import SentencePieceTokenizer
 from mb_data.tokenizer.null import NullTokenizer
@@ -81,8 +81,10 @@ def load_tokenizer(
             "transformers as the folder that its save_pretrained wrote"
         )
     name = os.fspath(name)
-    if num_extra_ids < 0:
-        raise ValueError(f"the number of extra ids must be at least 0, got {num_extra_ids}")
+    if not 0 <= num_extra_ids < MOST_IDS:
+        raise ValueError(
+            f"the number of extra ids must be from 0 to {MOST_IDS - 1:,}, got {num_extra_ids}"
+        )
     if name == "gpt2":
         tokenizer: Tokenizer = from_merges(
             name,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mb_data.tokenizer.base import check_vocabulary
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form
+from mb_data.untrusted import json_of
 
 PATTERNS = {
     "gpt2": GPT2_PATTERN,
@@ -135,9 +136,10 @@ def from_tekken(
 ) -> ByteLevelBPE:
     """Mistral's ``tekken.json``: special tokens first, then the ranks."""
     try:
-        description = json.loads(data.decode())
+        description = json_of(data.decode())
         config = description["config"]
         first = int(config["default_num_special_tokens"])
+        check_vocabulary(name, [first])
         rows = description["vocab"][: int(config["default_vocab_size"]) - first]
         ranks = _ranks(rows, first)
         listed = description.get("special_tokens") or [
@@ -145,7 +147,7 @@ def from_tekken(
         ]
         special = {str(entry["token_str"]): int(entry["rank"]) for entry in listed}
         pattern = str(config["pattern"])
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, binascii.Error) as error:
         raise ValueError(f"{path}: not a tekken.json: {error!r}") from error
     special |= {f"<SPECIAL_{i}>": i for i in range(first) if i not in special.values()}
     return _build(
@@ -185,7 +187,7 @@ def from_megatron_ranks(
         if needed not in texts:
             raise ValueError(f"the special tokens lack {needed}, which Megatron needs")
     try:
-        rows = json.loads(data.decode())
+        rows = json_of(data.decode())
         inner = (1 << 17 if vocab_size is None else vocab_size) - tiktoken_num_special_tokens
         ranks = _ranks(rows[: max(inner, 0)], tiktoken_num_special_tokens)
     except (ValueError, KeyError, TypeError, binascii.Error) as error:

@@ -68,7 +68,10 @@ class ReadableBPE:
         import regex  # here: a run that only loads a tokenizer need not wait for its tables
 
         # Version 1 reads sets within sets, and && between them, as the libraries' expressions do.
-        return [regex.compile(pattern, regex.VERSION1) for pattern in self.patterns]
+        try:
+            return [regex.compile(pattern, regex.VERSION1) for pattern in self.patterns]
+        except regex.error as error:
+            raise ValueError(f"pattern {error.pattern!r} cannot be read: {error}") from None
 
     def encode(self, text: str) -> list[int]:
         return [token for word in self.words(text) for token in self.encode_word(word)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+
+from mb_data.untrusted import printable
 
 from mb_train.flags.parser import Parser, add_run, refuse_idle
 
@@ -31,16 +34,18 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     )
     generator = Generator.of_run(Path(options.run), options.device)
     prompts, limit = options.prompt or [""], options.max_new_tokens
+    # A model may have learnt to write what a terminal obeys; a file gets what it wrote.
+    shown = printable if sys.stdout.isatty() else str
     if len(prompts) > 1:
         found = generator.complete(prompts, sampling, max_new_tokens=limit)
         for prompt, completion in zip(prompts, found, strict=True):
-            print(f"{prompt}{completion.text}\n")
+            print(f"{shown(f'{prompt}{completion.text}')}\n")
         return 0
     steps = generator.stream(prompts, sampling, max_new_tokens=limit)
-    print(prompts[0], end="", flush=True)
+    print(shown(prompts[0]), end="", flush=True)
     said = 0
     for (completion,) in steps:
-        print(completion.text[said:], end="", flush=True)
+        print(shown(completion.text[said:]), end="", flush=True)
         said = len(completion.text)
     print()
     return 0

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from mb_data.untrusted import printable
+
 from mb_train.flags.parser import Parser
 
 
@@ -30,10 +32,10 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
         from mb_train.report.frontier_report import report_frontier
 
         text, picture, numbers = report_frontier(runs, output or Path())
-        print(f"{text}\npicture: {picture}\nnumbers: {numbers}")
+        print(printable(f"{text}\npicture: {picture}\nnumbers: {numbers}"))
         return 0
     from mb_train.report.pictures import report
 
     text, picture, page = report(runs, output)
-    print(f"{text}\npicture: {picture}\npage: {page}")
+    print(printable(f"{text}\npicture: {picture}\npage: {page}"))
     return 0

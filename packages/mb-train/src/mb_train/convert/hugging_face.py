@@ -12,6 +12,7 @@ from typing import Any
 
 import mb_data
 import torch
+from mb_data.untrusted import json_of
 from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
 
@@ -116,8 +117,8 @@ def read_model(
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json_of(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"Expected {path} to hold a JSON object.")

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,19 @@ def read_ranks(
     if first is None:
         raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
     parallel = first[1][:3]
-    for rank in product(*map(range, parallel)):
-        if rank not in contents:
-            raise ValueError(
-                f"Expected tensor, {layout.kind} and pipeline ranks {parallel} in {folder}, but "
-                f"rank {rank} is missing."
-            )
+    if any(type(ranks) is not int or ranks < 1 for ranks in parallel):
+        raise ValueError(
+            f"Expected numbers of tensor, {layout.kind} and pipeline ranks in {folder}, got "
+            f"{parallel}."
+        )
+    said = f"Expected tensor, {layout.kind} and pipeline ranks {parallel} in {folder}, but rank"
+    # One after the other: of numbers that a stranger wrote, `product` would keep all.
+    tensors, kinds, stages = map(range, parallel)
+    ranks = ((t, k, p) for t in tensors for k in kinds for p in stages)
+    if missing := next((rank for rank in ranks if rank not in contents), None):
+        raise ValueError(f"{said} {missing} is missing.")
+    if len(contents) > prod(parallel):
+        raise ValueError(f"{said} {max(contents)} is there too.")
     return contents, layout
 
 

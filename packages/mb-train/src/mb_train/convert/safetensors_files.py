@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mb_data.untrusted import json_of
 from torch import Tensor
 
 from mb_train.folder.whole_files import write_text
@@ -35,8 +36,8 @@ class TensorFolder(Mapping[str, Tensor]):
         files = [folder / SINGLE]
         if not files[0].is_file() and (folder / INDEX).is_file():
             try:
-                shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+                shards = set(json_of((folder / INDEX).read_bytes())["weight_map"].values())
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{folder / INDEX} is damaged: {error}.") from None
             if any(Path(str(name)).name != name for name in shards):
                 raise ValueError(f"{folder / INDEX} points outside its folder.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mb_data
+from mb_data.untrusted import json_of
 
 from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import TOKENIZER_FILES, tokenizer_files
@@ -60,7 +60,7 @@ def _fields(file: Path) -> dict[str, str]:
 def _object(file: Path) -> dict[str, Any]:
     """A file's JSON object; an empty one if there is no such file."""
     try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
+        found = json_of(file.read_bytes()) if file.is_file() else {}
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, got {type(found).__name__}")
     except (ValueError, RecursionError) as error:

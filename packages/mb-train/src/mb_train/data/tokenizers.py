@@ -8,11 +8,12 @@ longer there the copy takes its place.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mb_data.untrusted import json_of
 
 from mb_train.config import TrainConfig, flag_name
 from mb_train.folder.run_folder import TOKENIZER, checkpoint_in, read_saved_run
@@ -78,8 +79,8 @@ def further_ends(config: TrainConfig, run: Path | None = None) -> list[int]:
         if file.name != _GENERATION or not file.is_file():
             continue
         try:
-            named = json.loads(file.read_bytes()).get("eos_token_id")
-        except (ValueError, AttributeError, RecursionError) as error:
+            named = json_of(file.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"{file} is damaged: {error}.") from None
         ends = named if isinstance(named, list) else [] if named is None else [named]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
@@ -144,7 +145,7 @@ def saved_rows(config: TrainConfig, start: Start | None) -> int:
         folder = Path(config.bert_load)
         if not (folder / "config.json").is_file():
             saved = read_saved_run(checkpoint_in(folder))
-    return 0 if saved is None else saved.identity.get("padded_vocab_size", 0)
+    return 0 if saved is None else saved.vocab_rows
 
 
 def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mb_data.untrusted import json_of
+
 from mb_train.folder.run_folder import (
     CONFIG_FILE,
     LATEST,
@@ -45,7 +47,7 @@ def recover(folder: Path) -> list[str]:
     journal = folder / MOVING
     if journal.is_file():
         try:
-            target = _finish_move(folder, json.loads(journal.read_text()))
+            target = _finish_move(folder, json_of(journal.read_text()))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{journal}, which says what of an earlier run was on its way into a previous-N, "
@@ -112,6 +114,10 @@ def _move(folder: Path, names: list[str], *, branch: int | None = None) -> Path:
 
 
 def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
+    # The folder may be a stranger's: nothing moves but within it.
+    for name in (move["target"], *move["names"]):
+        if name in ("", "..") or Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of something in this folder")
     target = folder / move["target"]
     target.mkdir(exist_ok=True)
     for name in move["names"]:

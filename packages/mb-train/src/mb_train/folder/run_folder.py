@@ -12,12 +12,13 @@ RUN/previous-1/                          what an earlier run, or a branch left b
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from mb_data.untrusted import json_of
 
 from mb_train.config.resume import inherited
 from mb_train.folder.checksums import SUMS_FILE, read_sums, sum_of
@@ -60,6 +61,18 @@ class SavedRun:
             ValueError: a field that this mb-train does not know.
         """
         return inherited(self.config, RUN_FILE)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary.
+
+        Raises:
+            ValueError: the file does not say, or no model has so many.
+        """
+        rows = self.identity.get("padded_vocab_size")
+        if type(rows) is not int or rows not in range(1, 2**31):
+            raise ValueError(f"{RUN_FILE} is damaged: its padded_vocab_size is {rows!r}.")
+        return rows
 
     def check_model(self, identity: Mapping[str, Any]) -> None:
         """Raise ValueError if a model of this identity is not the one that was saved."""
@@ -153,7 +166,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     """
     path = checkpoint / RUN_FILE
     try:
-        content = json.loads(path.read_text())
+        content = json_of(path.read_text())
         found = content["format"]
     except OSError as error:
         raise ValueError(
@@ -175,7 +188,9 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     kinds = {"int": int, "float": (int, float), "str": str}
     for name, f in known.items():
         kind = kinds.get(str(f.type), dict)
-        if name in content and not isinstance(content[name], kind):
+        value = content.get(name)
+        fits = isinstance(value, kind) and (kind is not int or 0 <= value < 2**63)
+        if name in content and not fits:
             raise ValueError(f"{path} is damaged: its {name} is {content[name]!r}.")
     try:
         saved = SavedRun(**content)

@@ -14,7 +14,6 @@ once, the first of a text never. Where documents begin with a token of their own
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mb_data.text.sources import JSON_KINDS
+from mb_data.untrusted import json_of
 
 from mb_train.data.tokenizers import beginning
 from mb_train.inference.scoring import continuation, rolling, score
@@ -154,7 +154,7 @@ def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"]
+            text = json_of(line)["text"]
             text.encode()  # half a surrogate pair is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(

@@ -15,10 +15,13 @@ import sys
 import time
 from typing import TextIO
 
+from mb_data.untrusted import printable
+
 # Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
 _HEARTBEAT_S = 8.0
 _REWRITE_S = 0.2
 _CLEAR = "\r\x1b[2K"
+_OF_THE_HOST = "DefaultCPUAllocator:"  # torch has no class for it, as it has for a GPU's
 
 
 class Console:
@@ -40,7 +43,7 @@ class Console:
         if self._silent:
             return
         self.clear()
-        self._write(f"{line}\n")
+        self._write(f"{printable(line)}\n")
 
     def show(self, doing: str) -> None:
         """Say what is going on: at once on a terminal, elsewhere if it has long been quiet."""
@@ -83,16 +86,17 @@ class Console:
 def in_a_line(error: Exception) -> str:
     """What is said of an error that ends the program, or a part of its work."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError):
-        return f"not enough memory: {error}"
+        return printable(f"{error.filename}: {error.strerror}")
     said = str(error)
-    if out_of_gpu_memory(error):
+    if out_of_memory(error):
+        said = said[max(said.find(_OF_THE_HOST), 0) :]  # before it stands a line of torch's source
         said = " ".join(["not enough memory:", said, *getattr(error, "__notes__", ())])
-    return " ".join(said.split())
+    return printable(" ".join(said.split()))
 
 
-def out_of_gpu_memory(error: Exception) -> bool:
-    """Whether torch's allocator found too little memory on a GPU."""
+def out_of_memory(error: Exception) -> bool:
+    """Whether there was too little memory, on a GPU or beside it."""
     torch = sys.modules.get("torch")  # without it there is no GPU
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    of_host = isinstance(error, RuntimeError) and _OF_THE_HOST in str(error)
+    return on_gpu or of_host or isinstance(error, MemoryError)

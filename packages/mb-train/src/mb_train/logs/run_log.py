@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mb_data.untrusted import json_of
+
 from mb_train.config import TrainConfig
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.logs.boards import Board, scalars
@@ -119,9 +121,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
+            event = json_of(line)
             whole = isinstance(event, dict) and isinstance(event.get("event"), str)
-        except (ValueError, RecursionError):
+        except ValueError:
             whole = False
         events.append(event if whole else {"event": "torn", "line": number})
     return events
@@ -136,5 +138,6 @@ def replay(path: Path) -> list[tuple[dict[str, Any], float]]:
     for event in reversed(read_log(path)):
         events.append((event, until))
         if event["event"] == "start":
-            until = min(until, event.get("iteration", 0))
+            at = event.get("iteration", 0)
+            until = min(until, at) if isinstance(at, int) else until
     return events[::-1]

@@ -75,7 +75,7 @@ def read_curves(folder: Path) -> Curves:
     for event, until in replay(path):
         try:
             _add(curves, event, until)
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, ArithmeticError):
             raise ValueError(
                 f"{path} holds an event {event.get('event')!r} that this mb-train cannot read."
             ) from None
@@ -87,6 +87,9 @@ def read_curves(folder: Path) -> Curves:
 def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
     """Add what an event says of iterations up to `until`."""
     kind = event["event"]
+    at = event.get("iteration", 0)
+    if not (isinstance(at, int) and 0 <= at < 2**53):  # beyond which a picture has no numbers
+        raise TypeError
     if kind == "torn":
         curves.torn += 1
     elif kind == "start":
@@ -95,32 +98,56 @@ def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
         _add_interval(curves, event, until)
     elif kind == "profile":
         curves.profile = event
+        _shares(event)
     elif event.get("iteration", 0) > until:
         return
     elif kind == "eval":
         series = curves.test if "test" in event["place"] else curves.valid
-        series[event["iteration"]] = event["lm_loss"]
+        series[event["iteration"]] = _value(event["lm_loss"])
     elif kind == "measured":
         about = ("event", "iteration", "place")
-        curves.measured[event["iteration"]] = {k: v for k, v in event.items() if k not in about}
+        found = {k: _value(v) for k, v in event.items() if k not in about}
+        curves.measured[event["iteration"]] = found
 
 
 def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
-    last, losses = event["iteration"], event["lm_losses"]
+    last, losses = event["iteration"], [_value(loss) for loss in event["lm_losses"]]
     for iteration, loss in enumerate(losses, last - len(losses) + 1):
         if iteration <= until:
             curves.loss[iteration] = loss
     if last > until:
         return
-    curves.tokens_per_s[last] = event["tokens_per_s"]
+    curves.tokens_per_s[last] = _value(event["tokens_per_s"])
     for name, key in _SERIES.items():
         if key in event:
-            getattr(curves, name)[last] = event[key]
+            getattr(curves, name)[last] = _value(event[key])
     curves.steps_redone = event.get("steps_redone", 0)
     if event.get("load_imbalance"):
-        curves.load_imbalance[last] = event["load_imbalance"]
+        curves.load_imbalance[last] = [_value(load) for load in event["load_imbalance"]]
     if event.get("tokens_per_expert"):
-        curves.tokens_per_expert[last] = event["tokens_per_expert"]
+        rows = [[_value(count) for count in row] for row in event["tokens_per_expert"]]
+        curves.tokens_per_expert[last] = rows
+
+
+def _value(value: Any) -> Any:
+    """A number of a log, which others may have written; None for one that is not finite.
+
+    Raises:
+        TypeError, OverflowError: it is no number, or none of a float's size.
+    """
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError
+    return value if value is None or math.isfinite(value) else None
+
+
+def _shares(profile: dict[str, Any]) -> str:
+    """What a profile's step went into, in words."""
+    step_ms = profile["step_ms"]
+    shares = [
+        f"{kind} {of['busy'] / step_ms:.1%} ({of['alone'] / step_ms:.1%} alone)"
+        for kind, of in profile["kinds"].items()
+    ]
+    return f"{step_ms:.1f} ms: {', '.join(shares)}"
 
 
 def median(values: Iterable[float | None]) -> float:
@@ -159,12 +186,7 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
     if curves.steps_redone:
         lines.append(("steps run again", f"{curves.steps_redone}, for rows beyond the budget"))
     if curves.profile:
-        step_ms = curves.profile["step_ms"]
-        shares = [
-            f"{kind} {of['busy'] / step_ms:.1%} ({of['alone'] / step_ms:.1%} alone)"
-            for kind, of in curves.profile["kinds"].items()
-        ]
-        lines.append(("profile of a step", f"{step_ms:.1f} ms: {', '.join(shares)}"))
+        lines.append(("profile of a step", _shares(curves.profile)))
     if curves.load_imbalance:
         loads = curves.load_imbalance[max(curves.load_imbalance)]
         by_layer = " ".join(_words(load, 2) for load in loads)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mb_data.untrusted import printable
+
 from mb_train.logs.run_log import number
 from mb_train.report.curves import Curves
 
@@ -36,7 +38,7 @@ def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
     if any(v is not None for curves in runs for v in curves.grad_norm.values()):
         panels.append(("Gradient norm", _grad_norm))
     for curves in runs:
-        whose = "" if len(runs) == 1 else f"{curves.name}: "
+        whose = "" if len(runs) == 1 else f"{drawn_name(curves.name)}: "
         if curves.load_imbalance:
             panels.append((f"{whose}Load of the fullest expert over the mean", _load_of(curves)))
         if curves.tokens_per_expert:
@@ -164,7 +166,14 @@ def _finish(axis: Axes, *, legend: bool = False) -> None:
 
 
 def _label(curves: Curves, runs: Sequence[Curves], what: str) -> str:
-    return what if len(runs) == 1 else f"{curves.name} {what}".strip()
+    return what if len(runs) == 1 else f"{drawn_name(curves.name)} {what}".rstrip()
+
+
+def drawn_name(name: str) -> str:
+    """A run's name as matplotlib draws it: else dollars enclose formulas, and a legend leaves out
+    what begins with _."""
+    name = printable(name).replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
 
 
 def _darker(color: str) -> Any:

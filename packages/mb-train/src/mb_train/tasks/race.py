@@ -7,11 +7,12 @@ Its files are JSON Lines: an "article", "questions" on it, for each its four "op
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from mb_data.untrusted import json_of
 
 from mb_train.tasks.examples import Example, lines_of
 
@@ -33,8 +34,8 @@ def read_questions(path: Path) -> list[Example]:
             if not line.strip():
                 continue
             try:
-                questions += _questions_in(json.loads(line))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                questions += _questions_in(json_of(line))
+            except (ValueError, KeyError, TypeError) as error:
                 said = error.args[0] if type(error) is ValueError else f"{line[:60]!r}"
                 raise ValueError(
                     f'{file}, line {number}: expected JSON with an "article", "questions", four '

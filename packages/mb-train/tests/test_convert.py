@@ -680,6 +680,22 @@ def test_tensors_of_other_sizes_are_one_line(tmp_path):
         read_model(tmp_path)
 
 
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path):
+    theirs("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"without an adapter, got adapter_config\.json in"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, dtype):
+    theirs("llama").save_pretrained(tmp_path)
+    name, tensors = "model.layers.0.self_attn.q_proj.weight", dict(TensorFolder(tmp_path))
+    write_tensors(tmp_path, {**tensors, name: tensors[name].to(dtype)})
+    with pytest.raises(ValueError, match=rf"q_proj\.weight in .* in fp32, .* got {dtype}"):
+        read_model(tmp_path)
+
+
 def test_keys_and_values_of_other_widths_are_refused(tmp_path):
     theirs("llama").save_pretrained(tmp_path)
     rows = {"k": 8, "v": 24}  # together as many as they should be

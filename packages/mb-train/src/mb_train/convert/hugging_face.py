@@ -38,6 +38,7 @@ from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
+_ADAPTER = "adapter_config.json"
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
 _BERT_HEADS = ("lm_head.", "order_head.")  # by our names
 
@@ -74,6 +75,11 @@ def read_model(
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
     for line in _left_out({**found.defaults, **theirs}, config):
         say(line)
+    if (folder / _ADAPTER).is_file():  # which transformers would add to the weights
+        raise ValueError(
+            f"Expected a model without an adapter, got {_ADAPTER} in {folder}. Merge the adapter "
+            "into the weights and save them, or move it elsewhere to read the model without it."
+        )
     source = _tensors(folder, found)
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.

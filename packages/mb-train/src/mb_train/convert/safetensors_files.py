@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from mb_data.untrusted import json_of
 from torch import Tensor
 
@@ -18,6 +19,9 @@ _SHARD_BYTES = 5_000_000_000
 # Beginning of the text that git-lfs leaves in place of a file until it is fetched.
 _POINTER = b"version https://git-lfs"
 
+# fp8 and integers stand for numbers only with scales, which lie elsewhere.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class TensorFolder(Mapping[str, Tensor]):
     """The tensors of a folder by name, each read from its file when it is asked for.
@@ -28,7 +32,8 @@ class TensorFolder(Mapping[str, Tensor]):
         prefix: left off names that begin with it.
 
     Raises:
-        ValueError: neither is there, or a file is damaged.
+        ValueError: neither is there, or a file is damaged; (a tensor) it is quantized, or holds no
+            real numbers.
     """
 
     def __init__(self, folder: Path, *, prefix: str = "") -> None:
@@ -85,7 +90,13 @@ class TensorFolder(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         path, there = self._where[name]
         with _safetensors()(path, "pt") as file:
-            return file.get_tensor(there)
+            tensor = file.get_tensor(there)
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"Expected {there} in {path} to be in fp32, bf16, fp16 or fp64, got "
+                f"{tensor.dtype}. Quantized weights are not read: take the model they were made of."
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -172,3 +172,19 @@ def test_a_number_of_tokens_is_not_rounded_to_the_default_dtype(module, number):
     finally:
         torch.set_default_dtype(torch.float32)
     assert got.aux_loss == want.aux_loss
+
+
+@pytest.mark.parametrize("losses", [router_losses, reference.router_losses])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_padding_that_is_no_number_has_no_gradient(losses, score_function):
+    logits = torch.randn(6, 4)
+    logits[4:] = torch.nan
+    mask = torch.arange(6) < 4
+    logits.requires_grad_()
+    probs = None if score_function == "sigmoid" else torch.softmax(logits.detach(), -1)
+    counts = torch.tensor([1, 0, 2, 1], dtype=torch.int32)
+    options = {"mask_T": mask, "score_function": score_function} | WEIGHTS
+    losses(logits, probs, counts, counts.sum(), **options).aux_loss.backward()
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[4:].any()
+    assert logits.grad[:4].any()

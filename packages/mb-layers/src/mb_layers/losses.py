@@ -172,7 +172,7 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     Args:
         y: any tensor whose gradient will be asked for. Returned unchanged.
         aux_loss: a scalar with gradient, as in `MoEOutput.aux_loss`.
-        scale: a number, or a scalar tensor read in the backward pass.
+        scale: a number, or a scalar tensor, which must not be written to before the backward pass.
 
     Raises:
         ValueError: `aux_loss` or `scale` is not a scalar; an `aux_loss` with a gradient within

@@ -57,6 +57,8 @@ def router_losses(
     meant = (counts_E.sum() if slots is None else slots.reshape(())).to(accumulator)
     load_E = balance_counts_E.to(accumulator)
     load_E = load_E / load_E.sum().clamp(min=1)
+    if mask_T is not None:  # a gradient of zero times what is no number would be none
+        logits_TE = logits_TE.where(mask_T[:, None], 0)
     lse_T = torch.logsumexp(logits_TE, dim=-1)
     if score_function == "sigmoid":
         probs_TE = _shares(logits_TE)

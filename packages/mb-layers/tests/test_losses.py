@@ -9,6 +9,7 @@ import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import (
+    MoE,
     MoEConfig,
     attach_aux_loss,
     dMoE,
@@ -169,6 +170,39 @@ def test_sequence_loss_stays_fp32_under_autocast() -> None:
     expected = sequence_load_balancing_loss(probs_BSE, ids_BSK)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(sequence_load_balancing_loss(probs_BSE, ids_BSK), expected)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_balance_over_sequences_leaves_the_other_metrics_as_they_are(weight: float) -> None:
+    """It takes the definitions, the micro-batch's balance the op."""
+    found = []
+    x = torch.randn(2, 9, 8)
+    for balance_over in ("micro_batch", "sequence"):
+        config = MoEConfig(
+            hidden_size=8,
+            ffn_hidden_size=16,
+            num_experts=4,
+            top_k=2,
+            capacity_factor=0.7,
+            init_method_std=1.0,
+            load_balancing_loss_weight=weight,
+            balance_over=balance_over,
+        )
+        torch.manual_seed(3)
+        layer = MoE(config)
+        out = layer(x)
+        assert not any(value.requires_grad for value in out.metrics.values())
+        assert_close("aux_loss", out.aux_loss, weight * out.metrics["load_balancing_loss"])
+        over_twice = layer(x, valid_tokens=36).metrics
+        for name in ("load_balancing_loss", "z_loss", "router_entropy"):
+            assert_close(name, 2 * over_twice[name], out.metrics[name])
+        found.append({k: v for k, v in out.metrics.items() if k != "load_balancing_loss"})
+    assert found[0]["dropped_fraction"] > 0
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=lambda m, n=name: f"{n}: {m}")
+    alone, within = layer(x[0, 0]), layer(x[:1, :1])  # a token without a sequence is one
+    assert_close("aux_loss", alone.aux_loss, within.aux_loss)
 
 
 def test_a_sequence_that_x_does_not_have_is_named() -> None:

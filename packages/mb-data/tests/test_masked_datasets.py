@@ -229,6 +229,24 @@ class TestBert:
         assert len(words) == 1 + sum(WORD_STARTS[t] for t in tokens[2:-1])
         assert all(len({i in set(hidden) for i in word}) == 1 for word in words if len(word) < 9)
 
+    @pytest.mark.parametrize(
+        ("tokens", "probability", "most", "hidden"),
+        [
+            ([21, 24, 28], 1.0, 3, 3),  # one word, as long as the budget
+            ([21, 24, 28], 1.0, 2, 0),
+            ([21, 22, 23], 0.01, 9, 1),  # one at least
+            ([21, 22, 23], 0.0, 9, 0),  # but none without a probability
+            ([CLS, SEP], 1.0, 9, 0),
+        ],
+    )
+    def test_budget_of_short_texts(self, tokens, probability, most, hidden):
+        for seed in range(8):
+            rng = np.random.RandomState(seed)
+            found = mask_bert(
+                tokens, VOCABULARY, rng, probability=probability, max_predictions=most
+            )
+            assert len(found[1]) == hidden
+
     def test_trim_takes_from_the_longer(self):
         a, b = trim(10, 4, 9, np.random.RandomState(0))
         assert (len(a), len(b)) == (5, 4)
@@ -373,6 +391,35 @@ class TestT5:
             assert restored == text[:target]
             assert sum(map(len, runs.values())) <= max(mask_prob * target, 1)
             assert (mask_prob > 0) or not runs
+
+    @pytest.mark.parametrize(
+        ("tokens", "target", "spans"),
+        [
+            ([21, 24, 28], 4, [[0, 1, 2]]),  # a sentinel and one word
+            ([21, 24, 28], 3, []),
+            ([21, 22], 4, [[0], [1]]),
+        ],
+    )
+    def test_runs_fill_the_target_to_the_last_token(self, tokens, target, spans):
+        rng = np.random.RandomState(0)
+        found = mask_t5(
+            tokens,
+            VOCABULARY,
+            rng,
+            probability=1.0,
+            max_predictions=9,
+            max_target=target,
+            mean_span=1.0,
+        )
+        assert found == spans
+
+    def test_vocabulary_of_a_tokenizer(self):
+        assert vars(Vocabulary.for_t5(TOKENIZER)) == vars(VOCABULARY)
+        assert vars(Vocabulary.for_bert(TOKENIZER)) == vars(VOCABULARY) | {
+            "bos": -1,
+            "eos": -1,
+            "sentinels": (),
+        }
 
     def test_long_texts_do_not_run_out_of_sentinels(self):
         tokens = np.random.default_rng(0).integers(20, 60, 2000).tolist()

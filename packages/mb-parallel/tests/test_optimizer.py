@@ -424,7 +424,9 @@ def test_vectors_do_not_decay_stacked_or_not():
     assert {n.rsplit(".")[-1] for n in rest} == {"weight", "bias", "b1", "b2"} - (
         set() if "norm.weight" in rest else {"weight"}
     )
+    assert [g["decays"] for g in decay_groups(model, 0.1)] == [True, False]
     *muon, matrices, vectors = muon_groups(model, 0.1)
+    assert [g["decays"] for g in (*muon, matrices, vectors)] == [*[True] * (len(muon) + 1), False]
     muon = [names[p] for group in muon for p in group["params"]]
     adamw = [[names[p] for p in group["params"]] for group in (matrices, vectors)]
     assert sorted(muon) == sorted(set(decays) - {"embedding.weight"})
@@ -468,6 +470,8 @@ def test_matrices_that_share_a_weight_are_orthogonalised_apart():
     assert {p: g["fused"] for g in found if g["muon"] for p in g["params"]} == halves | {
         moe.experts.w2: (), moe.shared_expert.w2: (),
     }  # fmt: skip
+    plain = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=3, activation="gelu"))
+    assert all(not g["fused"] for g in muon_groups(plain, 0.1) if g["muon"])  # no gate over up
 
 
 def test_clip_without_a_step():
@@ -509,6 +513,18 @@ def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
     for _ in range(40):
         again.update(overflow)
     assert again.state_dict()["scale"] == 1
+
+
+def test_a_scale_without_hysteresis_falls_at_once_and_a_constant_one_may_be_below_1():
+    strict, overflow, clean = GradScaler(8.0, hysteresis=1), torch.tensor(1.0), torch.tensor(0.0)
+    strict.update(overflow)
+    assert strict.state_dict()["scale"] == 4
+    small = GradScaler.constant(0.5)
+    for flag in (overflow, overflow, clean):
+        small.update(flag)
+    assert small.state_dict()["scale"] == 0.5
+    with pytest.raises(ValueError, match="backoff_factor above 0"):
+        GradScaler(backoff_factor=0.0)
 
 
 def test_a_scaled_loss_takes_the_same_step():

@@ -489,6 +489,19 @@ def test_clip_without_a_step():
     assert grad_norm(parameters[:1], uncounted=one) == 0
 
 
+def test_clipping_leaves_small_gradients_and_takes_any_iterable():
+    model = nn.Linear(3, 4)
+    _set_grads(list(model.parameters()), 0)
+    before = model.weight.grad.clone()
+    norm = clip_grad_norm(model.parameters(), 1e6)
+    assert torch.equal(model.weight.grad, before)
+    of_weight = clip_grad_norm(model.parameters(), 0.0, uncounted=[model.bias])
+    torch.testing.assert_close(of_weight, before.norm())
+    clip_grad_norm(model.parameters(), 0.5)
+    torch.testing.assert_close(model.weight.grad, before * 0.5 / norm)
+    clip_and_step(SGD(model.requires_grad_(False).parameters()))  # a stage of frozen layers
+
+
 def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
     scaler, overflow, clean = GradScaler(), torch.tensor(1.0), torch.tensor(0.0)
     skips = 0
@@ -527,18 +540,33 @@ def test_a_scale_without_hysteresis_falls_at_once_and_a_constant_one_may_be_belo
         GradScaler(backoff_factor=0.0)
 
 
-def test_a_scaled_loss_takes_the_same_step():
+@pytest.mark.parametrize("name", ["sgd", "adamw"])  # AdamW's step is the same for any scale
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_a_scaled_loss_takes_the_same_step(name, max_norm):
     scaled, plain = _parameters(), _parameters()
     scaler = GradScaler(2.0**10)
-    with_scale, without = AdamW(scaled, lr=0.1), AdamW(plain, lr=0.1)
+    with_scale, without = OURS[name](scaled), OURS[name](plain)
     for step in range(3):
         _set_grads(scaled, step, float(scaler.scale(torch.tensor(1.0))))
         _set_grads(plain, step)
-        got = clip_and_step(with_scale, max_norm=1.0, scaler=scaler)
-        want = clip_and_step(without, max_norm=1.0)
+        got = clip_and_step(with_scale, max_norm=max_norm, scaler=scaler)
+        want = clip_and_step(without, max_norm=max_norm)
         torch.testing.assert_close(got.grad_norm, want.grad_norm)
     for a, b in zip(scaled, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scaler_hears_of_every_step():
+    parameters = _parameters()
+    optimizer, scaler = SGD(parameters), GradScaler(8.0, hysteresis=1)
+    for bad, scale, clean in ((1.0, 8, 1), (torch.inf, 4, 0), (1.0, 4, 1)):
+        _set_grads(parameters, 0, bad)
+        clip_and_step(optimizer, scaler=scaler)
+        state = scaler.state_dict()
+        assert (state["scale"], state["growth_tracker"]) == (scale, clean)
+
+
+def test_a_constant_scale_stays():
     constant = GradScaler.constant(128.0)
     for flag in (1.0, 1.0, *[0.0] * 1001):
         constant.update(torch.tensor(flag))
@@ -562,6 +590,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
     [
         (lambda p: AdamW(p, state_dtype=torch.float16), "state_dtype"),
         (lambda p: AdamW(p, betas=(0.9, 1.0)), "betas"),
+        (lambda p: AdamW(p, eps=0.0), "eps.* above 0, got 0.0"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))]), "float64"),
         (lambda p: Muon([{"params": p, "muon": True}]), r"matrices in fp32.*\(3,\)"),
         (lambda p: Muon([{"params": p, "muon": True, "fused": (3, 1)}]), r"3 \+ 1.*\(5, 7\)"),

@@ -193,6 +193,37 @@ def test_torchs_default_dtype_and_device_change_nothing(name):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scale_parameter", [False, True])
+def test_adafactor_of_other_numbers_matches_another_implementation(scale_parameter):
+    from transformers.optimization import Adafactor as Oracle
+
+    numbers = {"clip_threshold": 0.3, "decay_rate": -0.5, "eps": (0.05, 2.0)}
+    numbers["scale_parameter"] = scale_parameter
+    mine, theirs = _parameters(), _parameters()
+    ours = Adafactor(mine, lr=0.1, **numbers)
+    other = Oracle(theirs, lr=0.1, relative_step=False, **numbers)
+    for step in range(3):
+        for parameters, optimizer in ((mine, ours), (theirs, other)):
+            _set_grads(parameters, step)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        for kind in ours.state[a].keys() - {"step"}:
+            torch.testing.assert_close(ours.state[a][kind], other.state[b][kind])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_steps_are_counted_beyond_what_16_bits_hold(name):
+    ours = OURS[name](mine := _parameters())
+    for before in (0.0, 2.0**20):
+        _set_grads(mine, 0)
+        for p in mine:
+            if before:
+                ours.state[p]["step"].fill_(before)
+        ours.step()
+        assert {float(ours.state[p]["step"]) for p in mine} == {before + 1}
+
+
 def test_muon_of_matrices_alone_goes_through_torchs_state_dicts():
     model = nn.Linear(3, 4, bias=False)
     first, second = (Muon(muon_groups(model, 0.1), lr=0.1) for _ in range(2))
@@ -609,6 +640,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Adafactor(p, decay_rate=0.8), "decay_rate=0.8"),
         (lambda p: Adafactor(p, decay_rate="x"), "decay_rate=x"),
         (lambda p: Adafactor(p, eps=1e-8), "eps of two numbers"),
+        (lambda p: Adafactor(p, eps=(0.0, 1e-3)), "the first above 0"),
         (lambda p: decay_groups(nn.Linear(2, 2), float("nan")), "weight_decay=nan"),
         (lambda p: hold_working_copies([nn.Linear(2, 2)], "bfloat16"), "dtype to be a floating"),
         (lambda p: decay_groups([nn.Linear(2, 2)], 0.1), "one module, got list"),

@@ -26,11 +26,13 @@ def _run(steps, *, moment=torch.float32, beta2=0.999, scale=1.0, found_inf=(), s
     for step in range(steps):
         lr = 0.1 / (step + 1)
         grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        # Another in each step: of gradients that are all as much too large the steps are the same.
+        scale_now = scale ** (step % 3)
         flags = {
-            "grad_scale": torch.tensor(scale),
+            "grad_scale": torch.tensor(scale_now),
             "found_inf": torch.tensor(2.0 if step in found_inf else 0.0),  # a sum over ranks
         }
-        scaled = [g * scale for g in grads]
+        scaled = [g * scale_now for g in grads]
         mb_kernels.adamw_step(ours, scaled, m, v, copies, t, lr=lr, **options, **flags)
         if step in found_inf:
             continue

@@ -226,7 +226,7 @@ def test_steps_are_counted_beyond_what_16_bits_hold(name):
 
 def test_muon_of_matrices_alone_goes_through_torchs_state_dicts():
     model = nn.Linear(3, 4, bias=False)
-    first, second = (Muon(muon_groups(model, 0.1), lr=0.1) for _ in range(2))
+    first, second = (Muon(iter(muon_groups(model, 0.1)), lr=0.1) for _ in range(2))
     _set_grads(list(model.parameters()), 0)
     first.step()
     set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
@@ -635,6 +635,11 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
         (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer of at least 1, got 2.5"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
+        (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),
+        (
+            lambda p: Muon([{"params": [nn.Parameter(p[0].detach().half())], "muon": True}]),
+            r"matrices in fp32 .* got \(5, 7\) in torch.float16",
+        ),
         (lambda p: Muon([{"params": p[:1], "muon": True, "fused": (6, -1)}]), "fused .* got -1"),
         (lambda p: AdamW(p, working_copies={}), "what hold_working_copies returned, got dict"),
         (lambda p: Adafactor(p, decay_rate=0.8), "decay_rate=0.8"),

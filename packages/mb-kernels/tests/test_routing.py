@@ -31,8 +31,11 @@ def test_topk_softmax_of_16_bits_is_computed_in_fp32(dtype):
     logits = torch.randn(13, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
     want = topk_softmax(logits.float(), 3, renormalize=True)
     for module in (topk_softmax, reference.topk_softmax):
-        for got, exact in zip(module(logits, 3, renormalize=True), want, strict=True):
-            assert torch.equal(got, exact)
+        weights, ids, probs = module(logits, 3, renormalize=True)
+        assert torch.equal(ids, want[1])
+        for name, got, exact in (("weights", weights, want[0]), ("probs", probs, want[2])):
+            assert got.dtype is torch.float32
+            assert_close(name, got, exact)
 
 
 def test_ties_go_to_the_lower_id():

@@ -173,6 +173,24 @@ class TestBert:
         assert len(words) == 1 + sum(WORD_STARTS[t] for t in tokens[2:-1])
         assert all(len({i in set(hidden) for i in word}) == 1 for word in words if len(word) < 9)
 
+    @pytest.mark.parametrize(
+        ("tokens", "probability", "most", "hidden"),
+        [
+            ([21, 24, 28], 1.0, 3, 3),  # one word, as long as the budget
+            ([21, 24, 28], 1.0, 2, 0),
+            ([21, 22, 23], 0.01, 9, 1),  # one at least
+            ([21, 22, 23], 0.0, 9, 0),  # but none without a probability
+            ([CLS, SEP], 1.0, 9, 0),
+        ],
+    )
+    def test_budget_of_short_texts(self, tokens, probability, most, hidden):
+        for seed in range(8):
+            rng = np.random.RandomState(seed)
+            found = mask_bert(
+                tokens, VOCABULARY, rng, probability=probability, max_predictions=most
+            )
+            assert len(found[1]) == hidden
+
     def test_trim_takes_from_the_longer(self):
         a, b = trim(10, 4, 9, np.random.RandomState(0))
         assert (len(a), len(b)) == (5, 4)

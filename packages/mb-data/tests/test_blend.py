@@ -11,7 +11,7 @@ from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.samples import blend, reference
 from mb_data.samples.blend import BlendedDataset, blend_order, normalize
 from mb_data.samples.gpt import GPTDataset, build_gpt_datasets
-from mb_data.samples.parts import parse_blend
+from mb_data.samples.parts import build_parts, parse_blend
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "whole"])
@@ -70,7 +70,7 @@ def test_dataset_deals_from_its_sources():
     sources = [[f"{name}{i}" for i in range(9)] for name in "abc"]
     mixed = BlendedDataset(sources, [2, 1, 1], 8)
     assert [mixed[i] for i in range(8)] == ["a0", "b0", "c0", "a1", "a2", "b1", "c1", "a3"]
-    assert mixed[-1] == "a3"
+    assert (mixed[-1], mixed[-8]) == ("a3", "a0")
     assert len(mixed) == 8
     assert pickle.loads(pickle.dumps(mixed))[2] == "c0"
     with pytest.raises(IndexError, match="sample 8 of 8"):
@@ -78,8 +78,20 @@ def test_dataset_deals_from_its_sources():
 
 
 def test_source_too_small():
+    exact = BlendedDataset([[1, 2, 3, 4], [5] * 4], [1, 1], 8)
+    assert [exact[i] for i in range(8)] == [1, 5, 2, 5, 3, 5, 4, 5]
     with pytest.raises(ValueError, match="takes 4 from source 0, which has 3; build"):
         BlendedDataset([[1, 2, 3], [4] * 9], [1, 1], 8)
+
+
+def test_no_blend_without_a_weight_for_each_source():
+    for sources, weights in (([[1]], [1, 1]), ([[1], [2]], [1]), ([], [])):
+        with pytest.raises(ValueError, match=f"got {len(sources)} datasets and {len(weights)}"):
+            BlendedDataset(sources, weights, 1)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        BlendedDataset([[1]], [1], -1)
+    one_of_two = BlendedDataset([[1], [2]], [3, 1], 1)
+    assert repr(one_of_two) == "BlendedDataset(1 samples: 1 of [1], 0 of [2])"
 
 
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])
@@ -143,6 +155,33 @@ def test_blend_of_gpt_datasets(prefixes):
     assert train.datasets[0].doc_idx.tolist() == alone.doc_idx.tolist()
     # ceil(50 · 0.5 · 1.005) = 26 samples of 5 tokens from 160 tokens: one epoch.
     assert [source.num_epochs for source in train.datasets] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_sources_are_split_asked_for_a_margin_and_their_order_is_kept(
+    prefixes, tmp_path, elsewhere
+):
+    asked = []
+
+    def make(source, documents, *, num_samples):
+        asked.append((documents, num_samples))
+        return range(num_samples)
+
+    build_parts(
+        ["3", prefixes[0], "1", prefixes[1]],
+        split="949,50,1",
+        split_rounding="cumulative",  # of 10 documents 9, 1 and 0; by shares 10, 0 and 0
+        num_samples=(1000, 10, 0),
+        count=lambda source: 10,
+        make=make,
+        cache_dir=tmp_path / "cache" if elsewhere else None,
+    )
+    # ceil(1000 · 0.75 · 1.005), and so on.
+    train, valid = range(9), range(9, 10)
+    assert asked == [(train, 754), (train, 252), (valid, 8), (valid, 3)]
+    kept = list((tmp_path / ("cache" if elsewhere else "a_index")).glob("blend-*.mbindex"))
+    assert len(kept) == 2
+    assert len(list(tmp_path.glob("*/*.mbindex"))) == 2
 
 
 def test_separate_paths_use_all_documents(prefixes):

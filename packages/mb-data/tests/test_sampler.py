@@ -39,6 +39,8 @@ def test_sequential_slices():
     assert list(sampler) == [[7, 8], [13, 14], [19, 20]]
     assert len(sampler) == 3
     # One step less by a single sample: it is dropped for all ranks alike.
+    one_less = SequentialSampler(22, consumed_samples=5, micro_batch_size=2, rank=1, world_size=3)
+    assert len(one_less) == 2
     assert consume(SequentialSampler, 22, 5, 2, 3, 9) == [[*range(5, 11)], [*range(11, 17)]]
 
 
@@ -97,6 +99,8 @@ def test_cyclic_sharded_keeps_ranks_apart():
     )
     order = [6 + i for i in permutation(6, 1)]
     assert list(islice(rank1, 3)) == [order[:2], order[2:4], order[4:]]
+    (whole_step,) = consume(CyclicSampler, 8, 0, 2, 4, 1, data_sharding=True)
+    assert sorted(whole_step) == list(range(8))
     for consumed in (8, 24, 40):
         assert consume(CyclicSampler, total, consumed, 2, 4, 1, data_sharding=True) == [
             epochs[consumed // 8]
@@ -125,6 +129,11 @@ def test_permutation_is_torch_randperm(n, seed):
 @pytest.mark.parametrize("n", [0, 1])
 def test_smallest_permutations(n):
     assert permutation(n, 5) == list(range(n))
+
+
+def test_permutation_of_epochs_behind_the_last_seed():
+    """The largest seed of a sampler is 2**32 - 1, and an epoch is added to it."""
+    assert permutation(9, 2**32 + 3) == permutation(9, 3)
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, CyclicSampler])
@@ -182,6 +191,11 @@ class TestBatchRampup:
         assert [ramp.batch_size(n) for n in (136, 137, 138)] == [41, 41, 46]
         ramp = BatchRampup(start=11, increment=5, samples=0, global_batch_size=46)
         assert ramp.batch_size(0) == 46
+
+    def test_grows_from_one_by_one(self):
+        ramp = BatchRampup(start=1, increment=1, samples=4, global_batch_size=3)
+        assert list(ramp.sizes) == [1, 2, 3]
+        assert [ramp.batch_size(n) for n in range(6)] == [1, 1, 2, 2, 3, 3]
 
     def test_steps_through_the_samples(self):
         """Consumed as a trainer would: the sampler's micro-batches, grouped by the ramp-up."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mb_data.samples.masking import Vocabulary, mask_t5
 from mb_data.samples.t5 import T5Dataset
-from sentence_helpers import BOS, EOS, SENTENCES, VOCABULARY, write
+from sentence_helpers import BOS, EOS, SENTENCES, TOKENIZER, VOCABULARY, write
 
 # What Megatron-LM's T5 build_training_sample gives for SENTENCES, target 16, mask_prob 0.3.
 T5_GOLDEN = {
@@ -144,6 +144,35 @@ class TestT5:
             assert restored == text[:target]
             assert sum(map(len, runs.values())) <= max(mask_prob * target, 1)
             assert (mask_prob > 0) or not runs
+
+    @pytest.mark.parametrize(
+        ("tokens", "target", "spans"),
+        [
+            ([21, 24, 28], 4, [[0, 1, 2]]),  # a sentinel and one word
+            ([21, 24, 28], 3, []),
+            ([21, 22], 4, [[0], [1]]),
+        ],
+    )
+    def test_runs_fill_the_target_to_the_last_token(self, tokens, target, spans):
+        rng = np.random.RandomState(0)
+        found = mask_t5(
+            tokens,
+            VOCABULARY,
+            rng,
+            probability=1.0,
+            max_predictions=9,
+            max_target=target,
+            mean_span=1.0,
+        )
+        assert found == spans
+
+    def test_vocabulary_of_a_tokenizer(self):
+        assert vars(Vocabulary.for_t5(TOKENIZER)) == vars(VOCABULARY)
+        assert vars(Vocabulary.for_bert(TOKENIZER)) == vars(VOCABULARY) | {
+            "bos": -1,
+            "eos": -1,
+            "sentinels": (),
+        }
 
     def test_long_texts_do_not_run_out_of_sentinels(self):
         tokens = np.random.default_rng(0).integers(20, 60, 2000).tolist()

@@ -18,7 +18,8 @@ def _run(steps, *, moment=torch.float32, beta2=0.999, scale=1.0, found_inf=(), s
     generator = torch.Generator().manual_seed(seed)
     ours = [torch.randn(shape, generator=generator) for shape in SHAPES]
     theirs = [torch.nn.Parameter(w.clone()) for w in ours]
-    options = {"betas": (0.9, beta2), "eps": 1e-8, "weight_decay": 0.1}
+    # An eps that shows: 1e-8 could be subtracted, or left out.
+    options = {"betas": (0.9, beta2), "eps": 1e-2, "weight_decay": 0.1}
     optimizer = torch.optim.AdamW(theirs, lr=0.0, **options)
     m, v = ([torch.zeros_like(w, dtype=moment) for w in ours] for _ in range(2))
     copies = [torch.empty_like(w, dtype=torch.bfloat16) for w in ours]
@@ -26,11 +27,13 @@ def _run(steps, *, moment=torch.float32, beta2=0.999, scale=1.0, found_inf=(), s
     for step in range(steps):
         lr = 0.1 / (step + 1)
         grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        # Another in each step: of gradients that are all as much too large the steps are the same.
+        scale_now = scale ** (step % 3)
         flags = {
-            "grad_scale": torch.tensor(scale),
+            "grad_scale": torch.tensor(scale_now),
             "found_inf": torch.tensor(2.0 if step in found_inf else 0.0),  # a sum over ranks
         }
-        scaled = [g * scale for g in grads]
+        scaled = [g * scale_now for g in grads]
         mb_kernels.adamw_step(ours, scaled, m, v, copies, t, lr=lr, **options, **flags)
         if step in found_inf:
             continue

@@ -13,6 +13,7 @@ from mb_kernels.testing import (
     TOLERANCES,
     Case,
     assert_close,
+    expert_mlp_errors,
     make_expert_ids,
     make_inputs,
     relative_error,
@@ -128,6 +129,14 @@ def test_biases_match_loop_over_slots(op, activation):
     got = run_expert_mlp(op, inputs, activation=activation)
     for name, w in want.items():
         assert_close(name, got[name], w)
+
+
+@pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32], ids=str)
+def test_biases_beside_16_bit_tokens_follow_float64(bias):
+    case = Case(40, 16, 32, 4, 2, "uniform", None, "swiglu", bias)
+    errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cpu")
+    assert {"d_b1", "d_b2"} <= errors.keys()
+    assert max(errors.values()) < TOLERANCES[torch.bfloat16], errors
 
 
 def test_frozen_weights_get_no_gradient():
@@ -344,12 +353,27 @@ def test_max_rows_bounds_what_is_kept_and_changes_nothing(top_k, bias):
 
 def test_more_rows_than_max_rows_are_nan_and_an_error_to_debug(monkeypatch):
     x, w1, w2, bins, weights = make_case((9, 4, 4, 3, 2, "uniform", None))
-    for op in (expert_mlp, reference.expert_mlp):
-        y = op(x, w1, w2, bins, weights, max_rows=5)
+    want = expert_mlp(x, w1, w2, bins, weights)
+    for op, recompute in itertools.product((expert_mlp, reference.expert_mlp), (False, True)):
+        y = op(x, w1, w2, bins, weights, max_rows=5, recompute=recompute)
         assert y.isnan().any()
+        y = op(x, w1, w2, bins, weights, max_rows=18, recompute=recompute)  # all slots
+        assert_close("y", y, want)
     monkeypatch.setattr(registration, "_debug", True)
     with pytest.raises(ValueError, match="to end at most at 5"):
         expert_mlp(x, w1, w2, bins, weights, max_rows=5)
+
+
+def test_recompute_of_the_reference_takes_biases_and_activation_along():
+    x, w1, w2, bins, weights = make_case((13, 6, 4, 5, 2, "uniform", None), activation="gelu")
+    b1, b2 = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    kept, again = (
+        reference.expert_mlp(
+            *(x, w1, w2, bins, weights), activation="gelu", b1_EF=b1, b2_ED=b2, recompute=recompute
+        )
+        for recompute in (False, True)
+    )
+    assert torch.equal(kept, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

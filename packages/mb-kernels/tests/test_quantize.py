@@ -71,6 +71,14 @@ def test_zeros_and_vanishing_groups_come_back_as_zeros(bits):
     assert restored[1, 128] == 3.0
 
 
+def test_a_scale_rounded_down_does_not_turn_the_sign():
+    """136 of the least steps of fp32 over 127 is one such step, and 136 no code of a byte."""
+    x = torch.full((1, 128), 136 * 2.0**-149)
+    x[0, 1::2] *= -1
+    restored = mb_kernels.dequantize(*mb_kernels.quantize(x, 8), bits=8, dtype=x.dtype)
+    assert torch.equal(restored, x.sign() * (127 * 2.0**-149))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 def test_non_finite_values_turn_their_group_into_nan(bits, value):

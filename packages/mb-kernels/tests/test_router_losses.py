@@ -86,8 +86,29 @@ def test_padding_counts_nowhere(kept_share, divide):
     want = reference.router_losses(logits[mask], probs[mask], counts, kept, **options)
     for name, a, b in zip(got._fields, got, want, strict=True):
         assert_close(name, a, b)
+    meant = kept.item() + 9  # the reference, which is the op on a CPU, has to count them too
+    assert got.dropped_fraction.item() == pytest.approx(9 / meant)
+    assert got.load_imbalance.item() == pytest.approx(counts.max().item() * 5 / meant)
+    tokens = mask.sum().item() if divide is None else divide
+    squares = torch.logsumexp(logits[mask], dim=1).square().sum().detach()
+    assert_close("z", got.z_loss, squares / (tokens or 1))
     d_got, d_want = (torch.autograd.grad(r.aux_loss, logits)[0] for r in (got, want))
     assert_close("d_logits", d_got, d_want)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_few_slots_or_none_have_a_gradient(slots):
+    """Where all tokens are another rank's, or padding, no slot is counted."""
+    logits, probs, counts, _ = make(1, 3, 1)
+    counts = counts * slots
+    losses = [
+        op(logits, probs, counts, torch.tensor(0), **WEIGHTS)
+        for op in (router_losses, reference.router_losses)
+    ]
+    got, want = (torch.autograd.grad(loss.aux_loss, logits)[0] for loss in losses)
+    assert want.isfinite().all()
+    assert_close("d_logits", got, want)
+    assert [loss.dropped_fraction.item() for loss in losses] == [slots, slots]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["own counts", "global counts"])
@@ -98,11 +119,27 @@ def test_gradient_reaches_the_logits_alone(elsewhere):
         op(logits, probs, counts, kept, balance_counts_E=other, **WEIGHTS)
         for op in (router_losses, reference.router_losses)
     ]
-    assert not any(value.requires_grad for value in losses[0][1:])
+    assert not any(value.requires_grad for each in losses for value in each[1:])
     got, want = (torch.autograd.grad(3 * loss.aux_loss, logits)[0] for loss in losses)
     assert_close("d_logits", got, want)
     for name, a, b in zip(losses[0]._fields, *losses, strict=True):
         assert_close(name, a, b)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_losses_of_16_bit_logits_are_computed_in_fp32(score_function):
+    logits, _, counts, kept = make(23, 7, 2, dtype=torch.bfloat16)
+    probs = torch.softmax(logits.float(), dim=1) if score_function == "softmax" else None
+    options = {"score_function": score_function} | WEIGHTS
+    want = router_losses(logits.float(), probs, counts, kept, **options)
+    for module in (mb_kernels, reference):
+        got = module.router_losses(logits, probs, counts, kept, **options)
+        for name, a, b in zip(want._fields, got, want, strict=True):
+            assert_close(name, a, b)
+        d_got, d_want = (
+            torch.autograd.grad(x.aux_loss, logits, retain_graph=True)[0] for x in (got, want)
+        )
+        assert_close("d_logits", d_got, d_want)
 
 
 def test_balanced_load_is_one():

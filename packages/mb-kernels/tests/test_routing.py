@@ -26,6 +26,18 @@ def test_topk_softmax_matches_definition(tokens, experts, k, renormalize):
         assert_close("probs", probs[t], p)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_topk_softmax_of_16_bits_is_computed_in_fp32(dtype):
+    logits = torch.randn(13, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = topk_softmax(logits.float(), 3, renormalize=True)
+    for module in (topk_softmax, reference.topk_softmax):
+        weights, ids, probs = module(logits, 3, renormalize=True)
+        assert torch.equal(ids, want[1])
+        for name, got, exact in (("weights", weights, want[0]), ("probs", probs, want[2])):
+            assert got.dtype is torch.float32
+            assert_close(name, got, exact)
+
+
 def test_ties_go_to_the_lower_id():
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])
     assert topk_softmax(logits, 4)[1].tolist() == [[1, 2, 4, 0]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import (
+    MoE,
     MoEConfig,
     attach_aux_loss,
     dMoE,
@@ -138,12 +139,70 @@ def test_layer_balances_along_the_sequence_it_is_told(sequence_dim: int) -> None
     assert_close("loss", layer(x).metrics["load_balancing_loss"], expected.detach())
 
 
+def test_sequence_loss_masks_ids_of_experts_and_divides_by_the_number_it_is_told() -> None:
+    """A layer's padding has no expert already; a caller's own may still have one."""
+    probs = torch.softmax(torch.randn(2, 5, 4, dtype=torch.float64), dim=-1)
+    ids = probs.topk(2).indices
+    mask = torch.arange(5) < torch.tensor([3, 1])[:, None]
+    first, second = (
+        sequence_load_balancing_loss(probs[b : b + 1, :n], ids[b : b + 1, :n].short())
+        for b, n in enumerate((3, 1))
+    )
+    got = sequence_load_balancing_loss(probs, ids, mask_BS=mask)
+    assert_close("loss", got, (3 * first + second) / 4)
+    for number in (0.5, torch.tensor(0.5)):
+        got = sequence_load_balancing_loss(probs, ids, mask_BS=mask, num_tokens=number)
+        assert_close("over a mean below 1", got, (3 * first + second) / 0.5)
+
+
+def test_losses_of_one_token_in_16_bits_are_in_fp32() -> None:
+    probs = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.bfloat16)
+    expected = 3 * probs[0, 0].float()
+    alone = load_balancing_loss(probs, torch.tensor([1, 0, 0]))
+    in_sequence = sequence_load_balancing_loss(probs[None], torch.zeros(1, 1, 1, dtype=torch.int32))
+    assert torch.equal(alone, expected)
+    assert torch.equal(in_sequence, expected)
+
+
 def test_sequence_loss_stays_fp32_under_autocast() -> None:
     probs_BSE = torch.softmax(torch.randn(2, 9, 5), dim=-1)
     ids_BSK = probs_BSE.topk(2).indices
     expected = sequence_load_balancing_loss(probs_BSE, ids_BSK)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(sequence_load_balancing_loss(probs_BSE, ids_BSK), expected)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_balance_over_sequences_leaves_the_other_metrics_as_they_are(weight: float) -> None:
+    """It takes the definitions, the micro-batch's balance the op."""
+    found = []
+    x = torch.randn(2, 9, 8)
+    for balance_over in ("micro_batch", "sequence"):
+        config = MoEConfig(
+            hidden_size=8,
+            ffn_hidden_size=16,
+            num_experts=4,
+            top_k=2,
+            capacity_factor=0.7,
+            init_method_std=1.0,
+            load_balancing_loss_weight=weight,
+            balance_over=balance_over,
+        )
+        torch.manual_seed(3)
+        layer = MoE(config)
+        out = layer(x)
+        assert not any(value.requires_grad for value in out.metrics.values())
+        assert_close("aux_loss", out.aux_loss, weight * out.metrics["load_balancing_loss"])
+        over_twice = layer(x, valid_tokens=36).metrics
+        for name in ("load_balancing_loss", "z_loss", "router_entropy"):
+            assert_close(name, 2 * over_twice[name], out.metrics[name])
+        found.append({k: v for k, v in out.metrics.items() if k != "load_balancing_loss"})
+    assert found[0]["dropped_fraction"] > 0
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=lambda m, n=name: f"{n}: {m}")
+    alone, within = layer(x[0, 0]), layer(x[:1, :1])  # a token without a sequence is one
+    assert_close("aux_loss", alone.aux_loss, within.aux_loss)
 
 
 def test_a_sequence_that_x_does_not_have_is_named() -> None:
@@ -221,8 +280,9 @@ def test_tokens_of_other_dimensions_are_named() -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_attach_aux_loss_equals_adding_it(as_tensor: bool) -> None:
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    scale = torch.tensor(0.25) if as_tensor else 0.25
-    (x.sin().sum() + 0.25 * x.square().sum()).backward()
+    # A number keeps all digits of aux_loss's dtype, which 0.1 needs.
+    scale, factor = (torch.tensor(0.25), 0.25) if as_tensor else (0.1, 0.1)
+    (x.sin().sum() + factor * x.square().sum()).backward()
     expected, x.grad = x.grad, None
     y = attach_aux_loss(x.sin(), x.square().sum(), scale)
     assert torch.equal(y, x.sin())

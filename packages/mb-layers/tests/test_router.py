@@ -52,6 +52,18 @@ def test_half_precision_router_on_request() -> None:
     router = build(torch.bfloat16, router_fp32=False)
     expected = torch.nn.functional.linear(x, router.weight).float()
     assert torch.equal(router(x).logits_TE, expected)
+    assert torch.equal(router.float()(x).logits_TE, expected)  # weights wider than tokens
+
+
+def test_router_bias_is_a_parameter_of_the_router_s_dtype_added_in_fp32() -> None:
+    router = build(torch.bfloat16, router_bias=True)
+    assert (router.bias.shape, router.bias.dtype) == ((6,), torch.bfloat16)
+    x = torch.randn(9, 48).bfloat16()
+    plain = router(x).logits_TE
+    torch.nn.init.normal_(router.bias)
+    assert torch.equal(router(x).logits_TE, plain + router.bias.float())
+    router.reset_parameters()
+    assert not router.bias.any()
 
 
 def test_fp16_tokens() -> None:
@@ -175,7 +187,8 @@ def test_balancing_bias_stays_fp32_whatever_the_model_is_cast_to(cast: str) -> N
 def test_tokens_of_another_shape_are_named() -> None:
     """With a balancing bias a router of [B, S, D] used to choose among the tokens of a sequence."""
     router = build(balancing_bias=True)
-    for shape in ((2, 3, router.config.hidden_size), (3, router.config.hidden_size + 1)):
+    width = router.config.hidden_size
+    for shape in ((2, 3, width), (2, width, width), (3, width + 1)):
         with pytest.raises(ValueError, match=r"expected x_TD of shape \[T, "):
             router(torch.zeros(shape))
 

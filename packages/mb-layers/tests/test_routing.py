@@ -398,3 +398,20 @@ def test_routers_compile_without_graph_breaks(router: type) -> None:
     if router is not NoisyTopKRouter:  # the generator is consumed in another order
         assert_close("y", y, layer(x, mask=mask).y)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("router", "overrides"),
+    [
+        (None, {"num_zero_experts": 2}),
+        (None, {"weights_on_input": True}),
+        (ExpertChoiceRouter, {}),
+    ],
+    ids=["zero-experts", "weights-on-input", "expert-choice"],
+)
+def test_tokens_in_16_bits_stay_in_16_bits(router: type | None, overrides: dict) -> None:
+    layer, x = build(router, **overrides).bfloat16(), tokens(7, 4).bfloat16()
+    y = layer(x).y
+    assert y.dtype == torch.bfloat16
+    exact = layer.double()(x.double()).y
+    assert (y - exact).norm() < 0.01 * exact.norm()

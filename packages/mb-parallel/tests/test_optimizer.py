@@ -193,9 +193,40 @@ def test_torchs_default_dtype_and_device_change_nothing(name):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scale_parameter", [False, True])
+def test_adafactor_of_other_numbers_matches_another_implementation(scale_parameter):
+    from transformers.optimization import Adafactor as Oracle
+
+    numbers = {"clip_threshold": 0.3, "decay_rate": -0.5, "eps": (0.05, 2.0)}
+    numbers["scale_parameter"] = scale_parameter
+    mine, theirs = _parameters(), _parameters()
+    ours = Adafactor(mine, lr=0.1, **numbers)
+    other = Oracle(theirs, lr=0.1, relative_step=False, **numbers)
+    for step in range(3):
+        for parameters, optimizer in ((mine, ours), (theirs, other)):
+            _set_grads(parameters, step)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        for kind in ours.state[a].keys() - {"step"}:
+            torch.testing.assert_close(ours.state[a][kind], other.state[b][kind])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_steps_are_counted_beyond_what_16_bits_hold(name):
+    ours = OURS[name](mine := _parameters())
+    for before in (0.0, 2.0**20):
+        _set_grads(mine, 0)
+        for p in mine:
+            if before:
+                ours.state[p]["step"].fill_(before)
+        ours.step()
+        assert {float(ours.state[p]["step"]) for p in mine} == {before + 1}
+
+
 def test_muon_of_matrices_alone_goes_through_torchs_state_dicts():
     model = nn.Linear(3, 4, bias=False)
-    first, second = (Muon(muon_groups(model, 0.1), lr=0.1) for _ in range(2))
+    first, second = (Muon(iter(muon_groups(model, 0.1)), lr=0.1) for _ in range(2))
     _set_grads(list(model.parameters()), 0)
     first.step()
     set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
@@ -424,7 +455,9 @@ def test_vectors_do_not_decay_stacked_or_not():
     assert {n.rsplit(".")[-1] for n in rest} == {"weight", "bias", "b1", "b2"} - (
         set() if "norm.weight" in rest else {"weight"}
     )
+    assert [g["decays"] for g in decay_groups(model, 0.1)] == [True, False]
     *muon, matrices, vectors = muon_groups(model, 0.1)
+    assert [g["decays"] for g in (*muon, matrices, vectors)] == [*[True] * (len(muon) + 1), False]
     muon = [names[p] for group in muon for p in group["params"]]
     adamw = [[names[p] for p in group["params"]] for group in (matrices, vectors)]
     assert sorted(muon) == sorted(set(decays) - {"embedding.weight"})
@@ -468,6 +501,8 @@ def test_matrices_that_share_a_weight_are_orthogonalised_apart():
     assert {p: g["fused"] for g in found if g["muon"] for p in g["params"]} == halves | {
         moe.experts.w2: (), moe.shared_expert.w2: (),
     }  # fmt: skip
+    plain = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=3, activation="gelu"))
+    assert all(not g["fused"] for g in muon_groups(plain, 0.1) if g["muon"])  # no gate over up
 
 
 def test_clip_without_a_step():
@@ -483,6 +518,19 @@ def test_clip_without_a_step():
     one = parameters[0]  # itself, as with torch, and not its rows
     torch.testing.assert_close(clip_grad_norm(one, 0.0), one.grad.norm())
     assert grad_norm(parameters[:1], uncounted=one) == 0
+
+
+def test_clipping_leaves_small_gradients_and_takes_any_iterable():
+    model = nn.Linear(3, 4)
+    _set_grads(list(model.parameters()), 0)
+    before = model.weight.grad.clone()
+    norm = clip_grad_norm(model.parameters(), 1e6)
+    assert torch.equal(model.weight.grad, before)
+    of_weight = clip_grad_norm(model.parameters(), 0.0, uncounted=[model.bias])
+    torch.testing.assert_close(of_weight, before.norm())
+    clip_grad_norm(model.parameters(), 0.5)
+    torch.testing.assert_close(model.weight.grad, before * 0.5 / norm)
+    clip_and_step(SGD(model.requires_grad_(False).parameters()))  # a stage of frozen layers
 
 
 def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
@@ -511,18 +559,45 @@ def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
     assert again.state_dict()["scale"] == 1
 
 
-def test_a_scaled_loss_takes_the_same_step():
+def test_a_scale_without_hysteresis_falls_at_once_and_a_constant_one_may_be_below_1():
+    strict, overflow, clean = GradScaler(8.0, hysteresis=1), torch.tensor(1.0), torch.tensor(0.0)
+    strict.update(overflow)
+    assert strict.state_dict()["scale"] == 4
+    small = GradScaler.constant(0.5)
+    for flag in (overflow, overflow, clean):
+        small.update(flag)
+    assert small.state_dict()["scale"] == 0.5
+    with pytest.raises(ValueError, match="backoff_factor above 0"):
+        GradScaler(backoff_factor=0.0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])  # AdamW's step is the same for any scale
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_a_scaled_loss_takes_the_same_step(name, max_norm):
     scaled, plain = _parameters(), _parameters()
     scaler = GradScaler(2.0**10)
-    with_scale, without = AdamW(scaled, lr=0.1), AdamW(plain, lr=0.1)
+    with_scale, without = OURS[name](scaled), OURS[name](plain)
     for step in range(3):
         _set_grads(scaled, step, float(scaler.scale(torch.tensor(1.0))))
         _set_grads(plain, step)
-        got = clip_and_step(with_scale, max_norm=1.0, scaler=scaler)
-        want = clip_and_step(without, max_norm=1.0)
+        got = clip_and_step(with_scale, max_norm=max_norm, scaler=scaler)
+        want = clip_and_step(without, max_norm=max_norm)
         torch.testing.assert_close(got.grad_norm, want.grad_norm)
     for a, b in zip(scaled, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scaler_hears_of_every_step():
+    parameters = _parameters()
+    optimizer, scaler = SGD(parameters), GradScaler(8.0, hysteresis=1)
+    for bad, scale, clean in ((1.0, 8, 1), (torch.inf, 4, 0), (1.0, 4, 1)):
+        _set_grads(parameters, 0, bad)
+        clip_and_step(optimizer, scaler=scaler)
+        state = scaler.state_dict()
+        assert (state["scale"], state["growth_tracker"]) == (scale, clean)
+
+
+def test_a_constant_scale_stays():
     constant = GradScaler.constant(128.0)
     for flag in (1.0, 1.0, *[0.0] * 1001):
         constant.update(torch.tensor(flag))
@@ -546,6 +621,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
     [
         (lambda p: AdamW(p, state_dtype=torch.float16), "state_dtype"),
         (lambda p: AdamW(p, betas=(0.9, 1.0)), "betas"),
+        (lambda p: AdamW(p, eps=0.0), "eps.* above 0, got 0.0"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))]), "float64"),
         (lambda p: Muon([{"params": p, "muon": True}]), r"matrices in fp32.*\(3,\)"),
         (lambda p: Muon([{"params": p, "muon": True, "fused": (3, 1)}]), r"3 \+ 1.*\(5, 7\)"),
@@ -559,11 +635,17 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
         (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer of at least 1, got 2.5"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
+        (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),
+        (
+            lambda p: Muon([{"params": [nn.Parameter(p[0].detach().half())], "muon": True}]),
+            r"matrices in fp32 .* got \(5, 7\) in torch.float16",
+        ),
         (lambda p: Muon([{"params": p[:1], "muon": True, "fused": (6, -1)}]), "fused .* got -1"),
         (lambda p: AdamW(p, working_copies={}), "what hold_working_copies returned, got dict"),
         (lambda p: Adafactor(p, decay_rate=0.8), "decay_rate=0.8"),
         (lambda p: Adafactor(p, decay_rate="x"), "decay_rate=x"),
         (lambda p: Adafactor(p, eps=1e-8), "eps of two numbers"),
+        (lambda p: Adafactor(p, eps=(0.0, 1e-3)), "the first above 0"),
         (lambda p: decay_groups(nn.Linear(2, 2), float("nan")), "weight_decay=nan"),
         (lambda p: hold_working_copies([nn.Linear(2, 2)], "bfloat16"), "dtype to be a floating"),
         (lambda p: decay_groups([nn.Linear(2, 2)], 0.1), "one module, got list"),

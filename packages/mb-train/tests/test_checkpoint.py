@@ -64,11 +64,25 @@ def test_round_trip(tmp_path):
 
     other, other_optimizer = make(seed=1)
     load_checkpoint(path, other, other_optimizer)
+    # Of the step that made its state nothing is left; a zero would decay what gets no gradient.
+    assert all(p.grad is None for p in other.parameters())
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
     for both in ((model, optimizer), (other, other_optimizer)):
         step(*both)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(optimizer.state[a]["exp_avg_sq"], other_optimizer.state[b]["exp_avg_sq"])
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_weights(tmp_path):
+    model, optimizer = make()
+    step(model, optimizer)
+    path = save(tmp_path, model, optimizer)
+    other, other_optimizer = make(width=6)
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(CheckpointError, match="of another model"):
+        load_checkpoint(path, other, other_optimizer)
+    assert all(map(torch.equal, other.parameters(), before))
 
 
 def test_a_state_of_several_files(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
-from mb_train.interval import Speed, extra_line, speed
+from mb_train.interval import Speed, extra_line, named_losses, speed
 from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.tasks.make import one_process_task
 
@@ -120,3 +120,23 @@ def test_a_dense_model_has_losses_alone():
     assert said == (
         "  tokens per second: 800,000 | per GPU: 100,000 | TFLOP/s per GPU: 100.0 (MFU 10.1 %)"
     )
+
+
+def test_a_report_names_the_fullest_layer_and_weighs_the_routers_losses():
+    means = {
+        "dropped_fraction": [0.1, 0.2], "router_entropy": [1.0, 2.0],
+        "load_balancing_loss": [1.0, 3.0], "z_loss": [4.0, 6.0],
+    }  # fmt: skip
+    stats = IntervalStats(
+        losses={"lm loss": [1.0, 3.0]}, grad_norm=1.0, layer_means=means, skipped=[False, False],
+        tokens_per_expert=[[3.0, 1.0], [8.0, 0.0], [2.0, 2.0]],
+    )  # fmt: skip
+    assert extra_line(Speed(2000.0, 1, 5.0, None), stats, steps_redone=3) == (
+        "  tokens per second: 2,000 | expert load max/mean: 1.50 (layer 1: 2.00) | dropped: 15.0 %"
+        " | router entropy: 1.500 | steps run again for rows beyond the budget: 3"
+    )
+    config = TrainConfig(**RUN, moe_num_experts=2, moe_loss_weight=0.1)
+    weighed = {"lm loss": 2.0, "load balancing loss": 0.2}
+    assert named_losses(config, stats) == pytest.approx(weighed)
+    config = TrainConfig(**RUN, moe_num_experts=2, moe_loss_weight=0.1, moe_z_loss_weight=0.01)
+    assert named_losses(config, stats) == pytest.approx(weighed | {"z loss": 0.05})

@@ -56,6 +56,15 @@ def test_decay(style, halfway, after):
     assert rates.lr(512 * 201) == pytest.approx(after)
 
 
+def test_the_end_of_a_decay_is_still_in_it_and_no_warm_up_is_none():
+    rates = schedule(
+        lr_decay_style="inverse-square-root", min_lr=1e-5, lr_warmup_iters=10, lr_decay_iters=200
+    )
+    assert rates.lr(512 * 200) == pytest.approx(6e-4 * math.sqrt(10 / 200))
+    at_once = schedule(lr_decay_style="inverse-square-root")
+    assert [at_once.lr(n) for n in (0, 1, 4)] == pytest.approx([6e-4, 6e-4, 3e-4])
+
+
 @pytest.mark.parametrize(
     ("style", "halfway"),
     [
@@ -98,14 +107,25 @@ def test_sample_based_settings():
     )
     assert (rates.warmup, rates.decay, rates.weight_decay_length) == (100, 1000, 5120)
     assert rates.lr(50) == pytest.approx(3e-4)
+    rates = schedule(
+        train_iters=None, train_samples=5120, lr_decay_style="WSD", lr_wsd_decay_samples=1000
+    )
+    assert [rates.lr(n) for n in (4120, 5120)] == [6e-4, 0]
+    assert rates.lr(4620) == pytest.approx(6e-4 * (math.sqrt(2) - 1))  # exponential
 
 
 @pytest.mark.parametrize(
-    ("style", "halfway"), [("constant", 0.01), ("linear", 0.3), ("cosine", 0.3)]
+    ("style", "quarter", "halfway"),
+    [
+        ("constant", 0.01, 0.01),
+        ("linear", 0.25, 0.3),
+        ("cosine", 0.3 - 0.1 * math.sqrt(0.5), 0.3),
+    ],
 )
-def test_weight_decay(style, halfway):
+def test_weight_decay(style, quarter, halfway):
     ends = {} if style == "constant" else {"start_weight_decay": 0.2, "end_weight_decay": 0.4}
     rates = schedule(weight_decay_incr_style=style, **ends)
+    assert rates.weight_decay(512 * 500) == pytest.approx(quarter)
     assert rates.weight_decay(512 * 1000) == pytest.approx(halfway)
     wanted = tuple(ends.values()) or (0.01, 0.01)
     assert (rates.weight_decay(0), rates.weight_decay(512 * 9999)) == pytest.approx(wanted)

@@ -671,7 +671,7 @@ def expert_grads(rank, world_size, layouts):
         model, mesh = build(), ParallelDims(**sizes).build("cpu")
         experts = model[0].moe.experts  # in another order in memory, as transposed weights come
         experts.w1 = nn.Parameter(experts.w1.detach().mT.contiguous().mT)
-        parallelize_experts(model, mesh, dispatcher="all_to_all")
+        parallelize_experts(model, mesh, dispatcher="all_to_all", sequence_parallel=True)
         apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
         part = mesh.dp_rank * mesh.tp_size + mesh.tp_rank
         x = tokens().chunk(mesh.dp_size * mesh.tp_size)[part]

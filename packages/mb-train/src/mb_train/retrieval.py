@@ -22,7 +22,6 @@ import mb_data
 import numpy as np
 import numpy.typing as npt
 import torch
-from mb_data.untrusted import json_of
 
 from mb_train.config import TrainConfig, whole
 from mb_train.data.batches import check_tokens
@@ -31,6 +30,7 @@ from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
 from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
+from mb_train.untrusted import json_of
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer

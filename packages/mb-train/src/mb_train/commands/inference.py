@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mb_data.untrusted import printable
-
 from mb_train.flags.parser import Parser, add_run, refuse_idle
+from mb_train.untrusted import printable
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mb_data.untrusted import printable
-
 from mb_train.flags.parser import Parser
+from mb_train.untrusted import printable
 
 
 def report(parser: Parser, arguments: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import mb_data
 import torch
-from mb_data.untrusted import json_of
 from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from mb_train.loading import load_trained
 from mb_train.models.unfilled import unfilled
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
+from mb_train.untrusted import json_of
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _ADAPTER = "adapter_config.json"

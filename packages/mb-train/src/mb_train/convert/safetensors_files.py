@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from mb_data.untrusted import json_of
 from torch import Tensor
 
 from mb_train.folder.whole_files import write_text
+from mb_train.untrusted import json_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

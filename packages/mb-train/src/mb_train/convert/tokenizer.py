@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mb_data
-from mb_data.untrusted import json_of
 
 from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import TOKENIZER_FILES, tokenizer_files
 from mb_train.folder.whole_files import write_text
+from mb_train.untrusted import json_of
 
 _CASED = "BertWordPieceCase"
 # What a tokenizer is made of; the first that is there.

@@ -13,10 +13,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mb_data.untrusted import json_of
-
 from mb_train.config import TrainConfig, flag_name
 from mb_train.folder.run_folder import TOKENIZER, checkpoint_in, read_saved_run
+from mb_train.untrusted import json_of
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mb_data.untrusted import json_of
-
 from mb_train.folder.run_folder import (
     CONFIG_FILE,
     LATEST,
@@ -29,6 +27,7 @@ from mb_train.folder.run_folder import (
     iteration_of,
 )
 from mb_train.folder.whole_files import sync_directory, write_text
+from mb_train.untrusted import json_of
 
 
 def recover(folder: Path) -> list[str]:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mb_data.untrusted import json_of
-
 from mb_train.config.resume import inherited
 from mb_train.folder.checksums import SUMS_FILE, read_sums, sum_of
+from mb_train.untrusted import json_of
 
 # 2 has checksums. 1 had none, and is still read.
 FORMAT = 2

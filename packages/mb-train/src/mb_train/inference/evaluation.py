@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mb_data.text.sources import JSON_KINDS
-from mb_data.untrusted import json_of
 
 from mb_train.data.tokenizers import beginning
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
 from mb_train.logs import megatron_lines
+from mb_train.untrusted import json_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TextIO
 
-from mb_data.untrusted import printable
+from mb_train.untrusted import printable
 
 # Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
 _HEARTBEAT_S = 8.0

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mb_data.untrusted import json_of
-
 from mb_train.config import TrainConfig
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.logs.boards import Board, scalars
+from mb_train.untrusted import json_of
 
 
 class RunLog:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mb_data.untrusted import printable
-
 from mb_train.logs.run_log import number
 from mb_train.report.curves import Curves
+from mb_train.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

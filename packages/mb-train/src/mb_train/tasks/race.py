@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mb_data.untrusted import json_of
-
 from mb_train.tasks.examples import Example, lines_of
+from mb_train.untrusted import json_of
 
 LETTERS = "ABCD"
 QUESTION_AT_MOST = 128  # tokens of a question with its option, Megatron-LM's --max-qa-length

@@ -22,6 +22,7 @@ from mb_train.checkpoint.saver import Saver
 from mb_train.folder.checksums import format_sums, sum_of
 from mb_train.folder.run_folder import SavedRun, checkpoints, find_checkpoint, read_saved_run
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 
 def make(width=5, seed=0):
@@ -268,7 +269,7 @@ class _Attack:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize("content", ["code", "eval", "garbage", "nothing", "list"])
+@pytest.mark.parametrize("content", ["code", "eval", "garbage", "nothing", "list", "class"])
 def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     model, optimizer = make()
     step(model, optimizer)
@@ -279,12 +280,14 @@ def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
         "garbage": b"\x93garbage",
         "nothing": b"",
         "list": pickle.dumps([1, 2]),
+        "class": f"c{Metadata.__module__}\nMetadata\n(N(S'changed'\nI1\ndtb.".encode(),
     }[content]
     (path / ".metadata").write_bytes(written)
     sum_again(path)
     says = "no part of the format" if content in ("code", "eval") else "damaged|no checkpoint"
     with pytest.raises(CheckpointError, match=says):
         load_checkpoint(path, *make())
+    assert not hasattr(Metadata, "changed")
 
 
 def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):

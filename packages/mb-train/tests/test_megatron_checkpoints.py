@@ -403,6 +403,25 @@ def test_a_pickle_runs_nothing(tmp_path):
         assert not proof.exists()
 
 
+@pytest.mark.parametrize(
+    "named", [b"cargparse\nNamespace\n", b"ctorch._utils\n_rebuild_tensor_v2\n"]
+)
+def test_a_pickle_changes_nothing_that_others_use(tmp_path, named):
+    path = tmp_path / "model_optim_rng.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    change = b"(N(S'changed'\nI1\ndt"  # state of slots, which is set by setattr
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in parts.items():
+            wrong = name.endswith("data.pkl")
+            file.writestr(name, named + change + b"b." if wrong else content)
+    with pytest.raises(ValueError, match="it changes a class or a function"):
+        safe_pickle.load(path)
+    assert not hasattr(argparse.Namespace, "changed")
+    assert not hasattr(torch._utils._rebuild_tensor_v2, "changed")
+
+
 @pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle", "id"])
 def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "model_optim_rng.pt"

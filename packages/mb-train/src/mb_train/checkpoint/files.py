@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from mb_train.checkpoint.host_copy import HostCopier
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
 from mb_train.folder.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
 from mb_train.folder.whole_files import sync_directory, write_text
+from mb_train.untrusted import Unpickler
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -67,7 +67,7 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_CLASSES.get(module, ()):

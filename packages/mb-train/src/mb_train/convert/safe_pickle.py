@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import collections
-import pickle
 import types
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mb_train.untrusted import Unpickler
 
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
@@ -49,7 +50,7 @@ class Opaque:
         """Take items and forget them."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -18,6 +18,7 @@ import mb_kernels
 import torch
 from mb_kernels import Bins
 from mb_kernels.activation import activate, activate_backward
+from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -165,12 +166,12 @@ class _StackedMLP(nn.Module):
         arguments: tuple[Any, ...] = (x_RD, w1, w2, bins, weights_RK, self._activate)
         options: dict[str, Any] = {"b1": b1, "b2": b2}
         # Torch cannot run a saved program that holds a checkpoint.
-        if not self.config.recompute or torch.compiler.is_exporting():
+        if not self.config.recompute or is_exporting():
             return expert_mlp_in_steps(*arguments, **options)
         return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():  # a saved program holds no function of ours
+        if is_exporting():  # a saved program holds no function of ours
             return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
         return _Activation.apply(h_NF, self.config.activation)
 

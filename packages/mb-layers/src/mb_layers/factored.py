@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import mb_kernels
 import torch
 import torch.nn.functional as F
+from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -223,7 +224,7 @@ def grouped_linear(
     base = weight.base
     if isinstance(base, FrozenWeight):
         # A saved program holds no function of ours.
-        product = _frozen_product if torch.compiler.is_exporting() else _FrozenProduct.apply
+        product = _frozen_product if is_exporting() else _FrozenProduct.apply
         parts = (base.codes, base.scales, base.bits)
         y_NR = product(x_NC, *parts, offsets_E1, transpose_weight)
     else:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from mb_kernels.exporting import is_exporting
 from torch import Tensor
 
 from mb_layers import arguments
@@ -188,7 +189,7 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     else:
         arguments.finite(scale=scale)
         scale = torch.full((), scale, device=aux_loss.device, dtype=aux_loss.dtype)
-    if torch.compiler.is_exporting():  # a saved program holds no function of ours
+    if is_exporting():  # a saved program holds no function of ours
         if aux_loss.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "expected an aux_loss without gradient within torch.export, whose program would "

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import mb_kernels
 import torch
 import torch.nn.functional as F
+from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 
 from mb_layers import arguments
@@ -297,7 +298,7 @@ def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         )
     # A saved program holds no function of ours: torch.export would keep the steps of its forward
     # alone, with strict=True without a gradient for x and w.
-    if torch.compiler.is_exporting():
+    if is_exporting():
         x_TD, weight_ED = _alike_fp32(x_TD, weight_ED)
         return x_TD @ weight_ED.T
     return _LinearFP32.apply(x_TD, weight_ED)

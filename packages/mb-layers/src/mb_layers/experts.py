@@ -171,7 +171,9 @@ class _StackedMLP(nn.Module):
         return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
-        if is_exporting():  # a saved program holds no function of ours
+        # A saved program holds no function of ours, and a compiler decides itself what it keeps.
+        # Compiled by torch 2.11 the function's gradient is wrong.
+        if torch.compiler.is_compiling():
             return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
         return _Activation.apply(h_NF, self.config.activation)
 

@@ -179,6 +179,7 @@ def test_a_group_that_is_there_is_used_and_not_left():
 
 
 def _joins_again(rank, world_size, port):
+    dist.barrier()  # a rank that leaves while others still connect would be a crash to them
     dist.destroy_process_group()
     # As under torchrun, whose store is there before the ranks and after them.
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

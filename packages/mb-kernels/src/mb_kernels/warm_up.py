@@ -181,7 +181,7 @@ def rehearse_linear_cross_entropy(
 ) -> None:
     """``linear_cross_entropy`` in training, on logits without memory, for ``compile_ahead``.
 
-    Not by the function itself: its arithmetic on meta tensors imports torch's compiler, 0.8 s.
+    Not by the function itself: its arithmetic on meta tensors imports torch's compiler.
 
     Args:
         rows: of the head's weight, on this rank.

@@ -12,7 +12,7 @@ unequal numbers of tokens that count: the largest deviation of losses, gradient 
 moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
 checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
 the ranks take five steps, and five with a stop after three, dropout and jitter drawn: losses,
-weights and moments are to be equal to the bit. With `--device cuda` the ranks are two GPUs, joined
+weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or four GPUs, joined
 by NCCL, and the one process has the first of them (a CPU draws other first weights; that GPUs
 compute what CPUs do is `sweep_devices`' part): losses, norms and validation are compared. What the
 configuration refuses is said with its message.
@@ -81,7 +81,8 @@ def write_tokens(folder: Path) -> str:
 
 def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     """Ranks, the model's flags and the layout's."""
-    ranks = rng.choice([2, 4, 4]) if device == "cpu" else 2
+    most = 4 if device == "cpu" else max(torch.cuda.device_count(), 2)
+    ranks = rng.choice([number for number in (2, 4, 4) if number <= most])
     kind = rng.choice(["gpt", "gpt", "bert", "t5", "ict"])
     stages = (1,) if kind == "ict" else (1, 2, 4)
     tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])

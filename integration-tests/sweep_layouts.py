@@ -12,10 +12,10 @@ unequal numbers of tokens that count: the largest deviation of losses, gradient 
 moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
 checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
 the ranks take five steps, and five with a stop after three, dropout and jitter drawn: losses,
-weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or four GPUs, joined
-by NCCL, and the one process has the first of them (a CPU draws other first weights; that GPUs
-compute what CPUs do is `sweep_devices`' part): losses, norms and validation are compared. What the
-configuration refuses is said with its message.
+weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or four GPUs,
+joined by NCCL, and the one process has the first of them (a CPU draws other first weights; that
+GPUs compute what CPUs do is `sweep_devices`' part): losses, norms and validation are compared. What
+the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -88,7 +88,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])
     dp = ranks // (tp * pp)
     layout = [f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"]
-    layout += [f"--zero-stage {rng.choice([1, 2, 3])}"]
+    layout += [f"--zero-stage {rng.choice([0, 1, 2, 3] if pp == 1 else [1, 2, 3])}"]
     if dp == 4 and rng.random() < 0.5:
         layout += ["--data-parallel-replicas 2"]
     if tp > 1 and rng.random() < 0.6:

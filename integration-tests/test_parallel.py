@@ -56,6 +56,7 @@ BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 FOUR = "--num-layers 4"  # for four stages; the others make do with two
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
+    "dp2 zero0": (2, "--zero-stage 0", True),
     "dp2 zero1": (2, "", True),
     "dp2 zero2": (2, "--zero-stage 2", True),
     "dp2 zero3": (2, "--zero-stage 3", True),
@@ -82,6 +83,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp4": (4, "", True),
     "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
+    "dp4 ep2 zero0": (4, f"{EP} 2 --zero-stage 0 {A2A}", True),
     "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),

@@ -1,6 +1,7 @@
 """Ranks with a part of the samples each take the same steps as one process with all of them."""
 
 from contextlib import ExitStack
+from copy import deepcopy
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from mb_parallel import (
     rebalance_experts,
     set_gradient_sync,
     set_micro_batch,
+    sum_gradients,
 )
 from mb_parallel.optimizer import (
     SGD,
@@ -126,6 +128,12 @@ def train(dims, zero_stage, name, recompute=None, device="cpu"):
 
 
 CASES = [
+    (2, {"dp_shard": 2}, 0, "adamw"),
+    (2, {"dp_shard": 2}, 0, "adamw", "full"),
+    (2, {"dp_shard": 2}, 0, "tied"),
+    (2, {"dp_shard": 2, "ep": 2}, 0, "muon"),
+    (4, {"dp_replicate": 2, "dp_shard": 2}, 0, "adamw"),
+    (4, {"dp_shard": 4, "ep": 2}, 0, "adafactor"),
     (2, {"dp_shard": 2}, 1, "adamw"),
     (2, {"dp_shard": 2}, 2, "adamw"),
     (2, {"dp_shard": 2}, 3, "adamw"),
@@ -441,18 +449,50 @@ def gives_up(rank, world_size, zero_stage, dtype, replicas):
 
 @pytest.mark.parametrize(
     ("zero_stage", "dtype", "replicas"),
-    [(1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
+    [(0, torch.float32, 1), (1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
 )
 def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replicas):
     for fresh, *after in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
         assert after == [fresh] * 4
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     """In stage 1 the experts, which have their gradients at once, would train alone."""
     first, second = run_ranks(steps_too_early, 2, zero_stage)
     assert first == second
+
+
+def replicas(rank, world_size):
+    """What `zero_stage` 0 does besides training as one process does."""
+    torch.manual_seed(rank)  # other weights on each rank
+    model, mesh = nn.Linear(WIDTH, 1), ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    weight, x = model.weight.detach().clone(), torch.full((1, WIDTH), rank + 1.0)
+    model(x).sum().backward()
+    sums = [model.weight.grad.clone()]
+    with pytest.raises(ValueError, match="no gradient that is summed over the ranks already"):
+        model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    sums.append(model.weight.grad.clone())
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    model(x).sum().backward()
+    sums.append(model.weight.grad.clone())
+    with torch.no_grad():
+        model.weight.grad.copy_(x)  # as a CUDA graph leaves it
+    sum_gradients(model)
+    sums.append(model.weight.grad)
+    copy = deepcopy(model)
+    copy.zero_grad()
+    copy(x).sum().backward()
+    return weight, [*sums, copy.weight.grad]
+
+
+def test_replicas_have_the_first_ranks_weights_and_summed_gradients():
+    (first, sums), (second, _) = run_ranks(replicas, 2)
+    assert torch.equal(first, second)
+    assert all(torch.equal(grad, torch.full((1, WIDTH), 3.0)) for grad in sums)
 
 
 def evaluates_before_the_step(rank, world_size, zero_stage):
@@ -488,7 +528,7 @@ def evaluates_before_the_step(rank, world_size, zero_stage):
     return losses
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
     for without, between in run_ranks(evaluates_before_the_step, 2, zero_stage):
         assert between == without
@@ -526,7 +566,7 @@ def test_one_process_is_left_alone():
 
 
 def test_an_unknown_stage_is_named():
-    with pytest.raises(ValueError, match="zero_stage 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match="zero_stage 0, 1, 2 or 3, got 4"):
         apply_data_parallel(build(), ParallelDims().build("cpu"), blocks=[], zero_stage=4)
 
 

@@ -61,7 +61,7 @@ def test_defaults_derive_from_sizes():
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "one kind of warm-up"),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay and --end-weight-decay"),
         ({"glu": True, "activation": "relu"}, "gated --activation with --glu, got 'relu'"),
-        ({"zero_stage": 4}, "--zero-stage to be one of 1, 2, 3, got 4"),
+        ({"zero_stage": 4}, "--zero-stage to be one of 0, 1, 2, 3, got 4"),
         ({"seed": 2**32}, r"--seed in \[0, 2\*\*32\), got 4294967296"),
         ({"lr": float("inf")}, "a finite --lr, got inf"),
         ({"hidden_size": "32"}, "--hidden-size to be int, got '32'"),

@@ -30,20 +30,27 @@ V = 128
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "ranks", "says"),
+    ("change", "device", "dims", "says"),
     [
-        ({}, "cpu", 1, "a GPU for --cuda-graph, got --device cpu"),
-        ({}, "cuda", 2, "one process for --cuda-graph, got 2 ranks"),
-        ({"recompute_granularity": "full"}, "cuda", 1, "no recompute"),
-        (MOE | {"moe_balance_over": "global_batch"}, "cuda", 1, "another --moe-balance-over"),
-        (MOE | {"moe_mlp_impl": "sparse"}, "cuda", 1, "--moe-mlp-impl grouped"),
+        ({}, "cpu", {}, "a GPU for --cuda-graph, got --device cpu"),
+        ({}, "cuda", {"dp_shard": 2}, "--zero-stage 0 with several ranks for --cuda-graph, got 1,"),
+        ({"zero_stage": 0}, "cuda", {"tp": 2}, "no tensor or pipeline parallelism"),
+        (
+            MOE | {"zero_stage": 0, "moe_row_policy": "exact"},
+            "cuda",
+            {"dp_shard": 2, "ep": 2},
+            "--moe-row-policy worst",
+        ),
+        ({"recompute_granularity": "full"}, "cuda", {}, "no recompute"),
+        (MOE | {"moe_balance_over": "global_batch"}, "cuda", {}, "another --moe-balance-over"),
+        (MOE | {"moe_mlp_impl": "sparse"}, "cuda", {}, "--moe-mlp-impl grouped"),
     ],
 )
-def test_what_cannot_be_one_graph_is_refused(change, device, ranks, says):
+def test_what_cannot_be_one_graph_is_refused(change, device, dims, says):
     config = TrainConfig(**SIZES | change, cuda_graph=True)
     with pytest.raises(ValueError, match=f"Expected {says}"):
-        check_capturable(config, torch.device(device), ranks)
-    check_capturable(TrainConfig(**SIZES | MOE), torch.device("cuda"), 1)
+        check_capturable(config, torch.device(device), ParallelDims(**dims))
+    check_capturable(TrainConfig(**SIZES | MOE), torch.device("cuda"), ParallelDims())
 
 
 def test_the_command_says_so_before_it_writes(tmp_path, capsys):

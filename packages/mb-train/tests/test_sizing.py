@@ -295,6 +295,8 @@ def test_ranks_share_the_state():
     assert sizes(experts, 64, 4, "H200").weights < shared.weights
     third = dataclasses.replace(config, zero_stage=3)
     assert sizes(third, 64, 4, "H200").weights < shared.weights
+    whole = sizes(dataclasses.replace(config, zero_stage=0), 64, 4, "H200")
+    assert (whole.optimizer, whole.gradients) == (alone.optimizer, alone.gradients)
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
     assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
 

@@ -3,7 +3,8 @@
 - Ranks: `distributed`, `world_size`, `rank`, `any_rank`, `of_all_ranks`, `check_same`.
 - Groups: `ParallelDims`, `ParallelMesh`.
 - Experts: `parallelize_experts`, `rebalance_experts`, `set_micro_batch`, `within_budget`.
-- Data parallelism and ZeRO: `apply_data_parallel`, `gather_rest`, `set_gradient_sync`.
+- Data parallelism and ZeRO: `apply_data_parallel`, `gather_rest`, `set_gradient_sync`,
+  `sum_gradients`.
 - Gradients: `clip_grad_norm`.
 
 More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.pipeline_parallel`, `.recompute`,
@@ -16,6 +17,7 @@ import types as _types
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
 from mb_parallel.data_parallel import gather_rest as gather_rest
 from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
+from mb_parallel.data_parallel import sum_gradients as sum_gradients
 from mb_parallel.expert_parallel import parallelize_experts as parallelize_experts
 from mb_parallel.expert_parallel import rebalance_experts as rebalance_experts
 from mb_parallel.expert_parallel import set_micro_batch as set_micro_batch

@@ -1,4 +1,4 @@
-"""Data parallelism with sharded parameters, gradients and optimizer state, over torch's FSDP2.
+"""Data parallelism: parameters, gradients and optimizer state sharded by torch's FSDP2, or whole.
 
 `fully_shard` is applied block by block, from the inside out: each block gathers its weights just
 before it runs and reduces its gradients just after, while its neighbours compute. Small blocks are
@@ -8,12 +8,17 @@ sharded; the ZeRO stage (Rajbhandari et al., arXiv 1910.02054) says what else is
 parameter on each of N ranks, with bf16 compute and AdamW, in a step of several micro-batches:
 
     stage   master, moments   compute weight          gradient
+      0         12            2, cast on use          4, reduced once, after the last micro-batch
       1         12 / N        2, gathered once        4, reduced once, at the last micro-batch
       2         12 / N        2, gathered once        4 / N, reduced at every micro-batch
       3         12 / N        a block's 2 at a time   4 / N, reduced at every micro-batch
 
 In stage 1 and 2 compute weights live from the first forward to the last backward of a step. Stage 2
 holds the whole gradient of one unit at a time. With one micro-batch a step, 1 and 2 are the same.
+
+Stage 0 shards nothing (`replicas`). A rank's model is what it is in one process, so that CUDA
+graphs can hold its passes and Python has less to do. It takes the memory, and a reduction that no
+backward pass hides: for small dense layers beside experts that are spread over all ranks.
 
 Gradients are sums over ranks, and nothing divides them: what is trained is the sum of the losses
 that the ranks call backward on. To train on a mean, divide the loss, which costs nothing; dividing
@@ -41,8 +46,9 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
-from mb_parallel.gradient_sync import keep_apart, watch
+from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
+from mb_parallel.replicas import replicate
 
 _STAGE = "_mb_zero_stage"
 
@@ -57,7 +63,7 @@ def apply_data_parallel(
     zero_stage: int = 3,
     cast_inputs: bool = True,
 ) -> None:
-    """Shard `model` in place over `mesh`; its parameters become DTensors.
+    """Shard `model` in place over `mesh`; its parameters become DTensors, but in stage 0.
 
     Gradients become sums over data-parallel ranks, so the ranks' losses have to add up to the one
     you want. For the mean over ranks divide each rank's loss by `mesh.dp_size`, auxiliary losses
@@ -81,7 +87,8 @@ def apply_data_parallel(
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
             since rounding would change their choices. Small ones are joined, as blocks are.
-        zero_stage: 1, 2 or 3, see above.
+        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, and
+            computing in `compute_dtype` is left to the model, as in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
             however they are nested. False for a model that chooses dtypes by itself: then weights
             of a loss, tables of positions and an fp32 residual stream keep their dtypes.
@@ -97,20 +104,29 @@ def apply_data_parallel(
     with refused_alike(mesh):
         blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
         _refuse_arguments(model, blocks, keep_fp32, compute_dtype, zero_stage)
+        if zero_stage == 0 and mesh.pp_size > 1:
+            raise ValueError(
+                "Expected zero_stage 1, 2 or 3 for a stage of a pipeline, whose schedules run "
+                f"several backward passes a step, got 0 with pp = {mesh.pp_size}."
+            )
         if mesh.dims.dp * mesh.dims.tp == 1:
             return
         _refuse_model(model, mesh)
-        from mb_parallel.fsdp_units import shard_units
+        if zero_stage > 0:
+            from mb_parallel.fsdp_units import shard_units
 
-        shard_units(
-            model,
-            mesh,
-            blocks=blocks,
-            compute_dtype=compute_dtype,
-            keep_fp32=keep_fp32,
-            reshard=zero_stage == 3,
-            cast_inputs=cast_inputs,
-        )
+            shard_units(
+                model,
+                mesh,
+                blocks=blocks,
+                compute_dtype=compute_dtype,
+                keep_fp32=keep_fp32,
+                reshard=zero_stage == 3,
+                cast_inputs=cast_inputs,
+            )
+    if zero_stage == 0:
+        inner = getattr(model, "_orig_mod", model)
+        setattr(inner, REPLICAS, replicate(inner, mesh))
     setattr(model, _STAGE, zero_stage)
     watch(_compiled(model))
     keep_sizes(mesh, model)
@@ -126,8 +142,8 @@ def _refuse_arguments(
     """Raise ValueError for arguments of `apply_data_parallel` that mean nothing."""
     one_module(model)
     floating(compute_dtype=compute_dtype)
-    if zero_stage not in (1, 2, 3):
-        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"Expected zero_stage 0, 1, 2 or 3, got {zero_stage!r}.")
     inside = set(model.modules()) - {model}
     for name, modules in (("blocks", blocks), ("keep_fp32", keep_fp32)):
         for module in modules:
@@ -178,6 +194,8 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     alone.
     """
     one_module(model)
+    if (replicas := getattr(model, REPLICAS, None)) is not None:
+        replicas.last = enabled
     stage, sharded = zero_stage_of(model), _compiled(model)
     if stage is None or not is_fsdp(sharded):
         return
@@ -185,6 +203,23 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     sharded.set_requires_all_reduce(enabled)
     sharded.set_reshard_after_backward(enabled or stage == 3)
     keep_apart(_compiled(model), not enabled)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum all gradients of a model of `zero_stage` 0 over the ranks, in place where in fp32.
+
+    For gradients that no backward pass of autograd has left: a CUDA graph's. Others are summed by
+    the last backward pass. All ranks call this. Nothing happens to a model that
+    `apply_data_parallel` left alone.
+
+    Raises:
+        ValueError: a model of another stage, whose passes gather and reduce.
+    """
+    one_module(model)
+    if zero_stage_of(model):
+        raise ValueError(f"Expected a model of zero_stage 0, got {zero_stage_of(model)}.")
+    if (replicas := getattr(model, REPLICAS, None)) is not None:
+        replicas.sum_all(model)
 
 
 def gather_rest(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a model between passes, for optimizers, which know only its parameters.
+"""What is kept of a sharded model between passes, for optimizers, which know only its parameters.
 
 Between the micro-batches of a step FSDP2 keeps gradients that are not yet summed over ranks out of
 `parameter.grad`. An optimizer would not see them: it would step without them, and `zero_grad` would
@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from mb_parallel.engines import is_fsdp
 
 _APART = "_mb_gradients_apart"  # on a model, as `keep_apart` sets it
+REPLICAS = "_mb_replicas"  # on a model, its `Replicas`
 # Parameters bear no mark: `to` and `load_state_dict(assign=True)` put others in their place.
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -145,3 +146,6 @@ def _drop_units(module: nn.Module) -> None:
             held.unsharded_accumulated_grad = None
             if hasattr(held, "_unsharded_param"):
                 held._unsharded_param.grad = None
+    for model in module.modules():
+        if (replicas := getattr(model, REPLICAS, None)) is not None:
+            replicas.forget(model)

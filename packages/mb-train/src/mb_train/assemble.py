@@ -27,7 +27,7 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.execute import Executor, Piped, Sequential, WithinBudget
-from mb_train.graphs import Graphed, check_capturable
+from mb_train.graphs import Graphed, check_capturable, peer_buffers
 from mb_train.layout import stage_layers
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
@@ -84,7 +84,7 @@ def assemble(
         ValueError: sizes that the parallel sizes do not divide, or a way that the model cannot go.
     """
     if config.cuda_graph:
-        check_capturable(config, device, mesh.dims.world_size)
+        check_capturable(config, device, mesh.dims)
     runs = stage_layers(config, task.workload.layers, mesh.pp_size)
     borders = task.borders(runs) if mesh.pp_size > 1 else None
     indices = stage_indices(
@@ -117,7 +117,9 @@ def assemble(
         pipeline = _pipeline(parts, borders, task, config, mesh, compute_dtype)
         executor, copies = Piped(pipeline), pipeline.copies
     elif config.cuda_graph:
-        executor = Graphed(parts[0], task.first_input, working_copies)
+        executor = Graphed(
+            parts[0], task.first_input, working_copies, peer_buffers(parts[0]), dp_size=mesh.dp_size
+        )
     else:
         executor = Sequential(parts[0], task.first_input, dp_size=mesh.dp_size)
     if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):

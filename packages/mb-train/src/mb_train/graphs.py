@@ -10,17 +10,22 @@ allocate workspaces. Then one is captured, and replayed for the rest of the run.
 say what there is to compute by their shapes alone, and there are few of those: how many documents
 divide a sequence comes in powers of two, what is left of a batch without its padding in 32nds.
 Dropout and jitter are those of a run without graphs, for a graph reads the seed of torch's
-generator when it is replayed. Nothing that waits for the device can be captured, nor a collective:
-a whole model on one GPU.
+generator when it is replayed. Nothing that waits for the device can be captured, nor a collective.
+So each of several GPUs has the whole model, but for experts that are reached through peer memory,
+and gradients are summed when the step's micro-batches are through.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from mb_layers import MoE, dMoE
+from mb_layers.dispatch import LocalDispatcher
+from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
+from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher
 from mb_parallel.optimizer import WorkingCopies
 from torch import Tensor, nn
 
@@ -37,12 +42,22 @@ _Shapes = tuple[tuple[str, torch.Size], ...]
 _Passed = tuple[Losses, dict[str, Tensor]]
 
 
-def check_capturable(config: TrainConfig, device: torch.device, ranks: int) -> None:
+def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
     """Raise ValueError for a run whose micro-batches cannot be one graph."""
     sparse = config.moe_num_experts is not None and config.moe_mlp_impl == "sparse"
     for there, wanted, got in (
         (device.type != "cuda", "a GPU", f"--device {device.type}"),
-        (ranks > 1, "one process", f"{ranks} ranks"),
+        (
+            dims.world_size > 1 and config.zero_stage > 0,
+            "--zero-stage 0 with several ranks",
+            f"{config.zero_stage}, whose passes gather weights",
+        ),
+        (dims.tp * dims.pp > 1, "no tensor or pipeline parallelism", f"{dims.tp} x {dims.pp}"),
+        (
+            dims.ep > 1 and config.moe_row_policy != "worst",
+            "--moe-row-policy worst",
+            f"{config.moe_row_policy}, with which the host waits",
+        ),
         (
             config.recompute_granularity is not None or config.moe_recompute,
             "no recompute",
@@ -59,17 +74,44 @@ def check_capturable(config: TrainConfig, device: torch.device, ranks: int) -> N
             raise ValueError(f"Expected {wanted} for --cuda-graph, got {got}.")
 
 
+def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
+    """The memory through which ranks exchange rows in a model that is to be captured.
+
+    Raises:
+        ValueError: rows are exchanged, or counted for a capacity, in another way.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE | dMoE)]
+    dispatchers = [layer.dispatcher for layer in layers]
+    for dispatcher in dispatchers:
+        if not isinstance(dispatcher, LocalDispatcher | PeerDispatcher):
+            raise ValueError(
+                "Expected experts that are reached through peer memory alone, without a capacity, "
+                f"for --cuda-graph with several ranks, got {type(dispatcher).__name__}, whose "
+                "collectives are not captured."
+            )
+    return {one.buffers for one in dispatchers if isinstance(one, PeerDispatcher)}
+
+
 class Graphed(Sequential):
     """`Sequential` whose micro-batches are replayed from CUDA graphs, one for each shape.
 
     Args:
-        model, first_input: as for `Sequential`.
+        model, first_input, dp_size: as for `Sequential`.
         copies: what the model computes with; a replay calls no hook that would look them over.
+        buffers: memory of peers that the model exchanges rows through.
     """
 
-    def __init__(self, model: nn.Module, first_input: str, copies: WorkingCopies) -> None:
-        super().__init__(model, first_input)
-        self._copies = copies
+    def __init__(
+        self,
+        model: nn.Module,
+        first_input: str,
+        copies: WorkingCopies,
+        buffers: Collection[PeerBuffers] = (),
+        *,
+        dp_size: int = 1,
+    ) -> None:
+        super().__init__(model, first_input, dp_size=dp_size)
+        self._copies, self._buffers = copies, buffers
         # Of all passes: autograd adds a gradient up on the stream where it first did, and a capture
         # cannot wait for another than its own.
         self._stream = torch.cuda.Stream()
@@ -82,15 +124,19 @@ class Graphed(Sequential):
 
     def step(self, work: Work) -> Losses:
         """See `Executor.step`."""
+        for memory in self._buffers:
+            memory.check_all()
         # The optimizer has updated the weights in place: a graph's gradients are of these.
         self._copies.refresh()
-        self._begin(work.loss_scale, 1 / len(work.batches))
+        self._begin(work.loss_scale, 1 / (len(work.batches) * self._dp_size))
+        set_gradient_sync(self._model, False)
         totals: Losses = {}
         for index, batch in enumerate(work.batches):
             work.before(index)
             losses, metrics = self._run(batch)
             add_losses(totals, losses)
             work.measured(metrics)
+        sum_gradients(self._model)
         return totals
 
     def _begin(self, loss_scale: Tensor | float, share: float) -> None:

@@ -106,6 +106,11 @@ class PeerBuffers:
         polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
         return PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
 
+    def check_all(self) -> None:
+        """Raise as `check` does, for exchanges that a CUDA graph holds, where nobody else looks."""
+        for memory in self._memories.values():
+            self.check(memory)
+
     def check(self, memory: PeerMemory) -> None:
         """Raise if a kernel has given up waiting for a peer. Reads only host memory."""
         failed, where, peer = memory.error.tolist()

@@ -34,9 +34,10 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
     """Maps a parameter to the 16-bit tensor to compute with, of this rank's shard.
 
     When the gradient of a copy is complete, its parameter gets it: the first of a step as it is, in
-    16 bits; those of further micro-batches are added in fp32. Autograd meets the copy alone: hooks
-    on the parameter do not run, so register them on `copies[parameter]`, and `torch.autograd.grad`
-    with respect to the parameter finds no graph; use `backward`.
+    16 bits; those of further micro-batches are added in fp32. Then the parameter's hooks after
+    accumulation run. Autograd meets the copy alone: others do not run, so register them on
+    `copies[parameter]`, and `torch.autograd.grad` with respect to the parameter finds no graph; use
+    `backward`.
 
     Args:
         pairs: fp32 parameters, plain or DTensors, and tensors of their local sizes in bf16 or fp16,
@@ -158,3 +159,6 @@ def _hand_over(parameter: Tensor, copy: Tensor) -> None:
         before = local(parameter.grad)
         grad = before.add_(grad) if before.dtype == torch.float32 else before.float().add_(grad)
     parameter.grad = shaped_like(grad, parameter)
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for hook in list((hooks or {}).values()):
+        hook(parameter)

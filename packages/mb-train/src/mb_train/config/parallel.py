@@ -73,9 +73,9 @@ class ParallelFields:
         also=("--num-distributed-optimizer-instances",),
     )  # fmt: skip
     zero_stage: int = flag(
-        "data-parallel ranks share the optimizer's state (1), gradients between micro-batches as "
-        "well (2), weights as well (3): 1 reduces once a step, the others at every micro-batch "
-        "(ours)", 1, choices=(1, 2, 3),
+        "data-parallel ranks share nothing (0), the optimizer's state (1), gradients between "
+        "micro-batches as well (2), weights as well (3): 0 and 1 reduce once a step, the others at "
+        "every micro-batch (ours)", 1, choices=(0, 1, 2, 3),
     )  # fmt: skip
 
     @property

@@ -166,7 +166,9 @@ class TrainingFields:
     deterministic_mode: bool = flag(
         "refuse every operation whose result may differ between two runs", False
     )
-    cuda_graph: bool = flag("replay micro-batches as CUDA graphs, on one GPU (ours)", False)
+    cuda_graph: bool = flag(
+        "replay micro-batches as CUDA graphs; on several GPUs with --zero-stage 0 (ours)", False
+    )
     compile: bool = flag(
         "on a GPU, compile every layer: seconds to start, faster steps, dropout by other masks "
         "(ours)",

@@ -152,7 +152,7 @@ _ANSWERS: Mapping[str, str] = {
     "see --moe-a2a-overlap-degree": "--overlap-moe-expert-parallel-comm",
     "see --optimizer-state-dtype": "--use-precision-aware-optimizer",
     "how a model is built is the library's own matter": "--init-model-with-meta-device",
-    "see --cuda-graph, for one GPU": """
+    "see --cuda-graph": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
         --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
     """,

@@ -93,7 +93,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     narrow = width if width < 4 else 0
     batch = config.batch_size(dims.dp)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
-    parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
+    whole_experts = ranks == 1 or config.zero_stage == 0
+    parts = _parts(model, config, dims, copied=narrow > 0 and whole_experts)
     total, experts = sum(part.total for part in parts), parts[1].total
     share = 0.0
     if (number := config.moe_num_experts) is not None:
@@ -172,10 +173,12 @@ def _parts(
 ) -> list[_Part]:
     """The dense parameters and the experts, as a rank of the first stage has them."""
     experts = {p for name, p in model.named_parameters() if ".experts." in name}
-    of_experts = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
+    shared, of_experts = dims.dp_shard, max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
+    if config.zero_stage == 0:
+        shared = of_experts = 1
     found = []
     for owned, ranks, shards in (
-        (False, dims.tp * dims.pp, dims.dp_shard),
+        (False, dims.tp * dims.pp, shared),
         (True, dims.ep * dims.pp, of_experts),
     ):
         total, state, turning = 0, 0, Demand()
@@ -189,7 +192,7 @@ def _parts(
                 turning += orthogonalising(own, group["fused"], MUON_STEPS)
         # An expert is turned by its owner; dense matrices are dealt out among those that have parts
         # of them, but where data and tensor parallelism cut them both: there all turn all of them.
-        dealt = max(dims.dp_shard, dims.tp) if min(dims.dp_shard, dims.tp) == 1 else 1
+        dealt = max(shared, dims.tp) if min(shared, dims.tp) == 1 else 1
         turned_by = ranks * shards if owned else dims.pp * dealt
         found.append(
             _Part(

@@ -1,0 +1,181 @@
+"""Data parallelism without sharding: every rank holds the weights and the optimizer's state.
+
+A rank's model is what it would be in one process: nothing is gathered, weights lie where they lay,
+so that CUDA graphs can hold its passes. Once a step, after the last backward, gradients are summed
+over the ranks that hold the same parameters: those of experts over the copies of an expert, all
+others over the data-parallel ranks. Then all take the same step (`optimizer.norm`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mb_layers import Experts
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils.weak import TensorWeakRef
+
+from mb_parallel.gradient_sync import keep_apart, watch
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like
+
+# Numbers that are put together for one collective, and copied for it: 128 MiB in fp32.
+_BUCKET = 2**25
+
+_Groups = tuple[dist.ProcessGroup, ...]
+
+
+class Replicas:
+    """Sums the gradients of a model after the last backward of a step; see `replicate`.
+
+    last: whether the next backward is the last.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self.last = True
+        self._came: dict[int, Tensor] = {}  # parameters with gradients of this rank alone, by id
+        # Sums that were made last, by their parameters' ids, and how often they had been written.
+        self._summed: dict[int, tuple[TensorWeakRef, int]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Replicas:
+        return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
+
+    @_disable_dynamo
+    def follow(self, model: nn.Module, *_: Any) -> None:
+        """A hook before forward: watch parameters that are new, as `to` or `assign` put there."""
+        watch(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad and not _is_followed(parameter):
+                parameter.register_post_accumulate_grad_hook(_Arrival(self, model))
+
+    def arrived(self, model: nn.Module, parameter: Tensor) -> None:
+        """Note a gradient; sum all of this backward pass when it ends, if it is the last."""
+        if self._was_added_to_a_sum(parameter):
+            raise ValueError(
+                "Expected no gradient that is summed over the ranks already, got one, to which "
+                "this rank's was added. Call set_gradient_sync(model, False) before all backward "
+                "passes of a step but the last, and zero_grad after the step."
+            )
+        if not self._came:
+            keep_apart(model, True)
+        self._came[id(parameter)] = parameter
+        if self.last:
+            # As FSDP2 does: torch has no public hook for the end of a backward pass.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self.sum_arrived, model))
+
+    def _was_added_to_a_sum(self, parameter: Tensor) -> bool:
+        if (before := self._summed.get(id(parameter))) is None:
+            return False
+        summed, version = before
+        grad = parameter.grad
+        # `zero_grad(set_to_none=False)` would have written it once more.
+        return grad is not None and summed() is grad and grad._version == version + 1
+
+    def sum_arrived(self, model: nn.Module) -> None:
+        """Sum what came since the last time; nothing if it is summed."""
+        if not self._came:
+            return
+        came, self._came = self._came, {}
+        self._sum(model, [p for p in model.parameters() if id(p) in came])
+
+    def sum_all(self, model: nn.Module) -> None:
+        """Sum all gradients, in place where they are in fp32."""
+        self._came.clear()
+        self._sum(model, list(model.parameters()))
+
+    def forget(self, model: nn.Module) -> None:
+        """Gradients that are gone have not to be summed."""
+        self._came = {key: p for key, p in self._came.items() if p.grad is not None}
+        keep_apart(model, bool(self._came))
+
+    @torch.no_grad()
+    def _sum(self, model: nn.Module, parameters: list[Tensor]) -> None:
+        parameters = [p for p in parameters if p.grad is not None]
+        groups = _groups_of(model, self._mesh)
+        for bucket in _buckets(p for p in parameters if groups[id(p)]):
+            grads = [local_grad(p) for p in bucket]
+            parts = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+            summed = all_reduce_together(parts, [groups[id(p)] for p in bucket])
+            for parameter, grad, total in zip(bucket, grads, summed, strict=True):
+                if grad.dtype == total.dtype:
+                    grad.copy_(total)
+                else:  # 16 bits, of a working copy
+                    parameter.grad = shaped_like(total, parameter)
+        now = ((p, p.grad) for p in parameters)
+        self._summed = {id(p): (TensorWeakRef(g), g._version) for p, g in now if g is not None}
+        keep_apart(model, False)
+
+
+class _Arrival:
+    """A hook of a parameter whose gradient came."""
+
+    def __init__(self, replicas: Replicas, model: nn.Module) -> None:
+        self._replicas, self._model = replicas, weakref.ref(model)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if (model := self._model()) is not None:
+            self._replicas.arrived(model, parameter)
+
+
+def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
+    """Let the ranks of `mesh` hold replicas of `model`: the first rank's weights, summed gradients.
+
+    Args:
+        model: on the mesh's device; experts spread or whole.
+        mesh: of several ranks.
+    """
+    groups = _groups_of(model, mesh)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            weight = local(parameter).detach()
+            first = weight.contiguous()
+            for group in groups[id(parameter)]:
+                dist.broadcast(first, group=group, group_src=0)
+            weight.copy_(first)
+    replicas = Replicas(mesh)
+    replicas.follow(model)
+    model.register_forward_pre_hook(replicas.follow)
+    return replicas
+
+
+def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
+    """The groups over which each parameter, by its id, is the same; empty for one rank."""
+
+    def along(*names: str) -> _Groups:
+        axes = (mesh.axis(name) for name in names)
+        return tuple(axis.get_group() for axis in axes if axis is not None)
+
+    groups = dict.fromkeys(map(id, model.parameters()), along("dp"))
+    experts = (m for m in model.modules() if isinstance(m, Experts))
+    of_experts = (id(p) for module in experts for p in module.parameters())
+    return groups | dict.fromkeys(of_experts, along("edp_replicate", "edp_shard"))
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters with gradients of one dtype, as many as go into a collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        assert parameter.grad is not None
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        bucket: list[Tensor] = []
+        room = _BUCKET
+        for parameter in alike:
+            if bucket and room < local(parameter).numel():
+                yield bucket
+                bucket, room = [], _BUCKET
+            bucket.append(parameter)
+            room -= local(parameter).numel()
+        yield bucket
+
+
+def _is_followed(parameter: Tensor) -> bool:
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return any(isinstance(hook, _Arrival) for hook in (hooks or {}).values())

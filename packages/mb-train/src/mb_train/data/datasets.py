@@ -77,7 +77,7 @@ def prepare_data(
     prefixes = [
         prefix for words in parts.values() for prefix in _weights_and_prefixes(config, words)[1]
     ]
-    evaluated = config.eval_iters * batch_size
+    evaluated = config.eval_iters * batch_size or None  # what nobody looks at is not built
     train, valid, test = on_rank_zero_first(
         lambda: task.build_datasets(parts.get("") or parts, (samples, evaluated, evaluated))
     )
@@ -90,8 +90,6 @@ def prepare_data(
     files = [Path(prefix + _suffixes(config)[0]) for prefix in prefixes]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
-    if not config.eval_iters:
-        valid = test = None
     return Data(train, valid, test, identity(train, files, weights))
 
 

@@ -248,6 +248,28 @@ def test_without_evaluations_no_data_is_made_ready_for_them(finished, tmp_path, 
     assert losses["0"] == losses["1"]
 
 
+def test_data_that_is_there_from_the_runs_directory_on_is_said(
+    finished, tmp_path, monkeypatch, capsys
+):
+    (prefix,) = resolve_start(parse(["--load", str(finished[0])])).config.data_path
+    began, other = tmp_path / "began", tmp_path / "other"
+    for folder in (began, other):
+        folder.mkdir()
+    monkeypatch.chdir(began)
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{prefix}{suffix}", f"text{suffix}")
+    assert main([*TINY, "--data-path=text", "--save=run", "--train-iters=2"]) == 0
+    monkeypatch.chdir(other)
+    assert main(["--load", str(began / "run")]) == 2
+    assert (
+        f"Expected text.bin to be a file (from --data-path), found none in {other}. It is in "
+        f"{began}, where the run was until now: go there" in capsys.readouterr().err
+    )
+    began.rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert main(["--load", "run"]) == 0
+
+
 def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     (whole,) = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())["config"][
         "data_path"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -82,6 +83,7 @@ class Run:
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
         self.device = device
+        self.directory = os.getcwd()  # where relative paths of the configuration begin
 
         # The ranks' meshes, batches and rates, which follow from their number, and where it stands.
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
@@ -103,7 +105,7 @@ class Run:
         self.say(argument_lines(config))
 
         # What is learned, from what text.
-        check_files(config)
+        check_files(config, "." if start is None else start.saved.state.get("directory", "."))
         self._copies = copies_for(config, start)
         tokenizer = load_tokenizer(config, self._copies)
         saved = saved_rows(config, start)

@@ -194,6 +194,16 @@ def test_separate_paths_use_all_documents(prefixes):
         build_gpt_datasets({"dev": a}, **SETTINGS)
 
 
+@pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
+def test_a_part_that_is_not_wanted_is_not_built(prefixes, tmp_path, blend):
+    paths = ["1", prefixes[0], "2", prefixes[1]] if blend else prefixes[0]
+    train, valid, test = build_gpt_datasets(paths, **{**SETTINGS, "num_samples": (26, None, None)})
+    assert (valid, test) == (None, None)
+    assert len(list(tmp_path.glob("*/*.mbindex"))) == (3 if blend else 1)  # of train alone
+    same = build_gpt_datasets(paths, **{**SETTINGS, "num_samples": (26, 4, 1)})[0]
+    assert all(np.array_equal(train[i], same[i]) for i in range(26))
+
+
 def test_source_without_documents_for_a_part_is_left_out(prefixes, tmp_path):
     with IndexedDatasetBuilder(tmp_path / "small", np.uint16) as builder:
         builder.add_document(np.arange(3000, 3100))

@@ -256,6 +256,27 @@ def test_frozen_weights_travel_as_tensors_do(bits: int) -> None:
         freeze_in_bits(layer.experts, bits, names=("gate",))
 
 
+@pytest.mark.parametrize("names", [("w1",), ("w2",), ("w1", "w2")], ids=str)
+def test_one_frozen_weight_is_enough_to_run_in_steps(names, monkeypatch) -> None:
+    layer = build()
+    plain = copy.deepcopy(layer)
+    freeze_in_bits(layer.experts, 8, names=names)
+    for name in names:
+        with torch.no_grad():
+            getattr(plain.experts, name).copy_(getattr(layer.experts, name))
+    x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    results = []
+    for one in (plain, layer):
+        assert one.experts.stores_home() == (one is plain)
+        y = one(x).y
+        trained = (x, *(p for n, p in one.named_parameters() if n.split(".")[-1] not in names))
+        results.append((y, *torch.autograd.grad(y.square().sum(), trained)))
+        # Its product with a weight in codes is then the only place where that is decoded.
+        monkeypatch.setattr(FrozenWeight, "decoded", lambda self: pytest.fail("decoded whole"))
+    for expected, got in zip(*results, strict=True):
+        assert_close("y or a gradient", got, expected)
+
+
 def test_all_weights_are_frozen_or_none() -> None:
     layer = build(ffn_hidden_size=47)
     with pytest.raises(ValueError, match="even last dimension"):

@@ -8,7 +8,6 @@ in fp64, for matrices of random numbers and for some of low rank under noise.
 """
 
 import argparse
-import random
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ import triton
 from mb_kernels import symmetric_matmul
 from mb_parallel.optimizer.muon import _COEFFICIENTS, newton_schulz
 from torch import Tensor
+from turns import in_turns
 
 DEVICE = "cuda"
 # 64 experts of GPT-2 125M, OLMoE's, fine ones; a dense layer; a few large ones.
@@ -47,22 +47,6 @@ def exact(x: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         s = a * s + b * s**3 + c * s**5
     return (u * s[..., None, :]) @ v
-
-
-def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Medians of calls in turns, the host ahead of the GPU."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
-        for name in random.sample(list(calls), len(calls)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(4_000_000)
-            start.record()
-            calls[name]()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= 2:  # the first compile
-                times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def calls_of(x: Tensor) -> dict[str, Callable[[], object]]:
@@ -100,8 +84,9 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep=", ")
     print(f"{'ms':20}{'bmm':>10}{'symmetric':>10}{'plain':>10}{'ours':>10}")
     for shape in SHAPES:
-        ms = milliseconds(calls_of(torch.randn(shape, device=DEVICE).bfloat16()), rounds)
-        print(f"{shape!s:20}" + "".join(f"{value:10.3f}" for value in ms.values()), flush=True)
+        times = in_turns(calls_of(torch.randn(shape, device=DEVICE).bfloat16()), rounds)
+        told = (f"{statistics.median(values):10.3f}" for values in times.values())
+        print(f"{shape!s:20}" + "".join(told), flush=True)
     for kind, name, error, largest in deviations(768, 3072):
         print(f"{kind}, {name}: relative error {error:.4f}, largest singular value {largest:.3f}")
 

@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import math
-import random
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import triton
 from mb_parallel.optimizer import AdamW, Muon, WorkingCopies, clip_and_step
 from torch import nn
+from turns import in_turns
 
 HIDDEN, FFN, EXPERTS, VOCABULARY = 768, 2048, 64, 50304
 DEVICE = "cuda"
@@ -142,22 +142,6 @@ def all_but_masters_in_bf16(layers: int) -> Steps:
 
 def copied(parameters: list[nn.Parameter]) -> WorkingCopies:
     return WorkingCopies({p: p.detach().bfloat16() for p in parameters})
-
-
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    for call in calls.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name in random.sample(list(calls), len(calls)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(20_000_000)  # cycles, some 10 ms: in training, too, the host is ahead
-            start.record()
-            calls[name]()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return times
 
 
 def main() -> None:

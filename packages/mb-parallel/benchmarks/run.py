@@ -71,12 +71,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_turns(
+def slowest_in_turns(
     calls: Mapping[str, Callable[[], Any]], seconds: float, repeats: int = 5
 ) -> dict[str, float]:
-    """Median milliseconds of each call, over rounds in which all take their turn.
+    """Median milliseconds of each call on the slowest rank, over rounds in which all have a turn.
 
-    All ranks run the same number of rounds, decided by rank 0.
+    All ranks run the same number of rounds, in the same order, decided by rank 0.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     stop = time.monotonic() + seconds
@@ -164,7 +164,7 @@ def exchange(mesh: ParallelMesh, tokens: int, hidden: int, seconds: float) -> di
         "peer combine": combine,
     }
     graphs = {name: captured(call) for name, call in calls.items()}
-    return {name: ms / CAPTURED for name, ms in in_turns(graphs, seconds).items()}
+    return {name: ms / CAPTURED for name, ms in slowest_in_turns(graphs, seconds).items()}
 
 
 def layer(
@@ -221,13 +221,14 @@ def layer(
     ways: dict[str, dict[str, Any] | None] = {"one GPU": None, **WAYS}
     if not graphs:
         calls = {way: build(options) for way, options in ways.items()}
-        return in_turns(calls, seconds), fullest[0]
+        return slowest_in_turns(calls, seconds), fullest[0]
     layers = {way: build(ways[way]) for way in CAPTURED_WAYS}  # alive while their graphs run
     replays: dict[str, Callable[[], None]] = {}
     for way, run in layers.items():
         replays[way] = captured(run)
         say(f"    {way} captured")
-    return {way: ms / CAPTURED for way, ms in in_turns(replays, seconds).items()}, fullest[0]
+    times = slowest_in_turns(replays, seconds)
+    return {way: ms / CAPTURED for way, ms in times.items()}, fullest[0]
 
 
 def _spread(moe: dMoE, mesh: ParallelMesh, *, pushed: bool = False, **options: Any) -> None:

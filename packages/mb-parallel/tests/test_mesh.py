@@ -59,9 +59,9 @@ def test_flags_lie_where_the_group_carries_them(monkeypatch, backends, device):
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"dp_shard": 0}, "dp_shard to be an integer of at least 1, got 0"),
-        ({"tp": 2.0}, "tp to be an integer of at least 1, got 2.0"),
-        ({"pp": True}, "pp to be an integer of at least 1, got True"),
+        ({"dp_shard": 0}, "dp_shard to be an integer >= 1, got 0"),
+        ({"tp": 2.0}, "tp to be an integer >= 1, got 2.0"),
+        ({"pp": True}, "pp to be an integer >= 1, got True"),
         ({"dp_replicate": 2, "dp_shard": 1, "tp": 3, "ep": 4}, "divide the 6 ranks of a pipeline"),
         ({"pp": 8, "ep": 8}, "divide the 1 ranks of a pipeline"),
     ],
@@ -78,7 +78,7 @@ def test_product_must_be_the_number_of_ranks():
 
 
 def test_the_number_of_ranks_is_a_number():
-    with pytest.raises(ValueError, match="world_size to be an integer of at least 1, got '4'"):
+    with pytest.raises(ValueError, match="world_size to be an integer >= 1, got '4'"):
         ParallelDims.for_world("4")
 
 

@@ -630,10 +630,10 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: SGD(p, lr=-1.0), "got lr=-1.0"),
         (lambda p: AdamW(p, betas=(0.9,)), "two betas"),
         (lambda p: Muon(p), r"Expected groups, .* got parameters alone, .*muon_groups\(model"),
-        (lambda p: Muon(p, ns_steps=0), "ns_steps to be an integer of at least 1, got 0"),
+        (lambda p: Muon(p, ns_steps=0), "ns_steps to be an integer >= 1, got 0"),
         (lambda p: Muon(p, ns_dtype="bfloat16"), "ns_dtype to be a floating-point dtype"),
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
-        (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer of at least 1, got 2.5"),
+        (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer >= 1, got 2.5"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
         (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),
         (

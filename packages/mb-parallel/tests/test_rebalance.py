@@ -254,7 +254,7 @@ def _wrong_on_one(rank, world_size):
     layer = Model(top_k=1 + (rank == 1))
     with pytest.raises(ValueError, match=r"rank 1: moes\.0\.top_k = 2"):
         parallelize_experts(layer, mesh, sequence_parallel=True)
-    with pytest.raises(ValueError, match="chunks to be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunks to be an integer >= 1, got 0"):
         parallelize_experts(Model(), mesh, chunks=int(rank != 1))
     with pytest.raises(ValueError, match="ParallelDims to be equal on all 4 ranks"):
         ParallelDims(dp_shard=4 + (rank == 1)).build("cpu")
@@ -290,7 +290,7 @@ def test_the_order_shares_loads_out(experts, ranks):
         # Graham's bound: nobody is more than one expert above an even share.
         assert placed * loads_E.sum() / ranks <= loads_E.sum() / ranks + loads_E.max()
     assert fullest_rank(torch.zeros(experts), ranks) == 1.0
-    with pytest.raises(ValueError, match="ranks to be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="ranks to be an integer >= 1, got 0"):
         balanced_order(loads_E, 0)
     with pytest.raises(ValueError, match="Expected ranks to divide the 5 experts, got 2"):
         fullest_rank(torch.ones(5), 2)

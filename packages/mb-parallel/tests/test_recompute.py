@@ -170,7 +170,7 @@ def test_a_layer_that_blocks_share_is_computed_twice_and_not_thrice(model):
 def test_what_cannot_be_is_refused(model):
     with pytest.raises(ValueError, match="one of full, moe, selective, got 'some'"):
         apply_recompute(model, "some")
-    with pytest.raises(ValueError, match="every to be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="every to be an integer >= 1, got 0"):
         apply_recompute(model, "full", every=0)
     with pytest.raises(ValueError, match="got none"):
         apply_recompute([nn.Linear(2, 2)], "moe")

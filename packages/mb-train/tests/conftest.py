@@ -7,8 +7,13 @@ Some file systems take seconds to sync a file, and a checkpoint syncs eight.
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
+
+# Under --import-mode=importlib a test module cannot see its neighbours.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="session")

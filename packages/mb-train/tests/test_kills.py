@@ -1,9 +1,5 @@
 """A few kills of `kill_loop.py`, which takes any number."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))  # its processes import it by name
 import kill_loop
 
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import sys
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -12,6 +11,7 @@ import mb_data
 import mb_train
 import numpy as np
 import pytest
+from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
@@ -21,9 +21,6 @@ from mb_train.flags.command_line import parse, resolve
 from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import TRANSLATED
 from mb_train.recipes import recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]

@@ -145,6 +145,8 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     parts = task.build_datasets([prefix], (30, 10, 0))
     assert len(parts[0]) >= 30
     assert len(parts[1]) >= 10
+    alone, *others = task.build_datasets([prefix], (30, None, None))
+    assert (len(alone), others) == (len(parts[0]), [None, None])
     train = parts[0]
     for index in range(len(train)):
         found = [int(sample["padding_mask"].sum()) for sample in train[index]]

@@ -328,20 +328,34 @@ def test_a_client_that_does_not_read_holds_up_no_other(generator):
     asyncio.run(asyncio.wait_for(clients(), 60))
 
 
-def test_a_long_text_is_encoded_beside_the_event_loop(generator):
-    threads = []
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_texts_become_tokens_and_tokens_texts_beside_the_event_loop(generator, stream):
+    """Long ones, and those of many choices with likelihoods, take seconds."""
+    threads = {"encode": set(), "decode": set()}
 
     class Told(Letters):
         def encode(self, text):
-            threads.append(threading.current_thread())
+            threads["encode"].add(threading.current_thread())
             return super().encode(text)
 
-    telling = Generator.__new__(Generator)
-    telling.__dict__.update(generator.__dict__, tokenizer=Told())
-    asked = asyncio.run(Service(telling, "run").understand({"prompt": "ab", "max_tokens": 1}))
-    assert asked.prompts == [[97, 98]]
-    assert threads
-    assert threading.current_thread() not in threads
+        def decode(self, tokens):
+            threads["decode"].add(threading.current_thread())
+            return super().decode(tokens)
+
+    async def answered():
+        telling = Generator.__new__(Generator)
+        telling.__dict__.update(generator.__dict__, tokenizer=Told())
+        service, body = Service(telling, "run"), {"prompt": "ab", "max_tokens": 8}
+        body |= {"temperature": 0, "stop": "e", "n": 2, "logprobs": 2, "echo": True}
+        asked = await service.understand(body)
+        if stream:
+            return "".join([event async for event in service.events(asked)])
+        return json.dumps(await service.whole(asked, gone=lambda: asyncio.sleep(0, False)))
+
+    assert '"finish_reason": "stop"' in asyncio.run(answered())
+    for which in threads.values():
+        assert len(which) == 1
+        assert threading.current_thread() not in which
 
 
 def test_a_request_of_too_many_bytes_is_refused(client, monkeypatch):

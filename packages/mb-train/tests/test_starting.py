@@ -230,6 +230,46 @@ def test_a_run_of_no_checkpoints_keeps_its_log(finished, tmp_path, capsys):
     assert read_curves(tmp_path).last == 2
 
 
+def test_without_evaluations_no_data_is_made_ready_for_them(finished, tmp_path, capsys):
+    (prefix,) = resolve_start(parse(["--load", str(finished[0])])).config.data_path
+    words = [*TINY, "--train-iters=2", f"--data-path={prefix}", "--split=5,4,1"]
+    losses = {}
+    for count in ("0", "1"):
+        index, run = tmp_path / f"index-{count}", tmp_path / f"run-{count}"
+        where = ["--data-cache-path", str(index), "--save", str(run)]
+        assert main([*words, *where, "--eval-iters", count]) == 0
+        said = capsys.readouterr().out
+        evaluated = count == "1"
+        assert len(list(index.rglob("*.mbindex"))) == (3 if evaluated else 1)
+        assert ("validation loss" in said) == evaluated
+        curves = read_curves(run)
+        assert bool(curves.valid) == bool(curves.test) == evaluated
+        losses[count] = curves.loss
+    assert losses["0"] == losses["1"]
+
+
+def test_data_that_is_there_from_the_runs_directory_on_is_said(
+    finished, tmp_path, monkeypatch, capsys
+):
+    (prefix,) = resolve_start(parse(["--load", str(finished[0])])).config.data_path
+    began, other = tmp_path / "began", tmp_path / "other"
+    for folder in (began, other):
+        folder.mkdir()
+    monkeypatch.chdir(began)
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{prefix}{suffix}", f"text{suffix}")
+    assert main([*TINY, "--data-path=text", "--save=run", "--train-iters=2"]) == 0
+    monkeypatch.chdir(other)
+    assert main(["--load", str(began / "run")]) == 2
+    assert (
+        f"Expected text.bin to be a file (from --data-path), found none in {other}. It is in "
+        f"{began}, where the run was until now: go there" in capsys.readouterr().err
+    )
+    began.rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert main(["--load", "run"]) == 0
+
+
 def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     (whole,) = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())["config"][
         "data_path"

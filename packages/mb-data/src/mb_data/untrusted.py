@@ -13,12 +13,12 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def json_of(text: str | bytes) -> Any:
     """``json.loads``, for which what is nested too deeply is damaged like everything else.
 
-    Raises ValueError for what is no JSON.
+    Raises JSONDecodeError, a ValueError, for what is no JSON.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise json.JSONDecodeError("It is nested too deeply", "", 0) from None
 
 
 def printable(text: str) -> str:

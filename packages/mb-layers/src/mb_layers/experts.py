@@ -132,7 +132,9 @@ class _StackedMLP(nn.Module):
         return fused and self.config.hidden_size % 16 == 0
 
     def _in_parts(self) -> bool:
-        return "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
+        held = self._parameters  # getattr would add adapters to their weight
+        frozen = any(isinstance(held.get(name), FrozenWeight) for name in ("w1", "w2"))
+        return frozen or "parametrizations" in self._modules
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 (None without biases) of the `num_experts` experts on this rank."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
+from mb_layers.arguments import at_least_1 as at_least_1
 from torch import Tensor, nn
 
 
 def at_least_0(**numbers: Any) -> None:
-    """Check numbers, given by the names of the arguments."""
+    """Check numbers, infinite ones and tensors among them, given by the names of the arguments."""
     wrong = [
         f"{name}={number!r}"
         for name, number in numbers.items()
@@ -19,13 +20,6 @@ def at_least_0(**numbers: Any) -> None:
     ]
     if wrong:
         raise ValueError(f"Expected {', '.join(numbers)} of at least 0, got {', '.join(wrong)}.")
-
-
-def at_least_1(**counts: Any) -> None:
-    """Check integers, given by the names of the arguments."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"Expected {name} to be an integer of at least 1, got {count!r}.")
 
 
 def above_0(**numbers: Any) -> None:

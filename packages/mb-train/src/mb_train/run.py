@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Generator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -82,9 +84,39 @@ class Run:
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
         self.device = device
-
-        # The ranks' meshes, batches and rates, which follow from their number, and where it stands.
+        self.directory = os.getcwd()  # where relative paths of the configuration begin
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
+        config = self.config
+        self._place(start)
+        self.compute_dtype = compute_dtype(config, device.type)
+        dims = self.mesh.dims
+        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
+        self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
+        self.say(argument_lines(config))
+        tokenizer = self._choose_task(start)
+        compiling = self._build_model(start)
+        self.folder = Path(config.save) if config.save else None
+        with self.timers("train/valid/test-data-iterators-setup"):
+            self.data = self._prepare_data(start, tokenizer)
+        self.say(datetime_line("after dataloaders are built"))
+        self.log = self._open_folder(start)  # now that nothing is wrong
+        self.saver = self._open_saver()
+        self.say(
+            f" model: {self.model.parameters:,} parameters | "
+            f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
+            f"{world_size()} x {device_name(device)}"
+        )
+        if start is not None:
+            self.say(loaded_line(self.progress.iteration, start.checkpoint))
+        with self.timers("kernel-compilation-wait"):
+            for what, kernels in compiling.items():
+                if kernels is not None:
+                    self.say(outcome(what, kernels))
+        self.say("done with setup ...")
+        self.say(self.timers.lines())
+
+    def _place(self, start: Start | None) -> None:
+        """Where the run stands, how far it goes and at which rates."""
         config = self.config
         self.progress = Progress(0, 0)
         if start is not None and not config.finetune:
@@ -96,14 +128,11 @@ class Run:
             consumed_samples=self.progress.consumed_samples,
         )
         self.schedule: Schedule = build_schedule(config, self.batch_sizes.full)
-        self.compute_dtype = compute_dtype(config, device.type)
-        dims = self.mesh.dims
-        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
-        self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
-        self.say(argument_lines(config))
 
-        # What is learned, from what text.
-        check_files(config)
+    def _choose_task(self, start: Start | None) -> Tokenizer:
+        """What is learned, from what text; gives the tokenizer of that."""
+        config, device = self.config, self.device
+        check_files(config, "." if start is None else start.saved.state.get("directory", "."))
         self._copies = copies_for(config, start)
         tokenizer = load_tokenizer(config, self._copies)
         saved = saved_rows(config, start)
@@ -120,9 +149,12 @@ class Run:
         warning = memory_warning(config, self.vocab_size, world_size(), device, device_name(device))
         if warning is not None:
             self.say(warning)
+        return tokenizer
 
-        # The model and what trains it.
-        layers = compile_experts(config, self.mesh, device, self.compute_dtype)
+    def _build_model(self, start: Start | None) -> dict[str, Future[int] | None]:
+        """The model and what trains it; gives the kernels that are being compiled meanwhile."""
+        config, device = self.config, self.device
+        experts = compile_experts(config, self.mesh, device, self.compute_dtype)
         with self.timers("model-and-optimizer-setup"):
             with in_flags(layout.NAMED):
                 self.model: Assembled = assemble(
@@ -153,27 +185,7 @@ class Run:
         for note in (*self.model.notes, describe(self.optimizer)):
             self.say(f" {note}")
         self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
-
-        # Its samples; and, since nothing is wrong, where it is kept.
-        self.folder = Path(config.save) if config.save else None
-        with self.timers("train/valid/test-data-iterators-setup"):
-            self.data = self._prepare_data(start, tokenizer)
-        self.say(datetime_line("after dataloaders are built"))
-        self.log = self._open_folder(start)
-        self.saver = self._open_saver()
-        self.say(
-            f" model: {self.model.parameters:,} parameters | "
-            f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
-            f"{world_size()} x {device_name(device)}"
-        )
-        if start is not None:
-            self.say(loaded_line(self.progress.iteration, start.checkpoint))
-        with self.timers("kernel-compilation-wait"):
-            for what, compiling in ("the experts", layers), ("the step", step):
-                if compiling is not None:
-                    self.say(outcome(what, compiling))
-        self.say("done with setup ...")
-        self.say(self.timers.lines())
+        return {"the experts": experts, "the step": step}
 
     def _load(self, start: Start) -> None:
         """Go on from a checkpoint: its weights, its optimizer's state and loss scale."""

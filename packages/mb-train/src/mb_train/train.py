@@ -278,7 +278,7 @@ def save(run: Run) -> None:
 
 def state_of(run: Run) -> dict[str, Any]:
     """Small values that a run goes on with beside its tensors."""
-    state: dict[str, Any] = {"skipped_samples": run.skipped_samples}
+    state: dict[str, Any] = {"skipped_samples": run.skipped_samples, "directory": run.directory}
     if run.scaler is not None:
         state["loss_scale"] = run.scaler.state_dict()
     return state

@@ -1,27 +1,28 @@
-"""What strangers wrote, read and shown, as in `mb_data.untrusted`, which would import NumPy."""
+"""What strangers wrote, read and shown.
+
+`mb_data.untrusted` is imported by the first call, not with this module: NumPy comes with it, which
+takes as long as all else that `mb-train --help` imports.
+"""
 
 from __future__ import annotations
 
-import json
 import pickle
-import re
 import types
 from typing import Any, ClassVar
 
-# All that a terminal acts upon but new lines and tabs, and what turns the order of letters around.
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
 
 def json_of(text: str | bytes) -> Any:
-    """`json.loads`, for which what is nested too deeply is damaged like everything else.
+    """JSON, or JSONDecodeError for what is none; see `mb_data.untrusted.json_of`."""
+    from mb_data import untrusted
 
-    Raises:
-        JSONDecodeError: it is no JSON.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise json.JSONDecodeError("It is nested too deeply", "", 0) from None
+    return untrusted.json_of(text)
+
+
+def printable(text: str) -> str:
+    """A text that a terminal does not obey; see `mb_data.untrusted.printable`."""
+    from mb_data import untrusted
+
+    return untrusted.printable(text)
 
 
 _InPython: Any = vars(pickle)["_Unpickler"]
@@ -43,8 +44,3 @@ class Unpickler(_InPython):
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
-
-
-def printable(text: str) -> str:
-    """A text with escapes for what would move, colour or rename a terminal, or reorder letters."""
-    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -134,7 +134,7 @@ def build_bert_datasets(
     tokenizer: MaskingTokenizer,
     split: str,
     seq_length: int,
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     seed: int,
     split_rounding: str = "shares",
     mask_prob: float = 0.15,

@@ -174,13 +174,13 @@ def build_gpt_datasets(
     *,
     split: str,
     seq_length: int,
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     seed: int,
     split_rounding: str = "shares",
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[GPTDataset]:
-    """Train, validation and test datasets; a part without documents is None.
+    """Train, validation and test datasets; one without documents, or that is not wanted, is None.
 
     Args:
         prefix: path of a ``.bin``/``.idx`` pair without the suffix; or a blend, weights and
@@ -188,7 +188,7 @@ def build_gpt_datasets(
         split, split_rounding: shares of documents, and the Megatron whose ranges they make, see
             ``parse_split``; not used with a mapping.
         seq_length, seed, vocab_size, cache_dir: see ``GPTDataset``.
-        num_samples: wanted for training, validation and test.
+        num_samples: wanted for training, validation and test; None for a part that is not.
 
     Raises:
         FileNotFoundError, ValueError: see ``IndexedDataset``, ``GPTDataset``, ``parse_blend``.

@@ -160,7 +160,7 @@ def build_ict_datasets(
     tokenizer: MaskingTokenizer,
     split: str,
     seq_length: int,
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     seed: int,
     split_rounding: str = "shares",
     query_in_block_prob: float = 0.1,

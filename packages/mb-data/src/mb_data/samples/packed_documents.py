@@ -126,7 +126,7 @@ def build_packed_datasets(
     *,
     split: str,
     seq_length: int,
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     eod: int,
     seed: int,
     split_rounding: str = "shares",

@@ -42,7 +42,7 @@ def build_parts(
     *,
     split: str,
     split_rounding: str = "shares",
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     count: Callable[[IndexedDataset], int],
     make: Callable[..., D],
     cache_dir: str | os.PathLike[str] | None = None,
@@ -53,16 +53,16 @@ def build_parts(
         paths: a prefix; or weights and prefixes by turns, ``["0.3", "a", "0.7", "b"]``; or one of
             these for each of ``train``, ``valid`` and ``test``, then ``split`` is not used.
         split, split_rounding: see ``parse_split``; applied to every source by itself.
-        num_samples: wanted for training, validation and test.
+        num_samples: wanted for training, validation and test; None for a part that is not.
         count: how many documents a source has.
         make: called with a source, a range of its documents and ``num_samples=``, the samples that
             must be there at least.
 
     Returns:
-        A part without documents is None. A source without documents in some part is left out
-        there, with a warning, and the others share its weight.
+        A part without documents, or that is not wanted, is None. A source without documents in some
+        part is left out there, with a warning, and the others share its weight.
     """
-    if np.shape(num_samples) != (len(PARTS),):
+    if np.asarray(num_samples, dtype=object).shape != (len(PARTS),):
         raise ValueError(
             f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
         )
@@ -71,9 +71,9 @@ def build_parts(
     def whole(prefix: str) -> range:
         return range(count(opened(prefix)))
 
-    def build(name: str, sources: Sequence[Source], wanted: int) -> Part[D]:
+    def build(name: str, sources: Sequence[Source], wanted: int | None) -> Part[D]:
         there = [source for source in sources if source.documents]
-        if not there:
+        if not there or wanted is None:
             return None
         weight, prefix, documents = there[0]
         if weight is None:

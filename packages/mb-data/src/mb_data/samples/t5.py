@@ -153,7 +153,7 @@ def build_t5_datasets(
     split: str,
     encoder_seq_length: int,
     decoder_seq_length: int,
-    num_samples: Sequence[int],
+    num_samples: Sequence[int | None],
     seed: int,
     split_rounding: str = "shares",
     mask_prob: float = 0.15,

@@ -105,9 +105,8 @@ def unpack_routing(
                 f"counts_P: expected [{ranks}], a count for each {ranks}-th of the rows; got "
                 f"{tuple(counts_P.shape)} for {words_RW.shape[0]} rows."
             )
-    per_rank = max(num_experts // ranks, 1)
-    first = rank // max(ranks // num_experts, 1) * per_rank
-    return torch.ops.mb.unpack_routing(words_RW, counts_P, first, per_rank)
+    per_rank, sharing = reference.spread(num_experts, ranks)
+    return torch.ops.mb.unpack_routing(words_RW, counts_P, rank // sharing * per_rank, per_rank)
 
 
 def unpack_routing_backward(d_weights_RJ: Tensor, columns_RK: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.exchange.routing_reference import most_destinations
+from mb_kernels.exchange.routing_reference import most_destinations, spread
 from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
@@ -132,7 +132,8 @@ def pack_routing(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, top_k = weights.shape
     require_countable("tokens of weights_TK", tokens)
-    sharing, (block_t, block_k) = max(ranks // experts, 1), _blocks(top_k)
+    block_t, block_k = _blocks(top_k)
+    per_rank, sharing = spread(experts, ranks)
     columns = most_destinations(top_k, experts, ranks)
     words = weights.new_empty((tokens, 2 * top_k))
     peers = ids.new_empty((tokens, columns), dtype=torch.int32)
@@ -145,7 +146,7 @@ def pack_routing(
             E=experts,
             K=top_k,
             C=columns,
-            PER_RANK=max(experts // ranks, 1),
+            PER_RANK=per_rank,
             SHARING=sharing,
             BY_GROUP=ranks // sharing <= top_k,
             BINS=max(power_of_two(experts + 1), 16),

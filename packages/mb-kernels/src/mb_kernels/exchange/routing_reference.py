@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 
+def spread(experts: int, ranks: int) -> tuple[int, int]:
+    """Experts on a rank, and ranks that hold an expert together; one of the two is 1."""
+    return max(experts // ranks, 1), max(ranks // experts, 1)
+
+
 def most_destinations(top_k: int, experts: int, ranks: int) -> int:
     """C: the most ranks that one token can have to reach."""
-    sharing = max(ranks // experts, 1)  # ranks that hold an expert together
+    _, sharing = spread(experts, ranks)
     return min(top_k, ranks // sharing) * sharing
 
 
@@ -28,7 +33,7 @@ def pack_routing(
 
 
 def _destinations(ids_TK: Tensor, experts: int, ranks: int) -> Tensor:
-    per_rank, sharing = max(experts // ranks, 1), max(ranks // experts, 1)
+    per_rank, sharing = spread(experts, ranks)
     groups, top_k = ranks // sharing, ids_TK.shape[1]
     # Ranks that share an expert make a group.
     group_TK = torch.where(ids_TK < 0, -1, ids_TK // per_rank)

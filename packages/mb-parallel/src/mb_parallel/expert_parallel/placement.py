@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_kernels.exchange import PackedRouting, pack_routing, unpack_routing
+from mb_kernels.exchange import PackedRouting, pack_routing, spread, unpack_routing
 from torch import Tensor
 
 
@@ -41,12 +41,12 @@ class Placement:
 
     @property
     def experts_per_rank(self) -> int:
-        return max(self.num_experts // self.ranks, 1)
+        return spread(self.num_experts, self.ranks)[0]
 
     @property
     def width_shards(self) -> int:
         """Ranks that share the width of one expert; 1 unless there are more ranks than experts."""
-        return max(self.ranks // self.num_experts, 1)
+        return spread(self.num_experts, self.ranks)[1]
 
     def balanced_slots(self, tokens: int, top_k: int) -> float:
         """This rank's slots if the `tokens` of all ranks load the experts evenly."""

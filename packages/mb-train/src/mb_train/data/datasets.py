@@ -77,7 +77,7 @@ def prepare_data(
     prefixes = [
         prefix for words in parts.values() for prefix in _weights_and_prefixes(config, words)[1]
     ]
-    evaluated = config.eval_iters * batch_size
+    evaluated = config.eval_iters * batch_size or None  # what nobody looks at is not built
     train, valid, test = on_rank_zero_first(
         lambda: task.build_datasets(parts.get("") or parts, (samples, evaluated, evaluated))
     )
@@ -90,23 +90,24 @@ def prepare_data(
     files = [Path(prefix + _suffixes(config)[0]) for prefix in prefixes]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
-    if not config.eval_iters:
-        valid = test = None
     return Data(train, valid, test, identity(train, files, weights))
 
 
-def check_files(config: TrainConfig) -> None:
+def check_files(config: TrainConfig, earlier: str = ".") -> None:
     """Raise ValueError if a file of the data that the flags name is missing, or taken for a weight.
 
     Apart from `prepare_data`, since it can be asked before a model is built, which takes minutes.
+
+    Args:
+        earlier: the directory in which the run was until now.
     """
     if config.model == "ict" and config.titles_data_path is not None:
-        check_prefixes([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
+        check_prefixes([config.titles_data_path], (".bin", ".idx"), "--titles-data-path", earlier)
     for part, words in _words_by_part(config).items():
         if words is None:
             continue
         weights, prefixes = _weights_and_prefixes(config, words)
-        check_prefixes(prefixes, _suffixes(config), _named_by(config, part))
+        check_prefixes(prefixes, _suffixes(config), _named_by(config, part), earlier)
         for word in words[::2] if weights else []:
             if Path(f"{word}.bin").is_file():
                 raise ValueError(
@@ -152,8 +153,14 @@ def _named_by(config: TrainConfig, part: str) -> str:
     return file or (f"--{part}-data-path" if part else "--data-path")
 
 
-def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) -> None:
-    """Refuse data sets whose files are not there; `source` is the flag or file that names them."""
+def check_prefixes(
+    prefixes: list[str], suffixes: tuple[str, ...], source: str, earlier: str = "."
+) -> None:
+    """Refuse data sets whose files are not there; `source` is the flag or file that names them.
+
+    Relative paths are kept as they are, as in Megatron, so that data and runs can move together;
+    if there is a data set from the directory `earlier` on, the error says so.
+    """
     if not prefixes:
         raise ValueError(f"Expected {source} to name a data set, got none.")
     for prefix in prefixes:
@@ -163,6 +170,9 @@ def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) 
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
                 if similar := similar_prefixes(prefix):
                     way = f"There is {', '.join(similar)}."
+                if Path(earlier, path).exists():
+                    way = f"It is in {earlier}, where the run was until now: go there, or name "
+                    way += "the data anew."
                 where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
                     f"Expected {prefix}{suffix} to be a file (from {source}), "

@@ -76,13 +76,16 @@ class Service:
                 found = step
                 if await gone():
                     break
-        choices = [
-            answer.choice(
-                index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
-            )
-            for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
-        ]
-        return answer.part(choices, usage=answer.usage(prompts, found))
+
+        def choices() -> list[dict[str, Any]]:
+            return [
+                answer.choice(
+                    index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
+                )
+                for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
+            ]
+
+        return answer.part(await self._computed(choices), usage=answer.usage(prompts, found))
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
         """The answer as server-sent events, a token at a time.
@@ -110,25 +113,35 @@ class Service:
         request, prompts, echoes, answer = asked
         found = asked.nothing_yet()
         texts, tokens = [0] * len(echoes), [0] * len(echoes)  # how much of each has been said
-        if request.echo:
-            whole = enumerate(echoes)
+
+        def echoed() -> str:
             reason = None if request.max_tokens else "length"
-            said = [answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole]
-            yield event(answer.part(said))
+            whole = enumerate(echoes)
+            return event(
+                answer.part([answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole])
+            )
+
+        def news(found: list[Completion]) -> list[str]:
+            said = []
+            for index, (one, echo) in enumerate(zip(found, echoes, strict=True)):
+                new, reason = one.text[max(texts[index], 0) :], one.finish_reason
+                if texts[index] < 0 or not (new or reason):
+                    continue
+                told = answer.told(echo, one)
+                choice = answer.choice(index, new, reason, told, tokens[index])
+                said.append(event(answer.part([choice])))
+                texts[index] = -1 if reason else len(one.text)
+                tokens[index] = len(told.tokens)
+            return said
+
+        if request.echo:
+            yield await self._computed(echoed)
             tokens = [len(echo.tokens) for echo in echoes]
         async with self._one_at_a_time:
             try:
                 async for found in self._steps(asked):
-                    for index, (one, echo) in enumerate(zip(found, echoes, strict=True)):
-                        new = one.text[max(texts[index], 0) :]
-                        if texts[index] < 0 or not (new or one.finish_reason):
-                            continue
-                        told = answer.told(echo, one)
-                        reason = one.finish_reason
-                        choice = answer.choice(index, new, reason, told, tokens[index])
-                        yield event(answer.part([choice]))
-                        texts[index] = -1 if reason else len(one.text)
-                        tokens[index] = len(told.tokens)
+                    for said in await self._computed(news, found):
+                        yield said
             except ValueError as wrong:
                 yield event(error(wrong, "server_error"))
         if request.include_usage:

@@ -31,6 +31,8 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+# Samples for training, validation and test; None for a set that is not.
+Wanted: TypeAlias = Sequence[int | None]
 Datasets: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
@@ -86,13 +88,13 @@ class Task(Protocol):
         """
         ...
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Training, validation and test set over token files.
 
         Args:
             paths: one prefix, or weights and prefixes by turns; or either for each of "train",
                 "valid" and "test".
-            num_samples: how many samples each must have.
+            num_samples: how many samples each must have; None for a set that is not wanted.
         """
         ...
 

@@ -16,7 +16,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.tensor_plans import bert_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.packed import laid, lengths_of, pack
 from mb_train.tasks.sentences import SentenceTask
@@ -63,12 +63,12 @@ class BertTask(SentenceTask):
         """See `models.tensor_plans`."""
         return bert_plan(self.model_config)
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Megatron's samples over files that were split into sentences, packed if asked for."""
         build = partial(self._build_datasets, paths)
         return pack(build, num_samples, rooms=[self._length], most=self._most)
 
-    def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
+    def _build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         config = self._config
         return mb_data.build_bert_datasets(
             paths,

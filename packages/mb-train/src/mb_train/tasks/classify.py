@@ -15,7 +15,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
 from mb_train.models.tensor_plans import classifier_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends, stacked
 from mb_train.tasks.examples import Example, ExampleDataset
 from mb_train.tasks.pairs import FORMS, read_pairs
@@ -67,11 +67,13 @@ class ClassifyTask(SentenceTask):
         """A classifier with fresh weights."""
         return Classifier(self.model_config, classes=self._classes, compute_dtype=compute_dtype)
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Files for each part; the training's examples come in another order each time."""
         assert isinstance(paths, Mapping)
         train, valid, test = (
-            None if files is None else self._dataset(files, wanted, shuffled=part == "train")
+            self._dataset(files, wanted, shuffled=part == "train")
+            if files is not None and wanted is not None
+            else None
             for (part, files), wanted in zip(paths.items(), num_samples, strict=True)
         )
         return train, valid, test

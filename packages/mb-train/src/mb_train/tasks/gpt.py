@@ -16,7 +16,7 @@ from mb_train.models.gpt import GPT
 from mb_train.models.tensor_plans import gpt_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 
 
 class GPTTask:
@@ -65,7 +65,7 @@ class GPTTask:
         """See `models.tensor_plans`."""
         return gpt_plan(self.model_config)
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Samples of S + 1 tokens: Megatron's, whose neighbours share one, or whole documents."""
         config = self._config
         how: dict[str, Any] = {

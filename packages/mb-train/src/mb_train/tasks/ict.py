@@ -18,7 +18,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.models.tensor_plans import ict_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.collate import batches_of, kept_places, stacked
 from mb_train.tasks.sentences import SentenceTask
@@ -64,7 +64,7 @@ class ICTTask(SentenceTask):
             compute_dtype=compute_dtype,
         )
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Megatron's samples over files that were split into sentences, and their titles.
 
         Without `--titles-data-path` the titles are those that `mb-data preprocess` writes beside

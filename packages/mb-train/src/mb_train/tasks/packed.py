@@ -10,12 +10,12 @@ import mb_data
 import numpy as np
 import numpy.typing as npt
 
-from mb_train.tasks.base import Dataset, Datasets
+from mb_train.tasks.base import Dataset, Datasets, Wanted
 
 
 def pack(
-    build: Callable[[Sequence[int]], Datasets],
-    num_samples: tuple[int, int, int],
+    build: Callable[[Wanted], Datasets],
+    num_samples: Wanted,
     *,
     rooms: Sequence[int],
     most: int,
@@ -24,12 +24,12 @@ def pack(
 
     Args:
         build: makes the sets of samples, at least so many in each.
-        num_samples: sequences that each must have.
+        num_samples: sequences that each must have; None for a set that is not wanted.
         rooms, most: see `mb_data.PackedSamples`; a `most` of 1 leaves samples as they are.
     """
     if most == 1:
         return build(num_samples)
-    wanted = list(num_samples)
+    wanted: list[Any] = list(num_samples)
     while True:
         train, valid, test = (
             None
@@ -38,11 +38,11 @@ def pack(
             for part in build(wanted)
         )
         counts = [math.inf if part is None else len(part) for part in (train, valid, test)]
-        few = [part for part in range(3) if counts[part] < num_samples[part]]
+        few = [part for part in range(3) if counts[part] < (num_samples[part] or 0)]
         if not few:
             return train, valid, test
         for part in few:
-            wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part])
+            wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part] or 0)
 
 
 def sample_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:

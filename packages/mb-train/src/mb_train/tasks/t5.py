@@ -20,7 +20,7 @@ from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
 from mb_train.models.tensor_plans import t5_plan
 from mb_train.models.workload import Head, Pass, Workload
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.packed import laid, lengths_of, pack
 from mb_train.tasks.sentences import SentenceTask
@@ -89,12 +89,12 @@ class T5Task(SentenceTask):
         """See `models.tensor_plans`."""
         return t5_plan(self.model_config)
 
-    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         """Megatron's samples over files that were split into sentences, packed if asked for."""
         build = partial(self._build_datasets, paths)
         return pack(build, num_samples, rooms=self._rooms, most=self._most)
 
-    def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
+    def _build_datasets(self, paths: DataPaths, num_samples: Wanted) -> Datasets:
         config, (encoder, decoder) = self._config, self._rooms
         return mb_data.build_t5_datasets(
             paths,

@@ -1,0 +1,193 @@
+"""config.json of Hugging Face's models: every setting read, or refused by name."""
+
+import json
+import re
+
+import pytest
+from mb_train.config import TrainConfig
+from mb_train.convert import architectures, read_model
+from their_models import DEEP, LLAMA3, theirs, transformers
+
+
+class Asked(dict):
+    """A configuration that remembers which of its settings were looked at."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+# Settings of theirs that say nothing about what a model computes when it is run.
+SILENT = re.compile(
+    r"_?[a-z_]*(dropout|pdrop|_token_id|name_or_path|label|labels|initializer_[a-z]+)|summary_.*|"
+    r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
+    r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
+    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types"
+)
+
+
+@pytest.mark.parametrize("kind", architectures.ARCHITECTURES)
+def test_every_setting_is_read_and_has_their_default(kind):
+    """A file may leave out any setting of a class; none that it has is passed over."""
+    found = architectures.ARCHITECTURES[kind]
+    full = transformers.CONFIG_MAPPING[kind]().to_dict()
+    expected = found.read(full)
+    asked = Asked(found.defaults | full)
+    found.fields(asked)
+    passed_over = {name for name in full.keys() - asked.names if not SILENT.fullmatch(name)}
+    assert passed_over == set()
+    sizes = set()
+    for name in full:
+        try:
+            assert found.read({n: v for n, v in full.items() if n != name}) == expected, name
+        except KeyError:
+            sizes.add(name)
+    says_size = re.compile(r"(d|n|num|max|hidden|intermediate)_[a-z_]+")
+    assert all(says_size.fullmatch(name) for name in sizes)
+    for alias, name in type(transformers.CONFIG_MAPPING[kind]()).attribute_map.items():
+        renamed = {alias if n == name else n: value for n, value in full.items()}
+        assert found.read(renamed) == expected, alias
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([], "to hold a JSON object"),
+        ({"model_type": "gpt2", "n_embd": 8}, "lacks 'vocab_size'"),
+        ({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8}, "lacks 'n_layer'"),
+        ({"model_type": "gpt2", "vocab_size": -1}, "a vocab_size above 0, got -1"),
+        ("{", "Cannot read"),
+        (DEEP, "Cannot read"),
+    ],
+    ids=lambda content: str(content)[:40],
+)
+def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("gpt2", {"activation_function": "tanh"}, "activation_function of"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx of"),
+        ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
+        ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
+        ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
+        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+            "to be 8192, got 16",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),
+        ("mixtral", {"num_attention_heads": 0, "head_dim": None}, "should not have"),
+        ("llama", {"rope_parameters": [1]}, "should not have"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers of"),
+        ("llama", {"attention_bias": True}, "attention_bias of"),
+        ("llama", {"is_causal": False}, "is_causal of"),  # a model that embeds texts
+        ("gpt2", {"is_causal": False}, "is_causal of"),
+        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of"),
+        ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
+        ("mistral", {"sliding_window": "wide"}, "should not have"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
+    ],
+    ids=str,
+)
+def test_what_we_have_not_is_refused_by_name(tmp_path, kind, change, says):
+    model = theirs(kind)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says):
+        read_model(tmp_path)
+
+
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False,
+}  # fmt: skip
+OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+QWEN2_MOE = LLAMA | {
+    "moe_num_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
+
+
+def run_config(**fields):
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 8}
+    return TrainConfig(**sizes | fields, micro_batch_size=1, train_iters=1, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lacks"),
+    [
+        ({"moe_num_experts": 4}, "--position-embedding-type learned"),
+        ({"squared_relu": True}, "--activation squared_relu"),
+        ({"position_embedding_type": "rope"}, "--normalization LayerNorm"),
+        ({**OLMOE, "kv_channels": 8}, "--kv-channels 8"),
+        ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
+        (
+            {**QWEN2_MOE, "moe_shared_expert_weighted_sum": True},
+            "--moe-shared-expert-weighted-sum True",
+        ),
+        (
+            {**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0},
+            "--moe-renormalize-p 2.0",
+        ),
+        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
+    ],
+    ids=str,
+)
+def test_what_they_have_not_is_said(fields, lacks):
+    with pytest.raises(ValueError, match=f"no architecture for this model.* {lacks}"):
+        architectures.architecture_for(run_config(**fields))
+
+
+def test_a_run_is_the_architecture_that_says_all_of_it():
+    def kind(**fields):
+        return architectures.architecture_for(run_config(**fields)).model_type
+
+    assert kind() == "gpt2"
+    assert kind(**LLAMA) == "llama"
+    assert kind(**LLAMA, hidden_size=30, num_attention_heads=4, kv_channels=8) == "mistral"
+    assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
+    assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
+    trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
+    assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
+
+
+def test_noise_on_the_experts_too_is_said(tmp_path):
+    said = []
+    theirs("mixtral", router_jitter_noise=0.1).save_pretrained(tmp_path)
+    config, _ = read_model(tmp_path, say=said.append)
+    assert config.moe_jitter_eps == 0
+    assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
+
+
+def test_another_dropout_of_embeddings_is_said(tmp_path):
+    said = []
+    for dropout in (0.2, 0.3):
+        theirs("gpt2", embd_pdrop=dropout, resid_pdrop=0.2).save_pretrained(tmp_path)
+        assert read_model(tmp_path, say=said.append)[0].hidden_dropout == 0.2
+    (line,) = said
+    assert line.startswith("its embd_pdrop of 0.3 is left out")

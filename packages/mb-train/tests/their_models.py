@@ -1,0 +1,72 @@
+"""Random models of Hugging Face's, for tests of the conversion, and ours from their folders."""
+
+import os
+
+import pytest
+import torch
+from mb_train.convert import read_model
+from mb_train.models.gpt import GPT
+from mb_train.tasks.architecture import transformer_config
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 77, "max_position_embeddings": 24,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# Class, and its settings beside those of SIZES, by model type.
+ALL = {
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", EXPERTS),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16},
+    ),
+}
+# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+DEEP = "[" * 10**5  # more than can be read
+
+
+def theirs(kind, **also):
+    """A random model of theirs, no norm or bias of it one or zero."""
+    torch.manual_seed(0)
+    name, settings = ALL[kind]
+    sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
+    config = getattr(transformers, f"{name}Config")(**sizes | settings | also)
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, name + head)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def logits_of(model):
+    tokens_BS = torch.randint(0, 77, (3, 19), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        out = model(tokens_BS).logits if hasattr(model, "lm_head") else model.logits(tokens_BS)
+    return out
+
+
+def ours(folder):
+    config, weights = read_model(folder)
+    model = GPT(transformer_config(config, 77)).eval()
+    model.load_state_dict(weights)
+    return model

@@ -46,29 +46,47 @@ class SafeReader(dcp.FileSystemReader):
     """torch's reader, with a `.metadata` that can name data classes only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
-        except Exception as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is no checkpoint's metadata.")
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+        metadata = read_metadata(Path(self.path) / ".metadata")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
+def read_metadata(path: Path, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
+    """The content of a `.metadata`.
+
+    Args:
+        also: what further names stand for, by module and name.
+
+    Raises:
+        CheckpointError: damaged, or it names what is no part of the format.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file, also or {}).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no checkpoint's metadata.")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    return metadata
+
+
 class _MetadataUnpickler(Unpickler):
+    def __init__(self, file: Any, also: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(file)
+        self._also = also
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._also:
+            return self._also[module, name]
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)

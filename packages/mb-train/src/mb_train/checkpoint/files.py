@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -53,18 +53,18 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def read_metadata(path: Path, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
+def read_metadata(path: Path, also: Callable[[str, str], Any] = lambda *_: None) -> Metadata:
     """The content of a `.metadata`.
 
     Args:
-        also: what further names stand for, by module and name.
+        also: what a module's name stands for that is no part of the format; None refuses it.
 
     Raises:
         CheckpointError: damaged, or it names what is no part of the format.
     """
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file, also or {}).load()
+            metadata = _MetadataUnpickler(file, also).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is no checkpoint's metadata.")
         for info in (metadata.storage_data or {}).values():
@@ -80,16 +80,16 @@ def read_metadata(path: Path, also: Mapping[tuple[str, str], Any] | None = None)
 
 
 class _MetadataUnpickler(Unpickler):
-    def __init__(self, file: Any, also: Mapping[tuple[str, str], Any]) -> None:
+    def __init__(self, file: Any, also: Callable[[str, str], Any]) -> None:
         super().__init__(file)
         self._also = also
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._also:
-            return self._also[module, name]
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (found := self._also(module, name)) is not None:
+            return found
         raise CheckpointError(
             f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
             "it may be meant to run code. Refusing to load it."

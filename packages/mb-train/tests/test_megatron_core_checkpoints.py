@@ -141,6 +141,7 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),
         ({"moe_latent_size": 8}, "experts take the whole hidden state"),
+        ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
         ({"num_experts": 2}, "nothing uses|missing"),
     ],
 )

@@ -196,6 +196,11 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
             "Expected a model without --apply-residual-connection-post-layernorm, which some "
             "versions of Megatron Core ignore."
         )
+    if size := given.get("moe_mlp_glu_interleave_size"):
+        raise ValueError(
+            "Expected a gate's rows over those of what it gates, got blocks of each in turn: "
+            f"--moe-mlp-glu-interleave-size {size}."
+        )
     softmax = given.get("moe_router_score_function", "softmax") == "softmax"
     alone = given.get("moe_router_topk") == 1 and softmax
     if alone and not given.get("moe_router_pre_softmax"):

@@ -7,12 +7,14 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from mb_train.cli import main
 from mb_train.convert import is_megatron, read_megatron
 from mb_train.folder.run_folder import checkpoint_in
@@ -269,6 +271,34 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     assert len(shards) == len(chunks)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_that_torch_read_and_wrote_again(tmp_path):
+    """Its reader finds the same tensors, and of whole ones a shard holds all layers."""
+    model = our_model(**ALIKE)
+    folder = write(tmp_path / "checkpoints", model, stacked=True, tp=2, ep=2, **ALIKE_ARGS)
+    path, again = folder / "iter_0000050", tmp_path / "again"
+    entries = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if hasattr(entry, "chunks")
+    }
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    dcp.save(tensors, checkpoint_id=again, no_dist=True)
+    for name in ("metadata.json", "common.pt"):
+        shutil.copyfile(path / name, again / name)
+    _, weights = read_megatron(again)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("digits", [100, 5000])
+def test_a_name_that_is_too_long_names_nothing(tmp_path, digits):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7" * digits)
+    assert not is_megatron(tmp_path)
+    with pytest.raises(ValueError, match="to name a checkpoint"):
+        read_megatron(tmp_path)
+
+
 def change_metadata(folder, change):
     file = folder / "iter_0000050" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
@@ -441,6 +471,18 @@ def test_an_index_that_lacks_a_shard(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model())
     change_metadata(folder, lambda m: m.storage_data.pop(of_first_chunk(m)[2]))
     with pytest.raises(ValueError, match=r"where the shard .*final_layernorm\.weight"):
+        read_megatron(folder)
+
+
+def test_a_shard_that_is_there_twice_in_place_of_another(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(), tp=2)
+
+    def twice(metadata):
+        chunks = metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks
+        chunks[1] = chunks[0]
+
+    change_metadata(folder, twice)
+    with pytest.raises(ValueError, match=r"elements of embedding\.word_embeddings\.weight"):
         read_megatron(folder)
 
 

@@ -75,7 +75,7 @@ def read_metadata(path: Path, also: Callable[[str, str], Any] = lambda *_: None)
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from error
+        raise CheckpointError(f"{path} is damaged: {str(error)[:200]}.") from error
     return metadata
 
 

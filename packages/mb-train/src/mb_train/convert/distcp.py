@@ -136,7 +136,7 @@ class SavedTensor:
             ) from None
         except Exception as error:  # a damaged one may raise any
             raise ValueError(
-                f"Cannot read {self.name} in {shard.file} at {shard.start:,}: {error}."
+                f"Cannot read {self.name} in {shard.file} at {shard.start:,}: {str(error)[:200]}."
             ) from None
         if not isinstance(found, Tensor) or found.device.type != "cpu":
             raise ValueError(f"Expected a tensor in {shard.file} for {self.name}, got none.")

@@ -128,6 +128,7 @@ def _latest(folder: Path) -> Path:
     """The iteration's folder that a save folder names; itself, if none."""
     latest = folder / LATEST
     name = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    name = name if len(name) < 80 else ""  # what a file system or a number may be too short for
     return folder / (iteration_folder(int(name)) if name.isdecimal() else name)
 
 

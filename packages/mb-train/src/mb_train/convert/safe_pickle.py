@@ -88,4 +88,5 @@ def _load(file: Path | io.BytesIO, name: object) -> Any:
             file, map_location="cpu", pickle_module=_module, weights_only=False, mmap=not in_memory
         )
     except Exception as error:  # a damaged pickle may raise any
-        raise ValueError(f"Cannot read {name}: {str(error) or type(error).__name__}.") from None
+        why = str(error)[:200] or type(error).__name__  # some quote what they could not read
+        raise ValueError(f"Cannot read {name}: {why}.") from None

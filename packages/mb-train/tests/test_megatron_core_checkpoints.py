@@ -1,183 +1,43 @@
 """Checkpoints of Megatron Core's format torch: layers and experts of each kind, on any ranks."""
 
-import argparse
-import io
 import itertools
-import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from mb_train.config import TrainConfig
 from mb_train.convert import is_megatron, read_megatron
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
-LAYERS, HIDDEN, VOCAB, EXPERTS = 4, 32, 96, 4
-LLAMA = {
-    "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "kv_channels": 12,
-    "position_embedding_type": "rope", "rotary_base": 500.0, "normalization": "RMSNorm",
-    "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "qk_layernorm": True,
-}  # fmt: skip
-# As it is here, and the arguments that say so there.
-MIXTURE = {
-    "moe_num_experts": EXPERTS, "moe_top_k": 2, "moe_renormalize": True, "moe_ffn_hidden_size": 24,
-    "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True,
-    "moe_first_k_dense": 1, "moe_loss_weight": 0.03, "moe_drop_policy": "probability",
-}  # fmt: skip
-MIXTURE_ARGS = {
-    "num_experts": EXPERTS, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1],
-    "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
-    "moe_shared_expert_gate": True, "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.01, "moe_router_pre_softmax": False, "moe_token_drop_policy": "probs",
-    "moe_router_score_function": "softmax", "moe_z_loss_coeff": None,
-}  # fmt: skip
-SIGMOID = {
-    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-    "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
-}  # fmt: skip
-# Biases in experts and router, a balancing loss of each sequence, experts in every other layer.
-BIASED = {
-    "moe_num_experts": EXPERTS, "moe_top_k": 1, "moe_mlp_bias": True, "moe_router_bias": True,
-    "moe_layer_freq": 2, "moe_balance_over": "sequence", "moe_loss_weight": 0.04,
-    "moe_capacity_factor": 1.5, "moe_z_loss_weight": 0.002,
-}  # fmt: skip
-BIASED_ARGS = {
-    "num_experts": EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True,
-    "moe_layer_freq": 2, "moe_router_load_balancing_type": ["seq_aux_loss"],
-    "moe_aux_loss_coeff": [0.02], "moe_expert_capacity_factor": 1.5,
-    "moe_token_drop_policy": "position", "moe_z_loss_coeff": 0.001,
-}  # fmt: skip
-
-
-def our_model(**fields):
-    config = TrainConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=48,
-        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, attention_dropout=0.0,
-        hidden_dropout=0.0, **fields,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = GPT(transformer_config(config, VOCAB)).eval()
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn_like(tensor) * 0.3)
-    return model
-
-
-def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
-    """What one rank of Megatron Core would hold of our weights, in layers of this range."""
-    (t, e), (tp, ep) = ranks, sizes
-
-    def cut(weight, dim=0):
-        return weight.chunk(tp, dim=dim)[t]
-
-    def fc1(*halves):  # each rank's own gate over its own up
-        return torch.cat([cut(half) for half in halves])
-
-    found = {}
-    for local, number in enumerate(layers):
-        ours, theirs = f"stack.blocks.{number}.", f"decoder.layers.{local}."
-        here = {n.removeprefix(ours): w for n, w in state.items() if n.startswith(ours)}
-        norm_1, norm_2 = "input_layernorm.{}", "pre_mlp_layernorm.{}"
-        if kind == "te":  # it fuses a norm with the map behind it, and behind this one is a router
-            norm_1 = "self_attention.linear_qkv.layer_norm_{}"
-            if "mlp.router.weight" not in here:
-                norm_2 = "mlp.linear_fc1.layer_norm_{}"
-        layer = {}
-        for name in ("weight", "bias"):
-            for our, their, how in (
-                ("norm_1", norm_1, None), ("norm_2", norm_2, None),
-                ("attention.qkv", "self_attention.linear_qkv.{}", 0),
-                ("attention.out", "self_attention.linear_proj.{}", 1),
-                ("attention.norm_q", "self_attention.q_layernorm.{}", None),
-                ("attention.norm_k", "self_attention.k_layernorm.{}", None),
-                ("mlp.down", "mlp.linear_fc2.{}", 1),
-            ):  # fmt: skip
-                if (weight := here.get(f"{our}.{name}")) is not None:
-                    of_all = how is None or (how == 1 and name == "bias")
-                    layer[their.format(name)] = weight if of_all else cut(weight, how)
-            if f"mlp.up.{name}" in here:
-                halves = ("gate", "up") if gated else ("up",)
-                layer[f"mlp.linear_fc1.{name}"] = fc1(*(here[f"mlp.{h}.{name}"] for h in halves))
-        if "mlp.router.weight" in here:
-            for our, their in (
-                ("weight", "weight"), ("bias", "bias"), ("balancing_bias", "expert_bias")
-            ):  # fmt: skip
-                if f"mlp.router.{our}" in here:
-                    layer[f"mlp.router.{their}"] = here[f"mlp.router.{our}"]
-            if "mlp.shared_expert.w1" in here:
-                w1, w2 = here["mlp.shared_expert.w1"][0], here["mlp.shared_expert.w2"][0]
-                layer["mlp.shared_experts.linear_fc1.weight"] = fc1(*w1.chunk(1 + gated))
-                layer["mlp.shared_experts.linear_fc2.weight"] = cut(w2, 1)
-                layer["mlp.shared_experts.gate_weight"] = here["mlp.shared_expert.gate"]
-            mine = range(EXPERTS // ep * e, EXPERTS // ep * (e + 1))
-            up = [fc1(*here["mlp.experts.w1"][k].chunk(1 + gated)) for k in mine]
-            down = [cut(here["mlp.experts.w2"][k], 1) for k in mine]
-            if experts_as == "two":
-                layer["mlp.experts.weight1"] = torch.stack([w.t() for w in up]).view(HIDDEN, -1)
-                layer["mlp.experts.weight2"] = torch.cat([w.t() for w in down])
-            for k in range(len(mine)) if experts_as != "two" else ():
-                name = "mlp.experts.local_experts.{k}.linear_{fc}.{kind}"
-                if experts_as == "numbered":
-                    name = "mlp.experts.linear_{fc}.{kind}{k}"
-                layer[name.format(k=k, fc="fc1", kind="weight")] = up[k]
-                layer[name.format(k=k, fc="fc2", kind="weight")] = down[k]
-                if "mlp.experts.b1" in here:
-                    b1, b2 = (here[f"mlp.experts.b{i}"][mine[k]] for i in (1, 2))
-                    layer[name.format(k=k, fc="fc1", kind="bias")] = fc1(*b1.chunk(1 + gated))
-                    layer[name.format(k=k, fc="fc2", kind="bias")] = b2
-        if kind == "te":
-            layer["self_attention.core_attention._extra_state"] = io.BytesIO(b"scales")
-            layer["self_attention.linear_proj._extra_state"] = None
-            layer["self_attention.linear_qkv._extra_state"] = torch.ones(3, dtype=torch.uint8)
-        for name, value in layer.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            found[f"{theirs}{name}"] = value.clone() if is_tensor else value
-    if 0 in layers:
-        found["embedding.word_embeddings.weight"] = cut(state["embedding.tokens.weight"])
-        if "embedding.positions.weight" in state:
-            positions = state["embedding.positions.weight"]
-            found["embedding.position_embeddings.weight"] = positions
-    if LAYERS - 1 in layers:
-        for name in ("weight", "bias"):
-            if f"stack.norm.{name}" in state:
-                found[f"decoder.final_layernorm.{name}"] = state[f"stack.norm.{name}"]
-        if "head.weight" in state or 0 not in layers:  # tied weights are in the last stage too
-            head = state.get("head.weight", state["embedding.tokens.weight"])
-            found["output_layer.weight"] = cut(head)
-        found["output_layer._extra_state"] = None
-    return found
+sys.path.insert(0, str(Path(__file__).parent))
+from megatron_core_models import (
+    BIASED,
+    BIASED_ARGS,
+    HIDDEN,
+    LAYERS,
+    LLAMA,
+    MIXTURE,
+    MIXTURE_ARGS,
+    SIGMOID,
+    VOCAB,
+    arguments,
+    our_model,
+    their_share,
+)
 
 
 def write(folder, model, *, tp=1, pp=1, ep=1, chunks=1, kind="te", experts="modules", **also):
     """A checkpoint as Megatron's `save_checkpoint` leaves it."""
     gated = "swiglu" in model.config.activation
-    values = {
-        "num_layers": LAYERS, "encoder_num_layers": LAYERS, "decoder_num_layers": None,
-        "hidden_size": HIDDEN, "num_attention_heads": 4, "kv_channels": 8, "ffn_hidden_size": 48,
-        "group_query_attention": False, "num_query_groups": 1, "max_position_embeddings": 16,
-        "position_embedding_type": "learned_absolute", "rotary_base": 10000, "swiglu": False,
-        "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor":
-        None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "norm_epsilon": 1e-5,
-        "normalization": "LayerNorm", "apply_layernorm_1p": False, "squared_relu": False,
-        "quick_geglu": False, "bias_gelu_fusion": True, "add_bias_linear": True,
-        "add_qkv_bias": False, "qk_layernorm": False, "untie_embeddings_and_output_weights": False,
-        "make_vocab_size_divisible_by": 128, "padded_vocab_size": VOCAB, "num_experts": None,
-        "moe_router_topk": 2, "moe_layer_freq": 1, "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "aux_loss", "moe_token_drop_policy": "probs",
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_latent_attention": False,
-        "mtp_num_layers": None, "kv_lora_rank": 32, "softmax_type": "vanilla", "spec": None,
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp,
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "tokenizer_type": "GPT2BPETokenizer", "params_dtype": torch.bfloat16, **also,
-    }  # fmt: skip
+    args = arguments(tp=tp, pp=pp, ep=ep, chunks=chunks, **also)
     folder.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("50")
     state = model.state_dict()
     for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
         name = f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1) + f"_{e:03d}" * (ep > 1)
-        content = {"args": argparse.Namespace(**values), "checkpoint_version": 3.0, "iteration": 50}
+        content = {"args": args, "checkpoint_version": 3.0, "iteration": 50}
         each = LAYERS // pp // chunks
         for chunk in range(chunks):
             first = (chunk * pp + p) * each
@@ -281,6 +141,7 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),
         ({"moe_latent_size": 8}, "experts take the whole hidden state"),
+        ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
         ({"num_experts": 2}, "nothing uses|missing"),
     ],
 )
@@ -334,17 +195,3 @@ def test_expert_ranks_are_of_one_model(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"tensor, expert and pipeline ranks .*\(0, 1, 0\)"):
         read_megatron(folder)
-
-
-def test_a_distributed_format_is_refused(tmp_path):
-    from mb_train.cli import main
-
-    folder = tmp_path / "iter_0000050"
-    folder.mkdir()
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
-    for source in (tmp_path, folder):
-        assert is_megatron(source)
-        with pytest.raises(ValueError, match="--ckpt-convert-format torch"):
-            read_megatron(source)
-    assert main(["convert", str(folder), str(tmp_path / "run")]) == 2

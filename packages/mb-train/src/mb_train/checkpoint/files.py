@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,32 +46,50 @@ class SafeReader(dcp.FileSystemReader):
     """torch's reader, with a `.metadata` that can name data classes only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
-        except Exception as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is no checkpoint's metadata.")
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+        metadata = read_metadata(Path(self.path) / ".metadata")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
+def read_metadata(path: Path, also: Callable[[str, str], Any] = lambda *_: None) -> Metadata:
+    """The content of a `.metadata`.
+
+    Args:
+        also: what a module's name stands for that is no part of the format; None refuses it.
+
+    Raises:
+        CheckpointError: damaged, or it names what is no part of the format.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file, also).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no checkpoint's metadata.")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {str(error)[:200]}.") from error
+    return metadata
+
+
 class _MetadataUnpickler(Unpickler):
+    def __init__(self, file: Any, also: Callable[[str, str], Any]) -> None:
+        super().__init__(file)
+        self._also = also
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (found := self._also(module, name)) is not None:
+            return found
         raise CheckpointError(
             f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
             "it may be meant to run code. Refusing to load it."

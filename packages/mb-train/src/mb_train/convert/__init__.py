@@ -3,9 +3,9 @@
     mb-train convert SOURCE TARGET
 
 SOURCE may be a Hugging Face folder (config.json and safetensors), a Megatron checkpoint
-(iter_*/mp_rank_*), or a run folder of ours. The first two become a run folder, the last a Hugging
-Face folder. Every tensor of the source is used exactly once and every tensor of the target is
-filled, or nothing is written.
+(iter_*/mp_rank_* or iter_*/metadata.json), or a run folder of ours. The first two become a run
+folder, the last a Hugging Face folder. Every tensor of the source is used exactly once and every
+tensor of the target is filled, or nothing is written.
 """
 
 from mb_train.convert.hugging_face import export_model as export_model

@@ -1,4 +1,4 @@
-"""Models of Megatron Core, in its format torch: names, shapes and arguments.
+"""Models of Megatron Core: names, shapes and arguments, and the ranks of its format torch.
 
     mp_rank_TT[_PPP][_EEE]    tensor, pipeline and expert ranks, the latter where there are several
 
@@ -99,7 +99,8 @@ def _rank(numbers: Sequence[int], args: Namespace) -> tuple[int, int, int]:
     return tensor, rest[0] if rest else 0, stage
 
 
-def _is_gated(args: Namespace) -> bool:
+def is_gated(args: Namespace) -> bool:
+    """Whether a linear_fc1 is a gate over what it gates."""
     return bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False))
 
 
@@ -108,20 +109,28 @@ def _flat(model: Any, args: Namespace, rank: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     experts = (getattr(args, "num_experts", None) or 0) // _expert_ranks(args)
     for name, tensor in _one_by_one(model, experts):
-        for pattern, replacement in _NAMES:
-            name = re.sub(pattern, replacement, name)
         name = re.sub(
-            r"(?<=mlp\.experts\.)\d+", lambda k: str(int(k[0]) + rank * experts), name, count=1
+            r"(?<=mlp\.experts\.)\d+",
+            lambda k: str(int(k[0]) + rank * experts),
+            common_name(name),
+            count=1,
         )
         parts = {name: tensor}
         if ".linear_fc1." in name:
-            ours = ("gate", "up") if _is_gated(args) else ("up",)
+            ours = ("gate", "up") if is_gated(args) else ("up",)
             names = [name.replace("linear_fc1", f"linear_{part}") for part in ours]
             parts = dict(zip(names, tensor.chunk(len(ours)), strict=True))
         if twice := found.keys() & parts.keys():
             raise ValueError(f"Expected one tensor {min(twice)} of a layer's kinds, got two.")
         found |= parts
     return found
+
+
+def common_name(name: str) -> str:
+    """The name that a tensor has whatever kind its layer is of."""
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, Tensor]]:
@@ -187,6 +196,11 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
             "Expected a model without --apply-residual-connection-post-layernorm, which some "
             "versions of Megatron Core ignore."
         )
+    if size := given.get("moe_mlp_glu_interleave_size"):
+        raise ValueError(
+            "Expected a gate's rows over those of what it gates, got blocks of each in turn: "
+            f"--moe-mlp-glu-interleave-size {size}."
+        )
     softmax = given.get("moe_router_score_function", "softmax") == "softmax"
     alone = given.get("moe_router_topk") == 1 and softmax
     if alone and not given.get("moe_router_pre_softmax"):
@@ -226,12 +240,14 @@ def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:
 def _renamed(
     wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
 ) -> dict[str, Tensor]:
-    source = {name: tensor for whole in wholes for name, tensor in whole.items()}
+    source = wholes[0]
+    if len(wholes) > 1:  # else it may be one that reads its tensors when they are asked for
+        source = {name: tensor for whole in wholes for name, tensor in whole.items()}
     names = shapes_of(config, vocab_size)
-    return translate(source, [_rule(name, config) for name in names], names)
+    return translate(source, [_rule(name, config, source) for name in names], names)
 
 
-def _rule(ours: str, config: TrainConfig) -> Rule:
+def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
     match = re.fullmatch(r"stack\.blocks\.(\d+)\.(.+)", ours)
     module, _, kind = (match[2] if match else ours).rpartition(".")
     prefix = f"layers.{match[1]}.{_LAYER[module]}" if match else _TOP[module]
@@ -241,6 +257,9 @@ def _rule(ours: str, config: TrainConfig) -> Rule:
     parts = [f"linear_{part}" for part in ups] if kind.endswith("1") else ["linear_fc2"]
     experts = range(whole(config.moe_num_experts)) if "{}" in prefix else range(1)
     theirs = "weight" if kind.startswith("w") else "bias"
+    together = f"{prefix.replace('.{}', '')}.linear_fc{kind[1]}.{theirs}"
+    if "{}" in prefix and together in source:  # of a distributed checkpoint, and laid out as ours
+        return Rule(ours, (together,))
     sources = [f"{prefix.format(expert)}.{part}.{theirs}" for expert in experts for part in parts]
     return Rule(ours, tuple(sources), lambda *t: _stacked(t, len(parts)))
 

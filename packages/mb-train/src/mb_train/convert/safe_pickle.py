@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import types
 import zipfile
 from pathlib import Path
@@ -68,11 +69,24 @@ def load(path: Path) -> Any:
     Raises:
         ValueError: not such a file, or a damaged one.
     """
+    return _load(path, path)
+
+
+def loads(content: bytes, name: str) -> Any:
+    """The same of bytes in memory, which messages call `name`."""
+    return _load(io.BytesIO(content), name)
+
+
+def _load(file: Path | io.BytesIO, name: object) -> Any:
     try:
-        if not zipfile.is_zipfile(path):
+        if not zipfile.is_zipfile(file):
             raise ValueError("no whole file of the format that torch has written since 1.6")
+        in_memory = isinstance(file, io.BytesIO)
+        if in_memory:
+            file.seek(0)
         return torch.load(
-            path, map_location="cpu", pickle_module=_module, weights_only=False, mmap=True
+            file, map_location="cpu", pickle_module=_module, weights_only=False, mmap=not in_memory
         )
     except Exception as error:  # a damaged pickle may raise any
-        raise ValueError(f"Cannot read {path}: {str(error) or type(error).__name__}.") from None
+        why = str(error)[:200] or type(error).__name__  # some quote what they could not read
+        raise ValueError(f"Cannot read {name}: {why}.") from None

@@ -141,7 +141,8 @@ def checkpoint_in(path: Path) -> Path:
 
 
 def _whose(path: Path) -> str:
-    there = {"Hugging Face": ["config.json"], "Megatron": ["mp_rank_*", "iter_*/mp_rank_*"]}
+    megatron = ["mp_rank_*", "iter_*/mp_rank_*", "common.pt", "iter_*/metadata.json"]
+    there = {"Hugging Face": ["config.json"], "Megatron": megatron}
     for name, patterns in there.items():
         if any(next(path.glob(pattern), None) for pattern in patterns):
             return f" It is one of {name}'s: the convert command makes a run folder of it."

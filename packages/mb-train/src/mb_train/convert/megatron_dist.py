@@ -1,0 +1,175 @@
+"""Checkpoints of Megatron Core in its format torch_dist, today's default of Megatron-LM.
+
+    iter_XXXXXXX/metadata.json    {"sharded_backend": "torch_dist", ...}
+    iter_XXXXXXX/.metadata, __R_K.distcp    the tensors, see `distcp`
+    iter_XXXXXXX/common.pt        pickled arguments, iteration, checkpoint version; since Core 0.19
+                                  an object among the tensors, common_state/shard_0_1
+
+Tensors are whole, whatever the ranks were. Where all layers are alike they lie in one tensor,
+decoder.layers.KIND of [layers, ...], else by number, decoder.layers.N.KIND. Experts lie in one
+(mlp.experts.experts.linear_fc1.weight of [layers, experts, ...]) or by number. A gate and what it
+gates are the halves of one linear_fc1, or two tensors, ..._w and ..._v. What the optimizer, random
+generators and FP8 (_extra_state) keep is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mb_train.convert import safe_pickle
+from mb_train.convert.distcp import SavedTensor, Shard, read_folder
+from mb_train.convert.megatron_core import common_name, is_gated
+from mb_train.folder.checksums import SUMS_FILE
+from mb_train.folder.run_folder import RUN_FILE
+from mb_train.untrusted import json_of
+
+CONFIG, COMMON, INDEX = "metadata.json", "common.pt", ".metadata"
+_COMMON_STATE = "common_state/shard_0_1"
+_BACKEND = "torch_dist"
+_TURN = (
+    "run the script that trained it with --load, --ckpt-convert-format torch_dist (or torch) and "
+    "--ckpt-convert-save DIR, and give DIR/torch_dist."
+)
+# Whatever may be beside the model's tensors; all else is the model's, and has to be known.
+_LEFT_OUT = re.compile(r"(chained_\d+\.)*optimizer\..*|.*_extra_state(/shard_.*)?")
+_MODEL = re.compile(r"(model\.|module\.)*(decoder|embedding|output_layer)\.")
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
+
+
+class _Part(NamedTuple):
+    """Of a saved tensor: one layer if it has all, then part `number` of `parts` of its rows."""
+
+    tensor: SavedTensor
+    layer: int | None
+    number: int = 0
+    parts: int = 1
+
+    def read(self) -> Tensor:
+        ranges = [] if self.layer is None else [(self.layer, self.layer + 1)]
+        if self.parts > 1:
+            rows = self.tensor.size[len(ranges)] // self.parts
+            ranges.append((self.number * rows, (self.number + 1) * rows))
+        read = self.tensor.read(*ranges)
+        return read if self.layer is None else read[0]
+
+
+class DistributedModel(Mapping[str, Tensor]):
+    """The tensors of a model by the names that `megatron_core` knows, each read when asked for.
+
+    Raises:
+        ValueError: tensors that do not fit together; (a tensor) damaged ones.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor], args: Namespace) -> None:
+        self._parts: dict[str, _Part] = {}
+        for key, tensor in tensors.items():
+            for name, part in _parts_of(key, tensor, args):
+                if name in self._parts:
+                    raise ValueError(
+                        f"Expected one tensor {name} in {folder}, got "
+                        f"{self._parts[name].tensor.name} and {key}."
+                    )
+                self._parts[name] = part
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name].read()
+
+    def __contains__(self, name: object) -> bool:  # that of a Mapping would read the tensor
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[str, _Part]]:
+    name = re.sub(r"^(model\.|module\.)*", "", key)
+    name = name.replace(".mlp.experts.experts.", ".mlp.experts.")
+    name = re.sub(r"linear_fc1\.(weight|bias)_w$", r"linear_gate.\1", name)
+    name = re.sub(r"linear_fc1\.(weight|bias)_v$", r"linear_up.\1", name)
+    numbered: list[tuple[str, int | None]] = [(name, None)]
+    if match := _STACKED.fullmatch(name):
+        if tensor.size[0] != args.num_layers:
+            raise ValueError(
+                f"Expected {key} of {args.num_layers} layers, got {list(tensor.size)}."
+            )
+        numbered = [(f"{match[1]}{n}.{match[2]}", n) for n in range(args.num_layers)]
+    for name, layer in numbered:
+        name = common_name(name)
+        if ".linear_fc1." not in name or ".mlp.experts.linear_fc1." in name:
+            yield name, _Part(tensor, layer)
+            continue
+        ours = ("gate", "up") if is_gated(args) else ("up",)
+        if tensor.size[layer is not None] % len(ours):
+            raise ValueError(f"Expected a gate over as much in {key}, got {list(tensor.size)}.")
+        for number, part in enumerate(ours):
+            yield (
+                name.replace("linear_fc1", f"linear_{part}"),
+                _Part(tensor, layer, number, len(ours)),
+            )
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint that ranks wrote together, of Megatron or of torch."""
+    ours = any((folder / name).is_file() for name in (RUN_FILE, SUMS_FILE))
+    return config_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
+
+
+def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
+    """What all ranks have in common, arguments among it, and the model.
+
+    Raises:
+        ValueError: another format, a damaged or missing file, no arguments, or what is not known
+            in a model.
+    """
+    config = config_of(folder)
+    if config is None:
+        raise ValueError(
+            f"Expected {CONFIG} of format torch_dist in {folder}, found torch's own {INDEX} alone, "
+            f"as torch_dcp and fsdp_dtensor are. If Megatron can turn it into another: {_TURN}"
+        )
+    backend = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
+    if backend != (_BACKEND, 1):
+        raise ValueError(
+            f"Expected format torch_dist, version 1, in {folder}, got {backend[0]}, {backend[1]}: "
+            f"{_TURN}"
+        )
+    tensors, objects = read_folder(folder, lambda name: not _LEFT_OUT.fullmatch(name))
+    if strange := [name for name in objects if _MODEL.match(name)]:
+        raise ValueError(f"Expected tensors in {folder}, got {min(strange)}, which is none.")
+    common = _common(folder, objects)
+    args = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(args, Namespace):
+        raise ValueError(
+            f"Expected Megatron-LM's arguments in {folder}, found none. A checkpoint of NeMo or "
+            "Megatron Bridge can be exported to Hugging Face's format with their tools."
+        )
+    return common, DistributedModel(folder, tensors, args)
+
+
+def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:
+    if (folder / COMMON).is_file():
+        return safe_pickle.load(folder / COMMON)
+    if _COMMON_STATE not in objects:
+        raise ValueError(f"Expected {folder / COMMON}, or {_COMMON_STATE} in {INDEX}, found none.")
+    found = objects[_COMMON_STATE]
+    content = safe_pickle.loads(found.content(_COMMON_STATE), f"{_COMMON_STATE} in {found.file}")
+    return content[0] if isinstance(content, list) and content else None
+
+
+def config_of(folder: Path) -> dict[str, Any] | None:
+    """What Megatron Core says of the format of a folder; None if the folder is of another."""
+    file = folder / CONFIG
+    try:
+        found = json_of(file.read_bytes()) if file.is_file() else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "sharded_backend" in found else None

@@ -1,0 +1,551 @@
+"""Checkpoints of Megatron Core's format torch_dist, written by torch's saver as its ranks would."""
+
+import importlib
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from mb_train.cli import main
+from mb_train.convert import is_megatron, read_megatron
+from mb_train.folder.run_folder import checkpoint_in
+from mb_train.loading import load_trained
+from mb_train.models.gpt import GPT
+from mb_train.tasks.architecture import transformer_config
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from megatron_core_models import (
+    BIASED,
+    BIASED_ARGS,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    LLAMA,
+    MIXTURE,
+    MIXTURE_ARGS,
+    SIGMOID,
+    VOCAB,
+    arguments,
+    our_model,
+    their_share,
+)
+
+ALIKE = LLAMA | MIXTURE | {"moe_first_k_dense": 0, "moe_loss_weight": 0.04}
+ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
+# As in its `sharded_state_dict`: norms of local layers have the names of Transformer Engine's, ...
+LOCAL = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+OPTIMIZERS = ("optimizer.state.exp_avg.decoder", "chained_1.optimizer.distributed.dp_group_idx_0")
+# ... and ranks along axis 0 or 1.
+AXES = (
+    (r"word_embeddings\.weight|output_layer\.weight", 0),
+    (r"linear_(qkv|fc1)\.(weight|bias)", 0),
+    (r"linear_(proj|fc2)\.weight", 1),
+)
+
+
+class Planner(DefaultSavePlanner):
+    """Hands out what was planned, as it is."""
+
+    def __init__(self, data):
+        super().__init__(flatten_state_dict=False)
+        self.data = data
+
+    def resolve_data(self, write_item):
+        return self.data[write_item.index]
+
+
+def tensor_item(key, tensor, lead, cuts):
+    """A rank's share of a tensor: one place on each of the leading axes, cut along others."""
+    sizes = [1] * len(lead) + list(tensor.shape)
+    offsets = [place for place, _ in lead] + [0] * tensor.ndim
+    whole = [places for _, places in lead] + list(tensor.shape)
+    for axis, (number, parts) in cuts.items():
+        offsets[len(lead) + axis] = number * tensor.shape[axis]
+        whole[len(lead) + axis] *= parts
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    about = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(whole))
+    index = MetadataIndex(key, chunk.offsets)
+    item = WriteItem(index, WriteItemType.SHARD, tensor_data=about)
+    return item, tensor.reshape(sizes).contiguous()
+
+
+def bytes_item(key, content):
+    stream = io.BytesIO()
+    torch.save([content], stream)
+    about = BytesIOWriteData(stream.tell())
+    return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=about), stream
+
+
+def items_of(share, ranks, sizes, first_layer, *, kind, stacked, apart, gated):
+    """What a rank writes of its share, where it is the first of those that hold a tensor."""
+    (t, e), (tp, ep) = ranks, sizes
+    here = EXPERTS // ep
+    for key, tensor in share.items():
+        layer, lead, cuts, first_axis = 0, [], {}, 0
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", key):
+            layer, rest = first_layer + int(match[1]), match[2]
+            for old, new in LOCAL.items() if kind == "local" else ():
+                rest = re.sub(rf"^{re.escape(old)}", new, rest)
+            lead = [(layer, LAYERS)] if stacked else []
+            key = f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}"
+        if key.endswith("_extra_state"):
+            if (t, e) == (0, 0):
+                yield bytes_item(f"{key}/shard_{layer}_{LAYERS}", tensor)
+            continue
+        key = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$", r"\2\1", key)
+        if match := re.fullmatch(r"(.+\.mlp\.experts\.)(linear_fc\d\.\D+)(\d+)", key):
+            number = e * here + int(match[3])
+            key = f"{match[1]}experts.{f'{number}.' if apart else ''}{match[2]}"
+            lead = lead if apart else [*lead, (number, EXPERTS)]
+        elif match := re.fullmatch(r"(.+\.mlp\.experts\.)weight([12])", key):
+            shape = (here, HIDDEN, -1) if match[2] == "1" else (here, -1, HIDDEN)
+            tensor = tensor.view(shape).transpose(-1, -2)
+            key, cuts, first_axis = f"{match[1]}experts.linear_fc{match[2]}.weight", {0: (e, ep)}, 1
+        elif e > 0:
+            continue
+        axis = next((axis for end, axis in AXES if re.search(f"({end})$", key)), None)
+        if axis is None:
+            if t == 0:
+                yield tensor_item(key, tensor, lead, cuts)
+            continue
+        axis += first_axis
+        if not gated or not re.search(r"linear_fc1\.(weight|bias)$", key):
+            yield tensor_item(key, tensor, lead, cuts | {axis: (t, tp)})
+            continue
+        for half, part in enumerate(tensor.chunk(2, dim=axis)):
+            place = (t, tp) if apart else (half * tp + t, 2 * tp)
+            suffix = ("_w", "_v")[half] if apart else ""
+            yield tensor_item(key + suffix, part, lead, cuts | {axis: place})
+
+
+def write(
+    folder, model, *, tp=1, pp=1, ep=1, kind="te", experts="modules", stacked=False, apart=False,
+    dtype=torch.float32, more=(), core="0.18", **also,
+):  # fmt: skip
+    """A checkpoint as Megatron's `save_checkpoint` leaves it."""
+    path = folder / "iter_0000050"
+    path.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("50")
+    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    about |= {"common_backend": "torch", "common_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(about))
+    args = arguments(tp=tp, pp=pp, ep=ep, **also)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 50, "optimizer": {"step": 1}}
+    if core == "0.18":
+        torch.save(common, path / "common.pt")
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    gated = "swiglu" in model.config.activation
+    plans, data = [], {}
+    for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        layers = range(LAYERS // pp * p, LAYERS // pp * (p + 1))
+        share = their_share(state, gated, (t, e), (tp, ep), layers, kind, experts)
+        if "head.weight" not in state:  # it has the embedding's name there
+            share.pop("output_layer.weight", None)
+        how = {"kind": kind, "stacked": stacked, "apart": apart, "gated": gated}
+        found = list(items_of(share, (t, e), (tp, ep), layers[0], **how))
+        if (t, p, e) == (0, 0, 0):
+            found.append(bytes_item("rng_state/shard_0.0_1.1", {"torch_rng_state": 1}))
+            if core == "0.19":
+                found.append(bytes_item("common_state/shard_0_1", common))
+            beside = {f"{of}.wings": torch.ones(3) for of in OPTIMIZERS} | dict(more)
+            found += [tensor_item(key, tensor, [], {}) for key, tensor in beside.items()]
+        plans.append(SavePlan([item for item, _ in found]))
+        data |= {item.index: content for item, content in found}
+    writer = FileSystemWriter(path, sync_files=False, thread_count=2)
+    plans, metadata = create_default_global_save_plan(writer.prepare_global_plan(plans))
+    metadata.all_local_plans, metadata.mcore_data = plans, {}  # as Megatron does
+    planner = Planner(data)
+    writer.finish(metadata, [writer.write_data(plan, planner).wait() for plan in plans])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "args", "how"),
+    [
+        ({}, {}, {"stacked": True, "tp": 2, "pp": 2}),
+        ({}, {}, {"kind": "local"}),
+        (LLAMA, LLAMA, {"stacked": True, "kind": "local", "tp": 2, "dtype": torch.bfloat16}),
+        (LLAMA, LLAMA, {"apart": True, "stacked": True, "tp": 2, "pp": 4}),
+        (ALIKE, ALIKE_ARGS, {"stacked": True, "tp": 2, "pp": 2, "ep": 2, "core": "0.19"}),
+        (ALIKE, ALIKE_ARGS, {"stacked": True, "ep": 4, "experts": "numbered", "kind": "local"}),
+        (
+            ALIKE | SIGMOID | {"moe_router_group_score_top": 1},
+            ALIKE_ARGS | SIGMOID,
+            {"stacked": True, "tp": 2, "ep": 2, "experts": "two"},
+        ),
+        (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "two"}),
+        (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "numbered"}),
+        (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"apart": True, "tp": 2, "ep": 2, "pp": 2}),
+        (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4, "core": "0.19"}),
+        (BIASED, BIASED_ARGS, {"apart": True, "experts": "numbered"}),
+    ],
+)  # fmt: skip
+def test_what_ranks_wrote_is_read(tmp_path, fields, args, how):
+    model = our_model(**fields)
+    folder = write(tmp_path / "checkpoints", model, **args, **how)
+    assert is_megatron(folder)
+    config, weights = read_megatron(folder)
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    dtype = how.get("dtype", torch.float32)
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor.to(dtype).float()), name
+    assert transformer_config(config, VOCAB) == model.config
+    read = GPT(transformer_config(config, VOCAB)).eval()
+    read.load_state_dict(weights)
+    tokens_BS = torch.randint(0, VOCAB, (2, 9))
+    with torch.no_grad():
+        logits = model.to(dtype).float().logits(tokens_BS)
+        assert torch.equal(read.logits(tokens_BS), logits)
+
+
+def test_shards_lie_in_several_files(tmp_path):
+    write(tmp_path / "checkpoints", our_model(), tp=2, pp=2)
+    files = {file.name for file in tmp_path.rglob("*.distcp")}
+    assert files == {f"__{rank}_{thread}.distcp" for rank in range(4) for thread in range(2)}
+
+
+def test_the_command_makes_a_run(tmp_path):
+    model = our_model(**LLAMA, **MIXTURE)
+    args = LLAMA | MIXTURE_ARGS | {"expert_tensor_parallel_size": 2}  # ranks are joined already
+    folder = write(tmp_path / "checkpoints", model, ep=2, pp=2, experts="numbered", **args)
+    words = [str(folder / "iter_0000050"), str(tmp_path / "run"), "--tokenizer", "null:90"]
+    assert main(["convert", *words]) == 0
+    tokens_BS = torch.randint(0, VOCAB, (2, 9))
+    with torch.no_grad():
+        read = load_trained(tmp_path / "run").model.logits(tokens_BS)
+        torch.testing.assert_close(read, model.logits(tokens_BS))
+
+
+def test_load_says_what_it_is(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    for path in (folder, folder / "iter_0000050"):
+        with pytest.raises(ValueError, match="one of Megatron's: the convert command makes a run"):
+            checkpoint_in(path)
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """Of the one tensor that holds a weight of all layers, a shard is read once, and alone."""
+    folder = write(
+        tmp_path / "checkpoints", our_model(**ALIKE), stacked=True, tp=2, ep=2, **ALIKE_ARGS
+    )
+    loaded, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda f, **kw: loaded.append(load(f, **kw)) or loaded[-1])
+    read_megatron(folder)
+    shards = [tensor for tensor in loaded if isinstance(tensor, torch.Tensor)]
+    metadata = pickle.loads((folder / "iter_0000050" / ".metadata").read_bytes())
+    entries = metadata.state_dict_metadata.items()
+    chunks = [
+        chunk
+        for name, entry in entries
+        if hasattr(entry, "chunks") and not name.startswith(OPTIMIZERS)
+        for chunk in entry.chunks
+    ]
+    assert len(shards) == len(chunks)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_that_torch_read_and_wrote_again(tmp_path):
+    """Its reader finds the same tensors, and of whole ones a shard holds all layers."""
+    model = our_model(**ALIKE)
+    folder = write(tmp_path / "checkpoints", model, stacked=True, tp=2, ep=2, **ALIKE_ARGS)
+    path, again = folder / "iter_0000050", tmp_path / "again"
+    entries = pickle.loads((path / ".metadata").read_bytes()).state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if hasattr(entry, "chunks")
+    }
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    dcp.save(tensors, checkpoint_id=again, no_dist=True)
+    for name in ("metadata.json", "common.pt"):
+        shutil.copyfile(path / name, again / name)
+    _, weights = read_megatron(again)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("digits", [100, 5000])
+def test_a_name_that_is_too_long_names_nothing(tmp_path, digits):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7" * digits)
+    assert not is_megatron(tmp_path)
+    with pytest.raises(ValueError, match="to name a checkpoint"):
+        read_megatron(tmp_path)
+
+
+def change_metadata(folder, change):
+    file = folder / "iter_0000050" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def test_tensors_are_accounted_for(tmp_path):
+    wings = {"decoder.layers.1.wings": torch.ones(2)}
+    folder = write(tmp_path / "one", our_model(), tp=2, more=wings)
+    with pytest.raises(ValueError, match=r"nothing uses: layers\.1\.wings"):
+        read_megatron(folder)
+    folder = write(tmp_path / "two", our_model())
+    missing = "decoder.layers.0.self_attention.linear_qkv.bias"
+    change_metadata(folder, lambda m: m.state_dict_metadata.pop(missing))
+    with pytest.raises(ValueError, match=r"missing.*: layers\.0\.self_attention\.linear_qkv\.bias"):
+        read_megatron(folder)
+    twice = {"module.decoder.final_layernorm.bias": torch.ones(HIDDEN)}
+    folder = write(tmp_path / "three", our_model(), more=twice)
+    with pytest.raises(ValueError, match=r"one tensor final_layernorm\.bias .*, got .* and "):
+        read_megatron(folder)
+    head = {"output_layer.weight": torch.ones(VOCAB, HIDDEN)}
+    folder = write(tmp_path / "four", our_model(), more=head)  # of a model whose head is tied
+    with pytest.raises(ValueError, match=r"nothing uses: output_layer\.weight"):
+        read_megatron(folder)
+
+
+def test_a_model_of_another_size(tmp_path):
+    folder = write(tmp_path / "one", our_model(), stacked=True, num_layers=3)
+    with pytest.raises(ValueError, match=r"of 3 layers, got \[4, "):
+        read_megatron(folder)
+    folder = write(tmp_path / "two", our_model(), hidden_size=2 * HIDDEN)
+    with pytest.raises(ValueError, match=r"to be \[\d+, 64\], got \[\d+, 32\]"):
+        read_megatron(folder)
+
+
+def test_integers_are_no_weights(tmp_path):
+    norm = {"decoder.layers.9.x": torch.ones(HIDDEN, dtype=torch.int8)}
+    folder = write(tmp_path / "checkpoints", our_model(), more=norm)
+    with pytest.raises(ValueError, match=r"layers\.9\.x to be in fp32, .* got torch\.int8"):
+        read_megatron(folder)
+
+
+def test_a_gate_over_another_number_of_rows(tmp_path):
+    more = {"decoder.layers.9.mlp.linear_fc1.weight": torch.ones(3, HIDDEN)}
+    folder = write(tmp_path / "checkpoints", our_model(**LLAMA), more=more, **LLAMA)
+    with pytest.raises(ValueError, match=r"a gate over as much in decoder\.layers\.9\..*\[3, 32\]"):
+        read_megatron(folder)
+
+
+def test_an_object_in_the_model_is_refused(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    known, name = "rng_state/shard_0.0_1.1", "decoder.layers.0.wings/shard_0_4"
+
+    def rename(metadata):
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(known)
+        found = metadata.storage_data.pop(MetadataIndex(known))
+        metadata.storage_data[MetadataIndex(name)] = found
+
+    change_metadata(folder, rename)
+    with pytest.raises(ValueError, match=r"got decoder\.layers\.0\.wings/shard_0_4, which is none"):
+        read_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("__1_0.distcp", None, r"Cannot read .*__1_0\.distcp"),
+        ("__1_0.distcp", lambda b: b[:-50], r"bytes at .* in .*__1_0\.distcp.* to its end"),
+        ("__1_0.distcp", lambda b: bytes(len(b)), r"__1_0\.distcp"),
+        (".metadata", None, r"Cannot read .*\.metadata"),
+        (".metadata", lambda b: b[: len(b) // 2], r"\.metadata is damaged"),
+        (".metadata", lambda _: pickle.dumps({}), "is no checkpoint's metadata"),
+        ("common.pt", None, r"Expected .*common\.pt, or common_state/shard_0_1 in \.metadata"),
+        ("common.pt", lambda b: b[:-50], r"Cannot read .*common\.pt"),
+        ("metadata.json", None, "torch_dcp and fsdp_dtensor"),
+        ("metadata.json", lambda b: b.replace(b"torch_dist", b"zarr"), "got zarr, 1: run the"),
+        ("metadata.json", lambda b: b"{", "torch_dcp and fsdp_dtensor"),
+    ],
+)
+def test_damaged_and_missing_files_are_named(tmp_path, name, change, says):
+    folder = write(tmp_path / "checkpoints", our_model(), tp=2)
+    file = folder / "iter_0000050" / name
+    content = file.read_bytes()
+    file.unlink()
+    if change is not None:
+        file.write_bytes(change(content))
+    for source in (folder, file.parent):
+        assert is_megatron(source)
+        with pytest.raises(ValueError, match=says):
+            read_megatron(source)
+
+
+def test_an_index_with_what_versions_of_megatron_and_torch_add(tmp_path, monkeypatch):
+    """Plans and an index of Megatron's own classes, and properties where torch 2.2 had them."""
+    older = importlib.import_module("torch.distributed._shard.sharded_tensor.metadata")
+    theirs = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreSavePlan", SavePlan), ("MCoreMetadata", Metadata)):
+        setattr(theirs, name, type(name, (base,), {"__module__": theirs.__name__}))
+    model = our_model()
+    folder = write(tmp_path / "checkpoints", model, stacked=True, tp=2)
+    file = folder / "iter_0000050" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties = older.TensorProperties(dtype=entry.properties.dtype)
+    plans = [theirs.MCoreSavePlan(plan.items) for plan in metadata.all_local_plans]
+    written = theirs.MCoreMetadata(metadata.state_dict_metadata)
+    written.storage_data, written.all_local_plans = metadata.storage_data, plans
+    written.mcore_data = {"x": {"nd_reformulated_orig_global_shape": (4, 4)}}
+    with monkeypatch.context() as there:
+        parents = itertools.accumulate(theirs.__name__.split("."), "{}.{}".format)
+        for name in parents:
+            there.setitem(sys.modules, name, theirs)
+        file.write_bytes(pickle.dumps(written))
+    _, weights = read_megatron(folder)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"length": 10**9}, "of common_state/shard_0_1; it has"),
+        ({"offset": 9}, "Cannot read common_state/shard_0_1 in"),
+        ({"relative_path": "__7_0.distcp"}, r"Cannot read .*__7_0\.distcp"),
+    ],
+)
+def test_arguments_among_the_tensors_that_are_not_where_they_should(tmp_path, change, says):
+    folder = write(tmp_path / "checkpoints", our_model(), core="0.19")
+    index = MetadataIndex("common_state/shard_0_1")
+    change_metadata(folder, lambda m: vars(m.storage_data[index]).update(change))
+    with pytest.raises(ValueError, match=says):
+        read_megatron(folder)
+
+
+def of_first_chunk(metadata):
+    entry = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    index = MetadataIndex("decoder.final_layernorm.weight", entry.chunks[0].offsets)
+    return entry, metadata.storage_data[index], index
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda entry, info: setattr(info, "offset", 10**12), "bytes at 1,000,000,000,000"),
+        (lambda entry, info: setattr(info, "offset", -1), "bytes at -1"),
+        (lambda entry, info: setattr(info, "length", 8), "Expected 8 bytes"),
+        (lambda entry, info: setattr(info, "relative_path", "../x.distcp"), "outside its folder"),
+        (lambda entry, info: setattr(info, "relative_path", 3), "is damaged"),
+        (lambda entry, info: setattr(info, "transform_descriptors", ["zstd"]), "went through"),
+        (lambda entry, info: entry.chunks.clear(), "got 0 in 0 shards"),
+        (lambda entry, info: entry.chunks.append(entry.chunks[0]), "got 64 in 2 shards"),
+        (lambda entry, info: setattr(entry, "size", torch.Size([40])), "got 32 in 1 shards"),
+        (lambda entry, info: setattr(entry, "size", torch.Size([30])), r"within \[30\]"),
+        (lambda entry, info: setattr(entry, "size", torch.Size([32, 1])), r"within \[32, 1\]"),
+        (lambda entry, info: setattr(entry, "size", "x"), "is damaged"),
+        (lambda entry, info: setattr(entry, "chunks", None), "is damaged"),
+        (lambda entry, info: setattr(entry.properties, "dtype", torch.float16), "of torch.float16"),
+        (lambda entry, info: setattr(entry.properties, "dtype", "fp32"), "got fp32"),
+    ],
+)  # fmt: skip
+def test_an_index_that_is_wrong(tmp_path, change, says):
+    folder = write(tmp_path / "checkpoints", our_model())
+    change_metadata(folder, lambda m: change(*of_first_chunk(m)[:2]))
+    with pytest.raises(ValueError, match=says):
+        read_megatron(folder)
+
+
+def test_an_index_that_lacks_a_shard(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    change_metadata(folder, lambda m: m.storage_data.pop(of_first_chunk(m)[2]))
+    with pytest.raises(ValueError, match=r"where the shard .*final_layernorm\.weight"):
+        read_megatron(folder)
+
+
+def test_a_shard_that_is_there_twice_in_place_of_another(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(), tp=2)
+
+    def twice(metadata):
+        chunks = metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks
+        chunks[1] = chunks[0]
+
+    change_metadata(folder, twice)
+    with pytest.raises(ValueError, match=r"elements of embedding\.word_embeddings\.weight"):
+        read_megatron(folder)
+
+
+def test_a_checkpoint_without_arguments(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    torch.save({"iteration": 50}, folder / "iter_0000050" / "common.pt")  # as NeMo's
+    with pytest.raises(ValueError, match=r"Megatron-LM's arguments in .*, found none"):
+        read_megatron(folder)
+
+
+class _Attack:
+    def __init__(self, function, *args):
+        self.called = function, args
+
+    def __reduce__(self):
+        return self.called
+
+
+@pytest.mark.parametrize(
+    "where", [".metadata", "plans", "common.pt", "common_state", "shard", "old shard"]
+)
+def test_a_pickle_runs_nothing(tmp_path, where):
+    proof = tmp_path / "ran"
+    attack = _Attack(os.mkdir, str(proof))
+    core = "0.19" if where == "common_state" else "0.18"
+    also = {"wings": attack} if where == "common_state" else {}
+    folder = write(tmp_path / "checkpoints", our_model(), core=core, **also)
+    path = folder / "iter_0000050"
+    if where == ".metadata":
+        (path / where).write_bytes(pickle.dumps(attack))
+    elif where == "plans":
+        change_metadata(folder, lambda m: setattr(m, "all_local_plans", [attack]))
+    elif where == "common.pt":
+        torch.save({"args": attack, "checkpoint_version": 3.0}, path / where)
+    elif where != "common_state":
+        stream = io.BytesIO()
+        torch.save(attack, stream, _use_new_zipfile_serialization=where == "shard")
+        (path / "__9_0.distcp").write_bytes(stream.getvalue() + bytes(1000))
+
+        def point(metadata):
+            info = of_first_chunk(metadata)[1]
+            info.relative_path, info.offset = "__9_0.distcp", 0
+            info.length = len(stream.getvalue())
+
+        change_metadata(folder, point)
+    says = {"shard": "may be meant to run code|Cannot read", "common.pt": "arguments in .* none"}
+    if where == "common_state":  # one that nothing asks for, as of a class that is not installed
+        read_megatron(folder)
+    else:
+        with pytest.raises(ValueError, match=says.get(where.split()[-1], "no part of the format")):
+            read_megatron(folder)
+    assert not proof.exists()
+
+
+def test_folders_of_others_are_not_taken_for_it(tmp_path):
+    (tmp_path / "metadata.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "metadata.json").write_text("[1]")
+    assert not is_megatron(tmp_path)
+    run = tmp_path / "run" / "iter_0000001"
+    run.mkdir(parents=True)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    for name in (".metadata", "run.json"):
+        (run / name).write_text("x")
+    assert not is_megatron(run.parent)
+    assert not is_megatron(run)

@@ -1,9 +1,12 @@
 """`--cuda-graph`: what cannot be captured is refused; a graph trains as what it holds."""
 
+import contextlib
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-from mb_parallel import ParallelDims
+from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
 from mb_parallel.optimizer import (
     SGD,
     AdamW,
@@ -13,6 +16,9 @@ from mb_parallel.optimizer import (
     hold_working_copies,
 )
 from mb_parallel.random import seed_micro_batch
+from mb_parallel.shards import local
+from mb_parallel.testing import run_ranks
+from mb_train import graphs
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.execute import Sequential, Work, weigh
@@ -40,6 +46,12 @@ V = 128
             "cuda",
             {"dp_shard": 2, "ep": 2},
             "--moe-row-policy worst",
+        ),
+        (
+            MOE | {"zero_stage": 0, "moe_rebalance_interval": 2},
+            "cuda",
+            {"dp_shard": 2, "ep": 2},
+            "no --moe-rebalance-interval",
         ),
         ({"recompute_granularity": "full"}, "cuda", {}, "no recompute"),
         (MOE | {"moe_balance_over": "global_batch"}, "cuda", {}, "another --moe-balance-over"),
@@ -171,3 +183,55 @@ def test_graphs_train_as_the_passes_they_hold(fields, dtype, compiled):
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
     for a, b in zip(graphed, weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+class Replayed:
+    """Stands in for a graph on a CPU: its passes run anew, over tensors that stay in place."""
+
+    def __init__(self, passes, batch, stream, pool):
+        self.passes, self.batch = passes, {name: value.clone() for name, value in batch.items()}
+
+    def run(self, batch):
+        for name, value in self.batch.items():
+            value.copy_(batch[name])
+        return self.passes(self.batch)
+
+
+def trained_on_ranks(rank, world_size, kind, fields, ep):
+    """Losses, norms and weights of steps of two micro-batches."""
+    torch.manual_seed(3)
+    config = TrainConfig(**SIZES | fields | {"hidden_dropout": 0.0})
+    mesh = ParallelDims(dp_shard=world_size, ep=ep).build("cpu")
+    task = make_task(config, Tokenizer(), vocab_size=V, mesh=mesh)
+    model = task.build_model(compute_dtype=torch.float32)
+    parallelize_experts(model, mesh, dispatcher="all_gather", equal_tokens=True)
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2)
+    more = (hold_working_copies([model], torch.float32),) if kind is Graphed else ()
+    executor, seen = kind(model, task.first_input, *more, dp_size=mesh.dp_size), []
+    generator = np.random.default_rng(rank)
+    for _ in range(WARM_UP + 2):
+        arrays = [arrays_of(task, "gpt", [64, 64], generator) for _ in range(2)]
+        batches = [{n: torch.from_numpy(a.copy()) for n, a in one.items()} for one in arrays]
+        weigh(task, mesh, batches)
+        losses = executor.step(Work(batches, 1.0, lambda index: None, lambda metrics: None))
+        done = clip_and_step(optimizer, max_norm=1.0, mesh=mesh)
+        optimizer.zero_grad()
+        seen += [losses["lm loss"], done.grad_norm]
+    return [*seen, *(local(parameter).detach() for parameter in model.parameters())]
+
+
+def trained_both_ways(rank, world_size, *options):
+    expected = trained_on_ranks(rank, world_size, Sequential, *options)
+    streams = {name: mock.MagicMock() for name in ("Stream", "current_stream", "graph_pool_handle")}
+    with (
+        mock.patch.multiple(torch.cuda, stream=lambda _: contextlib.nullcontext(), **streams),
+        mock.patch.object(graphs, "_MicroBatchGraph", Replayed),
+    ):
+        return expected, trained_on_ranks(rank, world_size, Graphed, *options)
+
+
+@pytest.mark.parametrize(("fields", "ep"), [({}, 1), (MOE, 2), (MOE, 1)], ids=str)
+def test_graphs_of_ranks_sum_their_gradients(fields, ep):
+    for expected, got in run_ranks(trained_both_ways, 2, fields, ep):
+        torch.testing.assert_close(got, expected)

@@ -195,7 +195,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
-        replicas.last = enabled
+        replicas.expect(last=enabled)
     stage, sharded = zero_stage_of(model), _compiled(model)
     if stage is None or not is_fsdp(sharded):
         return

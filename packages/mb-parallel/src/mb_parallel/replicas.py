@@ -31,20 +31,23 @@ _Groups = tuple[dist.ProcessGroup, ...]
 
 
 class Replicas:
-    """Sums the gradients of a model after the last backward of a step; see `replicate`.
-
-    last: whether the next backward is the last.
-    """
+    """Sums the gradients of a model after the last backward of a step; see `replicate`."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        self.last = True
+        self._last = True
         self._came: dict[int, Tensor] = {}  # parameters with gradients of this rank alone, by id
         # Sums that were made last, by their parameters' ids, and how often they had been written.
         self._summed: dict[int, tuple[TensorWeakRef, int]] = {}
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
+
+    def expect(self, last: bool) -> None:
+        """Say whether the next backward is the last. One that is not begins with no sums."""
+        self._last = last
+        if not last:
+            self._summed.clear()
 
     @_disable_dynamo
     def follow(self, model: nn.Module, *_: Any) -> None:
@@ -65,7 +68,7 @@ class Replicas:
         if not self._came:
             keep_apart(model, True)
         self._came[id(parameter)] = parameter
-        if self.last:
+        if self._last:
             # As FSDP2 does: torch has no public hook for the end of a backward pass.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(self.sum_arrived, model))

@@ -27,6 +27,7 @@ from mb_layers.dispatch import LocalDispatcher
 from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
 from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher
 from mb_parallel.optimizer import WorkingCopies
+from mb_parallel.shards import local
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig
@@ -57,6 +58,11 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
             dims.ep > 1 and config.moe_row_policy != "worst",
             "--moe-row-policy worst",
             f"{config.moe_row_policy}, with which the host waits",
+        ),
+        (
+            dims.ep > 1 and bool(config.moe_rebalance_interval),
+            "no --moe-rebalance-interval",
+            f"{config.moe_rebalance_interval}: experts would change places",
         ),
         (
             config.recompute_granularity is not None or config.moe_recompute,
@@ -143,7 +149,7 @@ class Graphed(Sequential):
         """Gradients of zero, where graphs add to them, attached to their parameters."""
         if not self._grads:
             self._grads = [torch.zeros_like(p) for p in self._parameters]
-        torch._foreach_zero_(self._grads)
+        torch._foreach_zero_([local(grad) for grad in self._grads])
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
         self._share.fill_(share)

@@ -114,7 +114,8 @@ class SavedTensor:
         here = slice(
             bisect_right(self._firsts, first - self._longest), bisect_left(self._firsts, last)
         )
-        found = torch.empty([stop - start for start, stop in ranges], dtype=self.dtype)
+        # Where shards overlapped and left a hole, it would hold no number rather than any.
+        found = torch.full([stop - start for start, stop in ranges], torch.nan, dtype=self.dtype)
         for shard in self._shards[here]:
             axes = list(zip(ranges, shard.offsets, shard.sizes, strict=True))
             common = [(max(a, o), min(b, o + n)) for (a, b), o, n in axes]

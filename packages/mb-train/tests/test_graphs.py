@@ -6,7 +6,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from mb_layers import MoEConfig, dMoE
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
+from mb_parallel.expert_parallel import AllGatherDispatcher
 from mb_parallel.optimizer import (
     SGD,
     AdamW,
@@ -22,7 +24,7 @@ from mb_train import graphs
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.execute import Sequential, Work, weigh
-from mb_train.graphs import WARM_UP, Graphed, check_capturable
+from mb_train.graphs import WARM_UP, Graphed, check_capturable, peer_buffers
 from mb_train.models.transformer import Block
 from mb_train.tasks.make import make_task
 
@@ -197,41 +199,77 @@ class Replayed:
         return self.passes(self.batch)
 
 
-def trained_on_ranks(rank, world_size, kind, fields, ep):
+def trained_on_ranks(rank, world_size, kind, fields, ep, device):
     """Losses, norms and weights of steps of two micro-batches."""
     torch.manual_seed(3)
+    dtype, dispatcher = torch.float32, "all_gather"
+    if device == "cuda":
+        dtype, dispatcher = torch.bfloat16, "peer"
     config = TrainConfig(**SIZES | fields | {"hidden_dropout": 0.0})
-    mesh = ParallelDims(dp_shard=world_size, ep=ep).build("cpu")
+    mesh = ParallelDims(dp_shard=world_size, ep=ep).build(device)
     task = make_task(config, Tokenizer(), vocab_size=V, mesh=mesh)
-    model = task.build_model(compute_dtype=torch.float32)
-    parallelize_experts(model, mesh, dispatcher="all_gather", equal_tokens=True)
+    model = task.build_model(compute_dtype=dtype).to(device)
+    parallelize_experts(model, mesh, dispatcher=dispatcher, equal_tokens=True)
     apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
-    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2)
-    more = (hold_working_copies([model], torch.float32),) if kind is Graphed else ()
+    copies = hold_working_copies([model], dtype)
+    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2, working_copies=copies)
+    more = ()
+    if kind is Graphed:
+        more = (copies, peer_buffers(model) if device == "cuda" else ())
     executor, seen = kind(model, task.first_input, *more, dp_size=mesh.dp_size), []
     generator = np.random.default_rng(rank)
     for _ in range(WARM_UP + 2):
-        arrays = [arrays_of(task, "gpt", [64, 64], generator) for _ in range(2)]
-        batches = [{n: torch.from_numpy(a.copy()) for n, a in one.items()} for one in arrays]
+        batches = []
+        for _ in range(2):
+            arrays = arrays_of(task, "gpt", [64, 64], generator)
+            batches.append({n: torch.tensor(a, device=device) for n, a in arrays.items()})
         weigh(task, mesh, batches)
         losses = executor.step(Work(batches, 1.0, lambda index: None, lambda metrics: None))
         done = clip_and_step(optimizer, max_norm=1.0, mesh=mesh)
         optimizer.zero_grad()
         seen += [losses["lm loss"], done.grad_norm]
-    return [*seen, *(local(parameter).detach() for parameter in model.parameters())]
+    if kind is Graphed:
+        assert len(executor._graphs) == 1
+    return [t.cpu() for t in (*seen, *(local(p).detach() for p in model.parameters()))]
 
 
 def trained_both_ways(rank, world_size, *options):
-    expected = trained_on_ranks(rank, world_size, Sequential, *options)
+    expected = trained_on_ranks(rank, world_size, Sequential, *options, "cpu")
     streams = {name: mock.MagicMock() for name in ("Stream", "current_stream", "graph_pool_handle")}
     with (
         mock.patch.multiple(torch.cuda, stream=lambda _: contextlib.nullcontext(), **streams),
         mock.patch.object(graphs, "_MicroBatchGraph", Replayed),
     ):
-        return expected, trained_on_ranks(rank, world_size, Graphed, *options)
+        return expected, trained_on_ranks(rank, world_size, Graphed, *options, "cpu")
 
 
-@pytest.mark.parametrize(("fields", "ep"), [({}, 1), (MOE, 2), (MOE, 1)], ids=str)
+def trained_both_ways_on_gpus(rank, world_size, *options):
+    kinds = (Sequential, Graphed)
+    return [trained_on_ranks(rank, world_size, kind, *options, "cuda") for kind in kinds]
+
+
+RANKS = [({}, 1), (MOE, 2), (MOE, 1)]
+
+
+@pytest.mark.parametrize(("fields", "ep"), RANKS, ids=str)
 def test_graphs_of_ranks_sum_their_gradients(fields, ep):
     for expected, got in run_ranks(trained_both_ways, 2, fields, ep):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("fields", "ep"), RANKS, ids=str)
+def test_graphs_of_two_gpus_train_as_the_passes_they_hold(fields, ep):
+    by_rank = run_ranks(trained_both_ways_on_gpus, 2, fields, ep, device_type="cuda")
+    for expected, got in by_rank:
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_rows_that_collectives_move_are_not_captured():
+    config = MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=2)
+    layer = dMoE(config)
+    assert peer_buffers(layer) == set()
+    layer.dispatcher = AllGatherDispatcher(2, mock.MagicMock(size=2, rank=0))
+    with pytest.raises(ValueError, match=r"peer memory alone.* got AllGatherDispatcher"):
+        peer_buffers(layer)

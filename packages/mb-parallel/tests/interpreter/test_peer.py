@@ -98,15 +98,23 @@ def _inputs(case: Case):
     return x, weights, ids
 
 
-def _through(layer: dMoE, depth: int, x, weights, ids, max_rows=None) -> dict[str, torch.Tensor]:
+def _through(
+    layer: dMoE, depth: int, x, weights, ids, max_rows=None, *, compiled: bool = False
+) -> dict[str, torch.Tensor]:
     """Layers one after the other that share their experts and, spread, their buffers."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    y = x
-    for _ in range(depth):
-        dispatched = layer.dispatcher.dispatch(y, weights, ids)
+
+    def one(x):
+        dispatched = layer.dispatcher.dispatch(x, weights, ids)
         if max_rows is not None:
             dispatched = dispatched._replace(max_rows=max_rows)
-        y = y + layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+        return x + layer.dispatcher.combine(layer.experts(dispatched), dispatched), dispatched
+
+    if compiled:
+        one = torch.compile(one, backend="aot_eager")
+    y = x
+    for _ in range(depth):
+        y, dispatched = one(y)
     (y * torch.cos(3 * x.detach())).sum().backward()
     result = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
     result["counts"] = dispatched.tokens_per_expert_E
@@ -151,9 +159,11 @@ def _ranks(rank: int, ranks: int, folder: str):
         results.append(_through(layer, case.depth, x, weights, ids, most))
         assert bool(results[-1]["stored home"]) == case.stored_home
         if case.depth > 1:
-            layer.zero_grad()
-            for name, value in _through(layer, case.depth, x, weights, ids, most).items():
-                assert torch.equal(value, results[-1][name]), f"{name} differs when run again"
+            for compiled in (False, True):
+                layer.zero_grad()
+                again = _through(layer, case.depth, x, weights, ids, most, compiled=compiled)
+                for name, value in again.items():
+                    assert torch.equal(value, results[-1][name]), f"{name} differs, {compiled=}"
     said = []
     for tokens in (6, 2):  # more than there is room for; then another layer in between
         x, weights = torch.zeros(tokens, HIDDEN), torch.ones(tokens, 1)

@@ -119,6 +119,9 @@ class PeerDispatcher:
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
+    # One break in a compiled layer: between kernels there is nothing to compile, and each piece of
+    # a graph costs the host more than a launch.
+    @_disable_dynamo
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Store tokens and routing into the peers' memory; x_RD has room for all of them."""
         top_k = expert_ids_TK.shape[1]
@@ -132,7 +135,7 @@ class PeerDispatcher:
             *(self.buffers, memory, self.layer, self.placement, peers_TC, bins, self.keep_rows),
             home_P=self._home(memory),
         )
-        x_RD, weights_RJ = _send(x_TD, weights_TK, words_TW, route)
+        x_RD, weights_RJ = _Send.apply(x_TD, weights_TK, words_TW, route)
         assert route.ids_RJ is not None
         local_bins = mb_kernels.bin_tokens(route.ids_RJ, self.placement.experts_per_rank)
         most = self.rows.most(local_bins, self.placement, memory.layout.rows, top_k)
@@ -143,7 +146,6 @@ class PeerDispatcher:
             home_P=route.home_P,
         )
 
-    @_disable_dynamo
     def _home(self, memory: PeerMemory) -> Tensor | None:
         # Rows beyond a budget are not stored at all. A result that is stored elsewhere reads as NaN
         # here, which autograd's search for NaN would report. There are no kernels for float64.
@@ -159,13 +161,6 @@ class PeerDispatcher:
         """
         route, x_TD = dispatched.state
         return _collect(y_RD, x_TD, route)
-
-
-@_disable_dynamo
-def _send(
-    x_TD: Tensor, weights_TK: Tensor, words_TW: Tensor, route: _Route
-) -> tuple[Tensor, Tensor]:
-    return _Send.apply(x_TD, weights_TK, words_TW, route)
 
 
 @_disable_dynamo

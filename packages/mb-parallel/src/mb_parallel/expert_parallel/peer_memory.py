@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from mb_kernels.exchange import Layout, PeerMemory
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, longest_of_ranks
 from mb_parallel.world import of_all_ranks
@@ -73,7 +72,6 @@ class PeerBuffers:
         """The number by which a kernel that gives up reports a layer and one of its `STEPS`."""
         return layer * len(STEPS) + step
 
-    @_disable_dynamo
     def memory(self, x_TD: Tensor, words: int) -> PeerMemory:
         """The memory for rows of x's width and dtype, made if there is none yet.
 

@@ -454,6 +454,12 @@ def test_models_that_cannot_be_spread_are_named():
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
 
 
+# Each decides what is exchanged.
+EITHER = {
+    "equal_tokens": True, "chunks": 2, "keep_rows": True, "row_policy": "exact", "row_budget": 3.0,
+}  # fmt: skip
+
+
 def _disagreeing(rank, world_size):
     """What is said where ranks bring other layers, or ask for other dispatchers."""
     mesh, said = ParallelDims(dp_shard=2, ep=2).build("cpu"), []
@@ -463,6 +469,10 @@ def _disagreeing(rank, world_size):
         with pytest.raises(ValueError, match="parallelize_experts is given to be equal") as error:
             parallelize_experts(layer, mesh, dispatcher=dispatcher)
         said.append(str(error.value))
+    layer = dMoE(MoEConfig(num_experts=2, **sizes))
+    for name, value in EITHER.items():
+        with pytest.raises(ValueError, match=f"rank 1: {name} = "):
+            parallelize_experts(layer, mesh, **({name: value} if rank else {}))
     return said
 
 

@@ -303,6 +303,13 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
     assert torch.equal(model(x[0, 0], labels[0, 0])[1], seen[0][2])
 
 
+def test_a_sum_of_counts_of_ones_own_stays():
+    layer = dMoE(MoEConfig(**CONFIG))
+    own = layer.reduce_counts = torch.clone
+    parallelize_experts(layer, ParallelDims().build("cpu"))
+    assert layer.reduce_counts is own
+
+
 @pytest.mark.parametrize("how", ["kept", "recomputed", "recomputed by reentrant checkpoints"])
 def test_all_passes_of_a_micro_batch_through_a_layer_count_once(how):
     """As of a tower for both kinds of text; in the order of the backward pass or of the forward."""

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -166,6 +167,8 @@ def test_groups_over_several_nodes(sixteen_ranks):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
     with pytest.warns(UserWarning, match="tp = 16 does not divide the 8 ranks of a node"):
         ParallelDims(tp=16).build("cpu")
+    with warnings.catch_warnings(action="error"):
+        ParallelDims(tp=8, dp_shard=2).build("cpu")
 
 
 def _inside(rank, world_size):

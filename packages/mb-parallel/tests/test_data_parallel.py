@@ -616,6 +616,10 @@ def mixed_dtypes(rank, world_size):
     whole, spread = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
     with pytest.raises(ValueError, match="spread over ep = 2, got whole ones"):
         apply_data_parallel(whole, spread, blocks=list(whole)[:2])
+    frozen = build()
+    for block in list(frozen)[:2]:
+        block.moe.experts.requires_grad_(False)
+    apply_data_parallel(frozen, spread, blocks=list(frozen)[:2])  # nobody trains these
     with pytest.raises(ValueError, match="know of tp = 2, got one that counts"):
         apply_data_parallel(whole, ParallelDims(tp=world_size).build("cpu"), blocks=[])
     early = build()

@@ -34,6 +34,7 @@ from mb_parallel.expert_parallel.overlap import Exchange
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.surround import _capacity_group
+from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch.overrides import BaseTorchFunctionMode
@@ -375,14 +376,20 @@ def _what_is_sent(rank, ranks):
     layer.eval()
     with _Sent() as sent, torch.no_grad():
         layer(x)
-    return [*calls, sent.calls]
+    gathers = _layer(Case(config={"capacity_factor": 0.5}))
+    parallelize_experts(gathers, mesh, dispatcher="all_gather", equal_tokens=True)
+    with _Sent() as gathered, torch.no_grad():
+        gathers(x)
+    return [*calls, sent.calls, [name for name, *_ in gathered.calls]]
 
 
 def test_a_capacity_of_each_rank_is_one_exchange_each_way_and_no_other_collective():
-    for first, second, evaluated in run_ranks(_what_is_sent, 2):
+    for first, second, evaluated, gathered in run_ranks(_what_is_sent, 2):
         # ceil(0.5 * 2 * 6 / 4) = 2 rows from each rank for each of 4 experts; there, home and back.
         assert first == second == 4 * [("alltoall_base_", 8, [4, 4], [4, 4])]
         assert evaluated == 2 * [("alltoall_base_", 12, [6, 6], [6, 6])]
+        # Choices, for a capacity that all share; tokens and their routing; home.
+        assert gathered == [*["_allgather_base_"] * 3, "alltoall_base_"]
 
 
 POLICIES = [("random", "budget", 1.9), ("one", "budget", 1.0), ("one", "exact", 1.0)]
@@ -470,6 +477,7 @@ def test_a_step_runs_again_for_its_own_rows_alone():
     ("wanted", "top_k", "ep", "problem", "bounded", "chosen"),
     [
         ("auto", 1, 2, None, False, "peer"),
+        ("auto", 1, 4, None, False, "peer"),
         ("auto", 1, 8, None, False, "all_to_all"),
         ("auto", 8, 8, None, True, "peer"),
         ("auto", 8, 4, "no GPU", False, "all_gather"),
@@ -526,6 +534,10 @@ def _evaluated_and_compiled(rank, ranks):
     freeze_in_bits(frozen.experts, 8)
     with pytest.raises(ValueError, match="over 2 ranks, got weights frozen in bits"):
         parallelize_experts(frozen, ParallelDims(dp_shard=2, ep=2).build("cpu"))
+    copied = _layer(Case())
+    hold_working_copies([copied], torch.bfloat16)
+    with pytest.raises(ValueError, match="Call hold_working_copies last"):
+        parallelize_experts(copied, ParallelDims(dp_shard=2, ep=2).build("cpu"))
     return out.y.detach(), out.metrics["dropped_fraction"]
 
 

@@ -143,6 +143,7 @@ def _ranks(mesh, name):
 @pytest.mark.parametrize("ranks", ["", "$SLURM_NTASKS_PER_NODE"])
 def test_a_launcher_that_says_no_number_of_ranks(sixteen_ranks, monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert world.ranks_on_host() == 0
     assert ParallelDims(dp_shard=8, tp=2).build("cpu").tp_size == 2
 
 
@@ -190,6 +191,8 @@ def _joins_again(rank, world_size, port):
     sums = []
     for _ in range(3):
         with distributed("cpu", timeout_s=20.0):
+            options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+            assert options._timeout.total_seconds() == 20
             total = torch.ones(1)
             dist.all_reduce(total)
             sums.append(total.item())

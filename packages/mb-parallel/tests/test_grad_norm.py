@@ -58,9 +58,12 @@ def laid_out(mesh):
     return parameters
 
 
-def test_a_gradient_gets_the_strides_of_its_weight():
-    weight = nn.Parameter(torch.ones(4, 3).mT)
-    weight.grad = grad = torch.arange(12.0).view(3, 4)
+@pytest.mark.parametrize("turned", ["weight", "gradient"])
+def test_a_gradient_gets_the_strides_of_its_weight(turned):
+    grad = torch.arange(12.0).view(3, 4)
+    by_column = grad.mT.contiguous().mT
+    weight = nn.Parameter((by_column if turned == "weight" else grad).clone())
+    weight.grad = grad if turned == "weight" else by_column
     shard = local_grad(weight)
     assert shard.stride() == weight.stride()
     assert torch.equal(shard, grad)

@@ -252,14 +252,19 @@ def dtypes(rank, world_size):
     )
     apply_data_parallel(plain, mesh, blocks=[], compute_dtype=torch.bfloat16, cast_inputs=False)
     plain(torch.ones(3, WIDTH))
-    model(torch.ones(3, WIDTH)).sum().backward()
+    (model(torch.ones(3, WIDTH)).sum() * 256**rank).backward()
     seen = [
         m.seen for m in (plain[0], model[0], layers.router_like, layers.dense, layers.moe.experts)
     ]
+    for name, parameter in model.named_parameters():
+        if "router" not in name:  # a bf16 gradient and 256 times the same: in bf16 only the latter
+            sum_ = full(parameter.grad)
+            assert sum_.any()
+            assert torch.equal((sum_ / 257).bfloat16().float() * 257, sum_), name
     return seen, {p.grad.dtype for p in model.parameters()}, {p.dtype for p in model.parameters()}
 
 
-def test_bf16_compute_with_fp32_routers_routing_weights_gradients_and_weights():
+def test_bf16_compute_with_fp32_routers_routing_weights_gradients_sums_and_weights():
     full, half = torch.float32, torch.bfloat16
     for seen, grads, weights in run_ranks(dtypes, 2):
         assert seen == [(full, half), (half, half), (half, full), (full, half), (half, half, full)]
@@ -329,7 +334,9 @@ def collectives(rank, world_size, zero_stage):
     """What a step of three micro-batches sends, and what is whole between two of them."""
     model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
     blocks = list(model)[:2]
-    apply_data_parallel(model, mesh, blocks=blocks, zero_stage=zero_stage, cast_inputs=False)
+    routers = [block.moe.router for block in blocks]  # in fp32 as all else, so no units
+    how = {"keep_fp32": routers, "zero_stage": zero_stage, "cast_inputs": False}
+    apply_data_parallel(model, mesh, blocks=blocks, **how)
     whole, counts = [], dict.fromkeys(("foreach_all_gather", "foreach_reduce"), 0)
 
     def counted(name, collective):
@@ -369,11 +376,13 @@ def steps_too_early(rank, world_size, zero_stage):
     apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
     parameters = list(model.parameters())
     optimizer = AdamW(parameters)
+    experts = [p for block in list(model)[:2] for p in block.moe.experts.parameters()]
     set_gradient_sync(model, False)
     model(torch.ones(2, WIDTH)).sum().backward()
     for call in (
         optimizer.step,
         torch.optim.AdamW(parameters).step,
+        torch.optim.SGD(experts).step,
         lambda: clip_and_step(optimizer, mesh=mesh),
         lambda: clip_grad_norm(parameters, 1.0, mesh),
     ):
@@ -390,7 +399,10 @@ def steps_too_early(rank, world_size, zero_stage):
         return loss
 
     torch.optim.SGD(parameters, lr=0.0).step(last_micro_batch)
-    return float(clip_and_step(optimizer, mesh=mesh).grad_norm)
+    norm = float(clip_and_step(optimizer, mesh=mesh).grad_norm)
+    model.zero_grad(set_to_none=False)
+    assert not any(full(p.grad).any() for p in parameters)
+    return norm
 
 
 def branches(rank, world_size, zero_stage):
@@ -539,6 +551,8 @@ def refused_by_one(rank, world_size):
     """What each rank is told of arguments, and of a model, that one of them gives."""
     said = []
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    if rank == 0:  # which has a model of its own, too
+        apply_data_parallel(build(), ParallelMesh(ParallelDims(), *[None] * 3), blocks=[])
     for wrong in ("blocks", "dtypes"):
         model, mine = nn.Sequential(nn.Linear(WIDTH, WIDTH)), rank == 1
         if mine and wrong == "dtypes":
@@ -642,6 +656,10 @@ def mixed_dtypes(rank, world_size):
     whole, spread = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
     with pytest.raises(ValueError, match="spread over ep = 2, got whole ones"):
         apply_data_parallel(whole, spread, blocks=list(whole)[:2])
+    frozen = build()
+    for block in list(frozen)[:2]:
+        block.moe.experts.requires_grad_(False)
+    apply_data_parallel(frozen, spread, blocks=list(frozen)[:2])  # nobody trains these
     with pytest.raises(ValueError, match="know of tp = 2, got one that counts"):
         apply_data_parallel(whole, ParallelDims(tp=world_size).build("cpu"), blocks=[])
     early = build()

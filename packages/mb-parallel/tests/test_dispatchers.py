@@ -3,14 +3,16 @@
 Ranks run in one go per world size: starting them costs more than all the cases together.
 """
 
+import functools
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from mb_kernels import bin_tokens
 from mb_kernels.testing import assert_close
 from mb_layers import add_lora, freeze_in_bits
 from mb_layers.config import MoEConfig
@@ -19,8 +21,21 @@ from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import choose_dispatcher
 from mb_parallel.expert_parallel.apply import keeps_rows_anyway
-from mb_parallel.expert_parallel.collectives import Place
+from mb_parallel.expert_parallel.around import GlobalCapacity
+from mb_parallel.expert_parallel.collectives import (
+    Place,
+    exchange_rows,
+    gather_rows,
+    join_rows,
+    share_of_rows,
+    sum_rows,
+)
+from mb_parallel.expert_parallel.overlap import Exchange
 from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.rows import Rows
+from mb_parallel.expert_parallel.surround import _capacity_group
+from mb_parallel.optimizer import hold_working_copies
+from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +81,7 @@ CASES = {
     "capacity-masked": Case(routing="masked", config={"capacity_factor": 0.25}),
     "capacity-chosen-twice": Case(routing="twice", top_k=3, config={"capacity_factor": 0.5}),
     "capacity-without-tokens": Case((7, 0), "one", config={"capacity_factor": 1.25}),
+    "capacity-no-tokens-at-all": Case((0,), config={"capacity_factor": 1.0}),
     "capacity-recompute": Case(
         (6,), "zipf", config={"capacity_factor": 0.75, "recompute": True, "mlp_bias": True}
     ),
@@ -205,11 +221,13 @@ def _check(ranks: int, cases: list[str]) -> None:
             own = ids[first : first + lengths[rank]]
             chosen = torch.bincount(own[(own >= 0) & (own < case.experts)], minlength=case.experts)
             assert torch.equal(one["counts"], chosen.int()), what
+            assert one.keys() == expected.keys()  # what is frozen stays frozen
             for key in set(expected) - {"y", "dx", "dweights", "kept", "counts"}:
                 assert_close(f"{what}: {key}", one[key], expected[key])
         if case.config.get("capacity_factor") is not None:
             assert sum(int(one["kept"]) for one in got) == int(expected["kept"]), what
-            assert int(expected["kept"]) < int(expected["counts"].sum()), "nothing was dropped"
+            dropped = int(expected["kept"]) < int(expected["counts"].sum())
+            assert dropped or not sum(lengths), "nothing was dropped"
 
 
 def test_two_ranks():
@@ -243,6 +261,28 @@ def test_a_token_goes_to_a_rank_once(experts, ranks, ids, expected):
     ids = torch.tensor(ids, dtype=torch.int32)
     destinations = placement.pack(torch.ones(ids.shape), ids).peers_TC
     assert destinations.tolist() == expected
+
+
+def test_a_batch_is_in_the_order_of_its_sequences():
+    """Two ranks have halves of two sequences, two of one, two none; padding is in between."""
+    capacity = GlobalCapacity(LocalDispatcher(4), 4, 1.0, Place(dist.group.WORLD), split_over=2)
+    per_rank = [[4, 2], [4, 2], [2, 1], [2, 1], [0, 0], [0, 0]]
+    rows = capacity._batch_order(per_rank, 4, torch.device("cpu")).tolist()
+    assert sorted(rows) == list(range(24))
+    padding = {10, 11, 14, 15, *range(16, 24)}
+    expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13]
+    assert [row for row in rows if row not in padding] == expected
+
+
+def test_the_larger_of_ep_and_tp_shares_a_capacity():
+    def group(ep: int, tp: int) -> str:
+        mesh = SimpleNamespace(ep_size=ep, tp_size=tp)
+        mesh.axis = lambda name: SimpleNamespace(get_group=lambda: name)
+        return _capacity_group(mesh)
+
+    assert [group(1, 2), group(2, 4), group(4, 2)] == ["tp", "tp", "ep"]
+    with pytest.raises(ValueError, match="got ep = 3 and tp = 2"):
+        group(3, 2)
 
 
 def test_local_ids_are_those_of_the_rank():
@@ -279,6 +319,30 @@ def test_a_rank_without_memory_says_so_itself():
     run_ranks(_out_of_memory, 2)
 
 
+def _in_halves(x, place):
+    exchange = Exchange([2, 2], [2, 2], place)
+    return exchange.end(exchange.begin(x))
+
+
+def _turned(rank, ranks):
+    """Rows, and gradients of them, that lie in memory column by column."""
+    place = Place(dist.group.WORLD)
+    exchange = functools.partial(exchange_rows, to=[2, 2], from_=[2, 2])
+    for call in (gather_rows, sum_rows, share_of_rows, join_rows, exchange, _in_halves):
+        found = []
+        for turn in (torch.clone, lambda x: x.mT.contiguous().mT):
+            x = turn(torch.arange(12.0).view(4, 3) + 100 * rank).requires_grad_()
+            y = call(x, place=place)
+            y.backward(turn(torch.arange(1.0, 1 + y.numel()).view_as(y) * (1 + rank)))
+            found.append((y.detach(), x.grad))
+        for got, expected in zip(found[1], found[0], strict=True):
+            assert torch.equal(got, expected), call
+
+
+def test_rows_are_sent_in_whatever_order_they_lie_in_memory():
+    run_ranks(_turned, 2)
+
+
 class _Sent(TorchDispatchMode):
     """Names of the collectives that were called, and rows and splits of what was exchanged."""
 
@@ -299,6 +363,8 @@ def _what_is_sent(rank, ranks):
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
     said = parallelize_experts(layer, mesh, dispatcher="fixed", equal_tokens=True)
     assert "2 of 4 experts a rank by fixed, as asked for" in said
+    held = local(layer.experts.w1)
+    assert held.untyped_storage().nbytes() == held.nbytes  # no other rank's part
     x = torch.randn(6, 6, requires_grad=True)
     calls = []
     for _ in range(2):  # routing to one expert, and to all
@@ -310,14 +376,20 @@ def _what_is_sent(rank, ranks):
     layer.eval()
     with _Sent() as sent, torch.no_grad():
         layer(x)
-    return [*calls, sent.calls]
+    gathers = _layer(Case(config={"capacity_factor": 0.5}))
+    parallelize_experts(gathers, mesh, dispatcher="all_gather", equal_tokens=True)
+    with _Sent() as gathered, torch.no_grad():
+        gathers(x)
+    return [*calls, sent.calls, [name for name, *_ in gathered.calls]]
 
 
 def test_a_capacity_of_each_rank_is_one_exchange_each_way_and_no_other_collective():
-    for first, second, evaluated in run_ranks(_what_is_sent, 2):
+    for first, second, evaluated, gathered in run_ranks(_what_is_sent, 2):
         # ceil(0.5 * 2 * 6 / 4) = 2 rows from each rank for each of 4 experts; there, home and back.
         assert first == second == 4 * [("alltoall_base_", 8, [4, 4], [4, 4])]
         assert evaluated == 2 * [("alltoall_base_", 12, [6, 6], [6, 6])]
+        # Choices, for a capacity that all share; tokens and their routing; home.
+        assert gathered == [*["_allgather_base_"] * 3, "alltoall_base_"]
 
 
 POLICIES = [("random", "budget", 1.9), ("one", "budget", 1.0), ("one", "exact", 1.0)]
@@ -373,10 +445,39 @@ def test_rows_beyond_the_budget_are_nan_and_the_step_runs_again():
                 assert_close(f"{routing}, {policy}: {name}", got[0], want)
 
 
+def _room(rows, slots, tokens=4):
+    """For so many slots of the first of two ranks, of four experts."""
+    bins = bin_tokens(torch.zeros(slots, 1, dtype=torch.int32), 2)
+    return rows.most(bins, Placement(4, 2, 0), tokens, 1)
+
+
+def test_an_overflow_is_told_once():
+    rows = Rows("budget", 1.0)
+    assert rows.take_overflow() is None
+    assert _room(rows, 2) == 2
+    assert not rows.take_overflow()
+    for slots in (3, 2):
+        assert _room(rows, slots) == 2
+    assert rows.take_overflow()
+    assert not rows.take_overflow()
+    assert _room(rows, 0, tokens=0) == _room(Rows("exact"), 0) == 1
+
+
+def test_a_step_runs_again_for_its_own_rows_alone():
+    rows, layer = Rows("budget", 1.0), torch.nn.Module()
+    layer.dispatcher = SimpleNamespace(inner=SimpleNamespace(rows=rows))
+    _room(rows, 3)  # in no step
+    for slots, again in ((2, False), (3, True), (2, False)):
+        step = functools.partial(_room, rows, slots)
+        assert within_budget([layer], step, torch.device("cpu")) == (slots, again)
+        assert rows.policy == "budget"
+
+
 @pytest.mark.parametrize(
     ("wanted", "top_k", "ep", "problem", "bounded", "chosen"),
     [
         ("auto", 1, 2, None, False, "peer"),
+        ("auto", 1, 4, None, False, "peer"),
         ("auto", 1, 8, None, False, "all_to_all"),
         ("auto", 8, 8, None, True, "peer"),
         ("auto", 8, 4, "no GPU", False, "all_gather"),
@@ -433,6 +534,10 @@ def _evaluated_and_compiled(rank, ranks):
     freeze_in_bits(frozen.experts, 8)
     with pytest.raises(ValueError, match="over 2 ranks, got weights frozen in bits"):
         parallelize_experts(frozen, ParallelDims(dp_shard=2, ep=2).build("cpu"))
+    copied = _layer(Case())
+    hold_working_copies([copied], torch.bfloat16)
+    with pytest.raises(ValueError, match="Call hold_working_copies last"):
+        parallelize_experts(copied, ParallelDims(dp_shard=2, ep=2).build("cpu"))
     return out.y.detach(), out.metrics["dropped_fraction"]
 
 
@@ -485,6 +590,7 @@ def test_what_cannot_be_spread_is_named():
     layer = _layer(Case())
     mesh = ParallelDims().build("cpu")
     assert "ep = 1, all experts of 1 layer" in parallelize_experts(layer, mesh)
+    parallelize_experts(_layer(Case(config={"balance_over": "sequence"})), mesh)
     assert isinstance(layer.dispatcher, LocalDispatcher)
     assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match=r"dispatcher to be one of auto, .* got 'ring'"):

@@ -303,6 +303,13 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
     assert torch.equal(model(x[0, 0], labels[0, 0])[1], seen[0][2])
 
 
+def test_a_sum_of_counts_of_ones_own_stays():
+    layer = dMoE(MoEConfig(**CONFIG))
+    own = layer.reduce_counts = torch.clone
+    parallelize_experts(layer, ParallelDims().build("cpu"))
+    assert layer.reduce_counts is own
+
+
 @pytest.mark.parametrize("how", ["kept", "recomputed", "recomputed by reentrant checkpoints"])
 def test_all_passes_of_a_micro_batch_through_a_layer_count_once(how):
     """As of a tower for both kinds of text; in the order of the backward pass or of the forward."""
@@ -454,6 +461,12 @@ def test_models_that_cannot_be_spread_are_named():
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
 
 
+# Each decides what is exchanged.
+EITHER = {
+    "equal_tokens": True, "chunks": 2, "keep_rows": True, "row_policy": "exact", "row_budget": 3.0,
+}  # fmt: skip
+
+
 def _disagreeing(rank, world_size):
     """What is said where ranks bring other layers, or ask for other dispatchers."""
     mesh, said = ParallelDims(dp_shard=2, ep=2).build("cpu"), []
@@ -463,6 +476,10 @@ def _disagreeing(rank, world_size):
         with pytest.raises(ValueError, match="parallelize_experts is given to be equal") as error:
             parallelize_experts(layer, mesh, dispatcher=dispatcher)
         said.append(str(error.value))
+    layer = dMoE(MoEConfig(num_experts=2, **sizes))
+    for name, value in EITHER.items():
+        with pytest.raises(ValueError, match=f"rank 1: {name} = "):
+            parallelize_experts(layer, mesh, **({name: value} if rank else {}))
     return said
 
 

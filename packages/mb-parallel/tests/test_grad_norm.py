@@ -14,7 +14,7 @@ from mb_parallel.optimizer import (
     grad_norm,
     zeros_in_grad,
 )
-from mb_parallel.shards import local
+from mb_parallel.shards import local, local_grad
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -58,7 +58,25 @@ def laid_out(mesh):
     return parameters
 
 
+@pytest.mark.parametrize("turned", ["weight", "gradient"])
+def test_a_gradient_gets_the_strides_of_its_weight(turned):
+    grad = torch.arange(12.0).view(3, 4)
+    by_column = grad.mT.contiguous().mT
+    weight = nn.Parameter((by_column if turned == "weight" else grad).clone())
+    weight.grad = grad if turned == "weight" else by_column
+    shard = local_grad(weight)
+    assert shard.stride() == weight.stride()
+    assert torch.equal(shard, grad)
+    assert weight.grad is shard  # what is written into it is written into the gradient
+
+
 def norms(rank, world_size, layouts):
+    mesh = ParallelDims(tp=world_size).build("cpu").axis("tp")
+    under_way = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False).redistribute(
+        placements=[Replicate()], async_op=True
+    )
+    # A kernel, which reads an address, would not wait for the sum.
+    assert type(local(under_way)) is torch.Tensor
     results = []
     for sizes in layouts:
         mesh = ParallelDims(**sizes).build("cpu")

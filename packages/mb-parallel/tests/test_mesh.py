@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -142,6 +143,7 @@ def _ranks(mesh, name):
 @pytest.mark.parametrize("ranks", ["", "$SLURM_NTASKS_PER_NODE"])
 def test_a_launcher_that_says_no_number_of_ranks(sixteen_ranks, monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert world.ranks_on_host() == 0
     assert ParallelDims(dp_shard=8, tp=2).build("cpu").tp_size == 2
 
 
@@ -166,6 +168,8 @@ def test_groups_over_several_nodes(sixteen_ranks):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
     with pytest.warns(UserWarning, match="tp = 16 does not divide the 8 ranks of a node"):
         ParallelDims(tp=16).build("cpu")
+    with warnings.catch_warnings(action="error"):
+        ParallelDims(tp=8, dp_shard=2).build("cpu")
 
 
 def _inside(rank, world_size):
@@ -187,6 +191,8 @@ def _joins_again(rank, world_size, port):
     sums = []
     for _ in range(3):
         with distributed("cpu", timeout_s=20.0):
+            options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+            assert options._timeout.total_seconds() == 20
             total = torch.ones(1)
             dist.all_reduce(total)
             sums.append(total.item())

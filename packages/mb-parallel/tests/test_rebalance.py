@@ -258,6 +258,11 @@ def _wrong_on_one(rank, world_size):
         parallelize_experts(Model(), mesh, chunks=int(rank != 1))
     with pytest.raises(ValueError, match="ParallelDims to be equal on all 4 ranks"):
         ParallelDims(dp_shard=4 + (rank == 1)).build("cpu")
+    stages, stage = ParallelDims(pp=2, dp_shard=2, ep=2).build("cpu"), Model()
+    parallelize_experts(stage, stages)
+    mine = f"moes.{stages.pp_rank}"  # stages have layers of their own
+    (moved,) = rebalance_experts(stage, {mine: torch.arange(8.0)}, stages)
+    assert moved.layer == mine
     return told
 
 

@@ -146,16 +146,20 @@ class Attention(nn.Module):
         return x_BSD + y.transpose(1, 2).reshape(x_BSD.shape)
 
 
-def test_arguments_by_name_reach_the_block():
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_arguments_by_name_reach_the_block(mode):
     class Scaled(nn.Linear):
         def forward(self, x, *, debug, preserve_rng_state):
+            x = F.scaled_dot_product_attention(x, x, value=x)
             return super().forward(x) * debug + preserve_rng_state
 
     block = Scaled(2, 2)
-    x, given = torch.ones(3, 2), {"debug": torch.tensor(3.0), "preserve_rng_state": 5}
+    x, given = torch.eye(3, 2), {"debug": torch.tensor(3.0), "preserve_rng_state": 5}
     expected = block(x, **given)
-    apply_recompute([block], "full")
+    apply_recompute([block], mode)
     assert torch.equal(block(x, **given), expected)
+    with torch.no_grad():
+        assert torch.equal(block(x, **given), expected)
 
 
 def test_a_layer_that_blocks_share_is_computed_twice_and_not_thrice(model):

@@ -203,7 +203,7 @@ def _routed(rank, mesh):
     with pytest.raises(ValueError, match=r"got an earlier call's\. Call parallelize_experts once"):
         parallelize_experts(late, mesh)
     run = slice(3 * rank, 3 * rank + 3)
-    got = whole["moe"](x_BSD[:, run], routing=ids_BSK)
+    got = whole["moe"](x=x_BSD[:, run], routing=ids_BSK)
     torch.testing.assert_close(got.y, want.y[:, run])
     assert torch.equal(got.metrics["tokens_per_expert"], want.metrics["tokens_per_expert"])
 

@@ -45,7 +45,7 @@ def shard_units(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
     )
-    uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     if compute_dtype != torch.float32:
         for unit in _units(keep_fp32, reshard, again=recomputed(model)):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)

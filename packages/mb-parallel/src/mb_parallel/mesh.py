@@ -156,7 +156,7 @@ class ParallelDims:
 
     def _warn_of_spread_nodes(self) -> None:
         on_node = ranks_on_host()
-        if on_node and on_node % self.tp and rank() == 0:
+        if on_node % self.tp and rank() == 0:
             warnings.warn(
                 f"tp = {self.tp} does not divide the {on_node} ranks of a node: some tensor-"
                 "parallel groups span nodes, whose links are an order of magnitude slower. Make "

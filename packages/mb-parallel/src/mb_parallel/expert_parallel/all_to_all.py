@@ -136,11 +136,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, bins: Bins, columns: int) -> Tensor:
         ctx.bins, ctx.columns = bins, columns
-        ones_TC = torch.ones(
-            (rows_SD.shape[0] // columns, columns),
-            device=rows_SD.device,
-            dtype=torch.float64 if rows_SD.dtype is torch.float64 else torch.float32,
-        )
+        shape = (rows_SD.shape[0] // columns, columns)
+        ones_TC = torch.ones(shape, dtype=torch.float32, device=rows_SD.device)
         return mb_kernels.combine(rows_SD, bins, ones_TC)
 
     @staticmethod

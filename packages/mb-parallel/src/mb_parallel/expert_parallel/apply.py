@@ -127,8 +127,8 @@ def parallelize_experts(
         if ep is not None:
             alike = _alike(
                 layers, dispatcher=dispatcher, sequence_parallel=list(in_parts.values()),
-                equal_tokens=equal_tokens, chunks=chunks, row_policy=row_policy,
-                row_budget=row_budget,
+                equal_tokens=equal_tokens, keep_rows=keep_rows, chunks=chunks,
+                row_policy=row_policy, row_budget=row_budget,
             )  # fmt: skip
             check_same(alike, "what parallelize_experts is given", group=ep.get_group())
         for name, layer in layers.items():

@@ -111,7 +111,7 @@ def rebalance_experts(
             if axis is not None:
                 check_same(alike, "what rebalance_experts is given", group=axis.get_group())
     ranks, done = mesh.ep_size, []
-    owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
+    owners = Counter(p for layer in layers.values() for p in layer.parameters())
     for name, layer in layers.items():
         shared = any(owners[parameter] > 1 for parameter in layer.parameters())
         if ranks == 1 or name not in tokens_per_expert or shared or not _renumbers(layer, ranks):

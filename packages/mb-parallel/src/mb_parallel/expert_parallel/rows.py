@@ -75,7 +75,7 @@ class Rows:
         room = max(math.ceil(self.budget * balanced), 1)
         over = bins.offsets_E1[-1] > room
         if self._overflow is None:
-            self._overflow = over.clone()
+            self._overflow = over
         else:
             self._overflow.logical_or_(over)  # in place, for CUDA graphs
         return room

@@ -17,6 +17,7 @@ BAD = {
     "half an expert": ({"num_experts": 2.5}, "num_experts to be int, got 2.5 of type float"),
     "true hidden": ({"hidden_size": True}, "hidden_size to be int, got True of type bool"),
     "activation": ({"activation": "swigu"}, "swiglu"),
+    "interleaved": ({"activation": "swiglu(interleaved)"}, "leave out `interleaved`"),
     "capacity 0": ({"capacity_factor": 0.0}, "dMoE with capacity_factor=None"),
     "capacity -1": ({"capacity_factor": -1.0}, "capacity_factor > 0, got -1"),
     "capacity nan": ({"capacity_factor": float("nan")}, "finite capacity_factor"),
@@ -66,6 +67,7 @@ BAD = {
         "num_zero_experts=0 with expert groups",
     ),
     "half groups": ({"num_expert_groups": 2}, "together"),
+    "no groups": ({"num_expert_groups": 0, "top_k_groups": 0}, "num_expert_groups .* >= 1, got 0"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),
     "group score": (

@@ -16,7 +16,7 @@ from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
 from mb_train.plan.flops import flops
-from mb_train.plan.kept import activations_bytes
+from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.sizing import GIB, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
 from mb_train.recipes import RECIPES, recipe
@@ -43,6 +43,13 @@ KINDS = {
         "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
         "moe_shared_expert_intermediate_size": 96,
     },
+    "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
+    "many-sigmoids": {
+        "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
+    },
+    "experts-in-4-bits": {
+        "moe_num_experts": 4, "moe_top_k": 2, "swiglu": True, "moe_saved_activation_bits": 4,
+    },
     "experts-recompute": {"moe_num_experts": 4, "moe_top_k": 2, "moe_recompute": True},
     "recompute": {"recompute_granularity": "full"},
     "recompute-of-one": {
@@ -63,7 +70,7 @@ KINDS = {
     "ict": {"model": "ict", "biencoder_projection_dim": 32},
     "pairs": RACE | {"task": "mnli"},
     "race": RACE,
-    "fp32-residual": {"fp32_residual_connection": True, "bf16": True},
+    "fp32-residual": {"fp32_residual_connection": True, "bf16": True, "ffn_hidden_size": 64},
 }  # fmt: skip
 
 
@@ -155,6 +162,31 @@ def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
         config = config_of(**KINDS["experts"], moe_capacity_factor=capacity)
         kept.append(kept_bytes(GPT(transformer_config(config, 64)).train(), config))
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("kind", ["modern", "gated-experts", "t5"])
+def test_tensor_parallel_ranks_share_what_a_layer_keeps(kind):
+    config, work, _ = config_and_model(KINDS[kind])
+    split = dataclasses.replace(config, tensor_model_parallel_size=2)
+    along = dataclasses.replace(split, sequence_parallel=True)
+    alone, columns, half = (
+        kept_by_layer(work, each, ParallelDims(tp=each.tensor_model_parallel_size), 4)[0]
+        for each in (config, split, along)
+    )
+    assert (half.all, half.input) == (alone.all / 2, alone.input / 2)
+    assert columns.input == alone.input  # whole on every rank, as what goes into the norms
+    assert half.all < columns.all < alone.all
+
+
+def test_a_loss_has_one_slice_of_its_logits():
+    config, work, _ = config_and_model({})
+    whole, few = loss_bytes(work, config, ParallelDims(), 2), 2 * 128
+    assert whole == V * (2 * few + 4 * 64)
+    work = work._replace(heads=[work.heads[0]._replace(outputs=256_000)])
+    config = dataclasses.replace(config, micro_batch_size=64, global_batch_size=64)
+    for ranks in (1, 2):
+        found = loss_bytes(work, config, ParallelDims(tp=ranks), 2)
+        assert found == pytest.approx((2 * 2**29 + 4 * 64 * 256_000) / ranks, rel=1e-3)
 
 
 # The shapes that the counter sees do not tell which rows are of zero experts.
@@ -273,6 +305,8 @@ def test_parameters_and_state(kind):
     total = sum(p.numel() for p in model.parameters())
     found = sizes(config, 64, 1, "CPU")
     assert found.parameters == total
+    work = one_process_task(config, None, vocab_size=64).workload
+    assert (found.step_tokens, found.step_flops) == (2 * 128, 2 * sum(flops(work)))
     assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
     if kind == "experts":
         idle = 3 * (8 - 2) * 2 * 64 * 192
@@ -429,6 +463,7 @@ def test_experts_of_other_ranks_make_room_for_the_worst_case():
     policies = ("exact", "budget", "worst")
     exact, budget, worst = (activations("all_gather", moe_row_policy=p) for p in policies)
     assert exact < budget < worst
+    assert activations("all_gather", moe_row_policy="budget", moe_row_budget=1.0) == exact
     even, twice = (activations("fixed", moe_capacity_factor=factor) for factor in (1.0, 2.0))
     assert exact < even < twice
 

@@ -290,6 +290,18 @@ def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     assert not hasattr(Metadata, "changed")
 
 
+def test_tensors_that_cannot_be_read_are_no_checkpoint(tmp_path):
+    """Whole files, but no tensors in them."""
+    model, optimizer = make()
+    step(model, optimizer)
+    path = save(tmp_path, model, optimizer)
+    shards = path / "__0_0_0.distcp"
+    shards.write_bytes(bytes(len(shards.read_bytes())))
+    sum_again(path)
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged: .*Error"):
+        load_checkpoint(path, *make())
+
+
 def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
@@ -308,9 +320,10 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
 def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, damage, name):
     model, optimizer = make()
     step(model, optimizer)
-    good = save(tmp_path, model, optimizer, 5)
-    save(tmp_path, model, optimizer, 6)
-    (tmp_path / "iter_0000006" / "run.json").write_text("{}")  # damaged too: not to be offered
+    good = save(tmp_path, model, optimizer, 4)
+    # Neither is to be offered.
+    (save(tmp_path, model, optimizer, 5) / "SHA256SUMS").unlink()
+    (save(tmp_path, model, optimizer, 6) / "run.json").write_text("{}")
     path = save(tmp_path, model, optimizer, 7)
     content = (path / name).read_bytes()
     if damage == "removed":

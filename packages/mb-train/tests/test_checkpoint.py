@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def step(model, optimizer):
 
 
 def begin(saver, model, optimizer, iteration=7):
-    saver.save(
+    return saver.save(
         model, optimizer, Progress(iteration, 10 * iteration),
         config={"seed": 1, "load": "x"}, identity={"width": 5}, data={"bin_bytes": [3]},
     )  # fmt: skip
@@ -228,7 +229,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
     saver = Saver(tmp_path, keep=1, say=said.append)
     with torch.no_grad():
         model[2].bias.fill_(torch.nan)
-    begin(saver, model, optimizer, 8)
+    assert begin(saver, model, optimizer, 8) is False
     assert "not saved: at iteration 8 the weights are not numbers" in said[-1]
     assert checkpoints(tmp_path) == [first]
 
@@ -458,16 +459,22 @@ def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch
     saver.close()
 
 
-def test_only_those_written_last_are_kept(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_only_those_written_last_are_kept(tmp_path, asynchronous):
     model, optimizer = make()
     step(model, optimizer)
-    saver = Saver(tmp_path, keep=2)
+    saver = Saver(tmp_path, keep=2, asynchronous=asynchronous)
     for iteration in (9, 10, 11, 4):  # back to an earlier iteration
-        begin(saver, model, optimizer, iteration)
+        assert begin(saver, model, optimizer, iteration)
+    saver.wait()
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000004", "iter_0000011"]
     begin(saver, model, optimizer, 5)
-    assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000004", "iter_0000005"]
+    saver.wait()
+    saver.close()
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
 
 
 def test_what_was_just_written_stays_although_the_clock_went_back(tmp_path, monkeypatch):
@@ -521,6 +528,21 @@ def test_names_do_not_change_by_what_is_wrapped_around_a_module(tmp_path):
     assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
     load_checkpoint(save(tmp_path, model, None), wrapped, None)
     assert torch.equal(wrapped[0].weight, model[0].weight)
+
+
+def test_a_copy_on_the_device_has_to_fit_beside_the_largest_step(monkeypatch):
+    """In what the device has free, and what the allocator holds beyond the most it has given."""
+    for name, value in (("mem_get_info", (100, 500)), ("memory_reserved", 50)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20)
+
+    def fits(*sizes):
+        shards = [SimpleNamespace(is_cuda=n > 1, nbytes=n, device="cuda") for n in sizes]
+        return saver_module._fits_on_device(shards)
+
+    assert fits(100, 1, 23)
+    assert not fits(100, 24)  # 1.05 x 124 of 130
+    assert not fits(1)
 
 
 @pytest.mark.parametrize(

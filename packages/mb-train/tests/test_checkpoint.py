@@ -497,8 +497,10 @@ class _Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self.state.setdefault(p, {"steps": 0, "sum": torch.zeros_like(p)})
+                    new = {"steps": 0, "share": 1.0, "sum": torch.zeros_like(p)}
+                    state = self.state.setdefault(p, new)
                     state["steps"] += 1
+                    state["share"] /= 3
                     state["sum"] += p.grad
 
 
@@ -516,6 +518,7 @@ def test_an_optimizer_with_numbers_and_gaps_in_its_state(tmp_path):
     for a, b in zip(model[0].parameters(), other[0].parameters(), strict=True):
         assert fresh.state[b]["steps"] == 3
         assert type(fresh.state[b]["steps"]) is int
+        assert fresh.state[b]["share"] == optimizer.state[a]["share"]
         assert torch.equal(fresh.state[b]["sum"], optimizer.state[a]["sum"])
     assert fresh.param_groups[0]["lr"] == 0.1
     assert all(p.grad is None for p in other.parameters())

@@ -295,8 +295,9 @@ def test_a_run_of_muon_from_before_its_matrices_were_split_goes_on_as_it_was():
 
 
 def test_what_is_taken_over():
-    taken = inherited(SAVED | {"load": "a", "finetune": True}, "run.json")
-    assert not {"save", "load", "finetune", "exit_interval", "no_load_optim"} & taken.keys()
+    gone = {"retriever_seq_length": 256, "pipeline_model_parallel_split_rank": None}
+    taken = inherited(SAVED | gone | {"load": "a", "finetune": True}, "run.json")
+    assert not {"save", "load", "finetune", "exit_interval", "no_load_optim", *gone} & taken.keys()
     assert taken["moe_top_k"] == 2
     older = {name: value for name, value in SAVED.items() if name != "moe_top_k"}
     assert "moe_top_k" not in inherited(older, "run.json")

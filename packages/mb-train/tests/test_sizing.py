@@ -41,7 +41,7 @@ KINDS = {
     "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
     "shared-expert": {
         "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
-        "moe_shared_expert_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True,
     },
     "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
     "many-sigmoids": {

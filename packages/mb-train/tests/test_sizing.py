@@ -12,12 +12,13 @@ from mb_parallel.recompute import apply_recompute
 from mb_train.assemble import Assembled
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.layout import parallel_dims
 from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.plan.flops import flops
+from mb_train.plan.flops import flops, peak_flops
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
-from mb_train.plan.sizing import GIB, describe, memory_warning, sizes
+from mb_train.plan.sizing import GIB, _parts, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
 from mb_train.recipes import RECIPES, recipe
 from mb_train.tasks.architecture import transformer_config
@@ -413,6 +414,40 @@ def test_products_of_muon_are_those_counted(fused, steps):
         for weight in weights:
             _matrix_by_matrix(weight, steps, fused)
     assert counted == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes_of", "dense", "experts"),
+    [
+        (4, {}, 4, 4),
+        (4, {"expert": 4}, 4, 4),
+        (2, {"tensor": 2}, 2, 2),
+        (2, {"pipeline": 2}, 2, 2),
+        (4, {"tensor": 2}, 1, 4),  # cut by both: all ranks turn all dense matrices
+    ],
+)
+def test_ranks_share_out_the_matrices_of_muon(ranks, sizes_of, dense, experts):
+    spread = {f"{name}_model_parallel_size": size for name, size in sizes_of.items()}
+    config = config_of(moe_num_experts=4, num_layers=2, optimizer="muon", global_batch_size=8)
+    model = GPT(transformer_config(config, 64))
+    alone, shared = (
+        [part.turning for part in _parts(model, each, parallel_dims(each, size), copied=False)]
+        for each, size in ((config, 1), (dataclasses.replace(config, **spread), ranks))
+    )
+    assert alone[0].moved > 0 < alone[1].moved
+    assert shared == [alone[0].shared(dense), alone[1].shared(experts)]
+    assert alone[0].shared(2).products == alone[0].products / 2
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 PCIe", 756), ("nvidia h100 80gb hbm3", 989), ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI250X", 191.5), ("NVIDIA RTX A1000", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_a_part_of_its_name(device, tflops):
+    assert peak_flops(device) == (tflops and 1e12 * tflops)
 
 
 def test_a_block_that_is_computed_again_takes_a_third_more():

@@ -332,6 +332,8 @@ def test_ranks_share_the_state():
     assert sizes(third, 64, 4, "H200").weights < shared.weights
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
     assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
+    both = (dataclasses.replace(stages, zero_stage=stage) for stage in (1, 2))
+    assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

@@ -71,6 +71,8 @@ def test_defaults_derive_from_sizes():
         ({"data_path": "a"}, "--data-path to be a list of str, got 'a'"),
         ({"rampup_batch_size": [1, 2, 3.0]}, "--rampup-batch-size to be a list of int"),
         ({"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups to divide"),
+        ({"save": ""}, "--save to name something, got nothing"),
+        ({"data_path": ["a", ""]}, "--data-path to name something, got nothing"),
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale of at least --min-loss-scale 1.0"),
         ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),

@@ -13,10 +13,13 @@ GOOD = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 8, "top_k": 2}
 
 BAD = {
     "k > E": ({"top_k": 9}, "top_k <= num_experts, got top_k=9"),
+    "no width": ({"hidden_size": 0}, "hidden_size to be an integer >= 1, got 0"),
+    "fewer than no zero experts": ({"num_zero_experts": -1}, "num_zero_experts >= 0, got -1"),
     "no experts": ({"num_experts": 0}, "num_experts to be an integer >= 1, got 0"),
     "half an expert": ({"num_experts": 2.5}, "num_experts to be int, got 2.5 of type float"),
     "true hidden": ({"hidden_size": True}, "hidden_size to be int, got True of type bool"),
     "activation": ({"activation": "swigu"}, "swiglu"),
+    "interleaved": ({"activation": "swiglu(interleaved)"}, "leave out `interleaved`"),
     "capacity 0": ({"capacity_factor": 0.0}, "dMoE with capacity_factor=None"),
     "capacity -1": ({"capacity_factor": -1.0}, "capacity_factor > 0, got -1"),
     "capacity nan": ({"capacity_factor": float("nan")}, "finite capacity_factor"),
@@ -52,6 +55,10 @@ BAD = {
         {"saved_activation_bits": 8, "activation": "reglu"},
         "with activation='reglu', got 8; values that round to 0 would lose their gradient",
     ),
+    "bits and sparse": (
+        {"saved_activation_bits": 8, "mlp_impl": "sparse", "ffn_hidden_size": 128},
+        "with mlp_impl='sparse', got 8; use mlp_impl='grouped'",
+    ),
     "eval capacity alone": ({"eval_capacity_factor": 2.0}, "expected capacity_factor with eval"),
     "eval capacity 0": (
         {"capacity_factor": 1.0, "eval_capacity_factor": 0.0},
@@ -61,11 +68,22 @@ BAD = {
         {"weights_on_input": True, "drop_policy": "probability"},
         "drop_policy='position' with weights_on_input",
     ),
+    "input weights in a weighted sum": (
+        {
+            "weights_on_input": True,
+            "shared_expert_hidden_size": 16,
+            "shared_expert_weighted_sum": True,
+        },
+        "shared_expert_weighted_sum=False with weights_on_input",
+    ),
     "zero experts in groups": (
         {"num_zero_experts": 2, "num_expert_groups": 4, "top_k_groups": 2},
         "num_zero_experts=0 with expert groups",
     ),
     "half groups": ({"num_expert_groups": 2}, "together"),
+    "other half": ({"top_k_groups": 2}, "together"),
+    "no open groups": ({"num_expert_groups": 2, "top_k_groups": 0}, "top_k_groups .* >= 1, got 0"),
+    "no groups": ({"num_expert_groups": 0, "top_k_groups": 0}, "num_expert_groups .* >= 1, got 0"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),
     "group score": (

@@ -39,6 +39,7 @@ KINDS = {
         "mlp_bias": True,
         "output_bias": True,
     },
+    "output-bias": {"output_bias": True},
     "recompute": {"recompute": True},
     "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 128},
     "global": {"balance_over": "global_batch"},

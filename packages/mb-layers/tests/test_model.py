@@ -178,5 +178,6 @@ def test_y_alone_carries_the_loss_or_leaves_it(aux_scale: float | None) -> None:
 
 def test_repr_names_widths_and_capacity() -> None:
     text = repr(MoE(config(capacity_factor=1.25, shared_expert_hidden_size=24)))
-    assert "16 -> 16 -> 16, capacity_factor=1.25, drop_policy='position'" in text
+    assert "16 -> 16 -> 16, capacity_factor=1.25, drop_policy='position', load_balanc" in text
+    assert "16 -> 16 -> 16, load_balancing_loss_weight=0.01" in repr(dMoE(config()))
     assert "SharedExpert(16 -> 24 -> 16, gate=False)" in text

@@ -120,6 +120,10 @@ def test_dmoe_equals_a_loop_over_tokens(overrides: dict) -> None:
     check_against_loop(build(**overrides), torch.randn(3, 7, hidden, dtype=torch.float64))
 
 
+def test_a_token_without_leading_dimensions_is_one() -> None:
+    check_against_loop(build(), torch.randn(16, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("overrides", [{}, {"z_loss_weight": 0.01, "recompute": True}])
 def test_dmoe_equals_the_loop_in_fp32(overrides: dict) -> None:
     check_against_loop(build(dtype=torch.float32, **overrides), torch.randn(19, 16))

@@ -30,10 +30,11 @@ def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
     assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
 
 
-def test_a_balancing_bias_moves_by_both_texts_of_a_tower():
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_balancing_bias_moves_by_all_texts_of_its_tower(shared):
     config = TrainConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
-        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=True,
+        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=shared,
         moe_num_experts=4, moe_router_enable_expert_bias=True,
     )  # fmt: skip
     model = whole_model(config, vocab_size=16)
@@ -43,7 +44,34 @@ def test_a_balancing_bias_moves_by_both_texts_of_a_tower():
     queries, blocks = torch.eye(4)[:2], 8.0 * torch.eye(4)[2:]
     balance.see({"tokens_per_expert": torch.cat([queries, blocks])})
     balance.update(1, torch.optim.SGD(model.parameters()))
-    assert [int(router.balancing_bias.argmin()) for router in routers] == [2, 3]
+    fullest = [2, 3] if shared else [0, 1, 2, 3]
+    assert [int(router.balancing_bias.argmin()) for router in routers] == fullest
+
+
+def test_experts_change_places_at_intervals_by_the_load_of_that_step(monkeypatch):
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=2,
+    )  # fmt: skip
+    loads, moved = [], [SimpleNamespace(before=1.25, after=1.1), SimpleNamespace(before=2, after=1)]
+
+    def rebalance(part, counts, mesh, *, optimizer):
+        loads.append(torch.stack([*counts.values()]))
+        return moved
+
+    monkeypatch.setattr("mb_train.balance.rebalance_experts", rebalance)
+    model = whole_model(config, vocab_size=16)
+    mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, *axis: tensor)
+    balance = LoadBalance([model], config, mesh)
+    said = []
+    for step in (1, 2, 3):
+        for _ in range(3):  # passes
+            balance.see({"tokens_per_expert": step * torch.arange(8.0).view(2, 4)})
+        said.append(balance.update(step, torch.optim.SGD(model.parameters())))
+    assert said[0] is said[2] is None
+    assert "2 layers changed places after step 2: the fullest rank had 2.00 times" in said[1]
+    assert "now 1.10" in said[1]
+    assert torch.stack(loads).tolist() == [[[0, 6, 12, 18], [24, 30, 36, 42]]]
 
 
 def test_the_first_stage_speaks_of_experts_that_change_places_on_all():

@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def step(model, optimizer):
 
 
 def begin(saver, model, optimizer, iteration=7):
-    saver.save(
+    return saver.save(
         model, optimizer, Progress(iteration, 10 * iteration),
         config={"seed": 1, "load": "x"}, identity={"width": 5}, data={"bin_bytes": [3]},
     )  # fmt: skip
@@ -228,7 +229,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
     saver = Saver(tmp_path, keep=1, say=said.append)
     with torch.no_grad():
         model[2].bias.fill_(torch.nan)
-    begin(saver, model, optimizer, 8)
+    assert begin(saver, model, optimizer, 8) is False
     assert "not saved: at iteration 8 the weights are not numbers" in said[-1]
     assert checkpoints(tmp_path) == [first]
 
@@ -290,6 +291,18 @@ def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     assert not hasattr(Metadata, "changed")
 
 
+def test_tensors_that_cannot_be_read_are_no_checkpoint(tmp_path):
+    """Whole files, but no tensors in them."""
+    model, optimizer = make()
+    step(model, optimizer)
+    path = save(tmp_path, model, optimizer)
+    shards = path / "__0_0_0.distcp"
+    shards.write_bytes(bytes(len(shards.read_bytes())))
+    sum_again(path)
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged: .*Error"):
+        load_checkpoint(path, *make())
+
+
 def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
@@ -308,9 +321,10 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
 def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, damage, name):
     model, optimizer = make()
     step(model, optimizer)
-    good = save(tmp_path, model, optimizer, 5)
-    save(tmp_path, model, optimizer, 6)
-    (tmp_path / "iter_0000006" / "run.json").write_text("{}")  # damaged too: not to be offered
+    good = save(tmp_path, model, optimizer, 4)
+    # Neither is to be offered.
+    (save(tmp_path, model, optimizer, 5) / "SHA256SUMS").unlink()
+    (save(tmp_path, model, optimizer, 6) / "run.json").write_text("{}")
     path = save(tmp_path, model, optimizer, 7)
     content = (path / name).read_bytes()
     if damage == "removed":
@@ -445,16 +459,22 @@ def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch
     saver.close()
 
 
-def test_only_those_written_last_are_kept(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_only_those_written_last_are_kept(tmp_path, asynchronous):
     model, optimizer = make()
     step(model, optimizer)
-    saver = Saver(tmp_path, keep=2)
+    saver = Saver(tmp_path, keep=2, asynchronous=asynchronous)
     for iteration in (9, 10, 11, 4):  # back to an earlier iteration
-        begin(saver, model, optimizer, iteration)
+        assert begin(saver, model, optimizer, iteration)
+    saver.wait()
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000004", "iter_0000011"]
     begin(saver, model, optimizer, 5)
-    assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000004", "iter_0000005"]
+    saver.wait()
+    saver.close()
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
 
 
 def test_what_was_just_written_stays_although_the_clock_went_back(tmp_path, monkeypatch):
@@ -477,8 +497,10 @@ class _Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self.state.setdefault(p, {"steps": 0, "sum": torch.zeros_like(p)})
+                    new = {"steps": 0, "share": 1.0, "sum": torch.zeros_like(p)}
+                    state = self.state.setdefault(p, new)
                     state["steps"] += 1
+                    state["share"] /= 3
                     state["sum"] += p.grad
 
 
@@ -496,6 +518,7 @@ def test_an_optimizer_with_numbers_and_gaps_in_its_state(tmp_path):
     for a, b in zip(model[0].parameters(), other[0].parameters(), strict=True):
         assert fresh.state[b]["steps"] == 3
         assert type(fresh.state[b]["steps"]) is int
+        assert fresh.state[b]["share"] == optimizer.state[a]["share"]
         assert torch.equal(fresh.state[b]["sum"], optimizer.state[a]["sum"])
     assert fresh.param_groups[0]["lr"] == 0.1
     assert all(p.grad is None for p in other.parameters())
@@ -508,6 +531,21 @@ def test_names_do_not_change_by_what_is_wrapped_around_a_module(tmp_path):
     assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
     load_checkpoint(save(tmp_path, model, None), wrapped, None)
     assert torch.equal(wrapped[0].weight, model[0].weight)
+
+
+def test_a_copy_on_the_device_has_to_fit_beside_the_largest_step(monkeypatch):
+    """In what the device has free, and what the allocator holds beyond the most it has given."""
+    for name, value in (("mem_get_info", (100, 500)), ("memory_reserved", 50)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20)
+
+    def fits(*sizes):
+        shards = [SimpleNamespace(is_cuda=n > 1, nbytes=n, device="cuda") for n in sizes]
+        return saver_module._fits_on_device(shards)
+
+    assert fits(100, 1, 23)
+    assert not fits(100, 24)  # 1.05 x 124 of 130
+    assert not fits(1)
 
 
 @pytest.mark.parametrize(

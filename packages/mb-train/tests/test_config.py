@@ -71,6 +71,8 @@ def test_defaults_derive_from_sizes():
         ({"data_path": "a"}, "--data-path to be a list of str, got 'a'"),
         ({"rampup_batch_size": [1, 2, 3.0]}, "--rampup-batch-size to be a list of int"),
         ({"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups to divide"),
+        ({"save": ""}, "--save to name something, got nothing"),
+        ({"data_path": ["a", ""]}, "--data-path to name something, got nothing"),
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale of at least --min-loss-scale 1.0"),
         ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
@@ -295,8 +297,9 @@ def test_a_run_of_muon_from_before_its_matrices_were_split_goes_on_as_it_was():
 
 
 def test_what_is_taken_over():
-    taken = inherited(SAVED | {"load": "a", "finetune": True}, "run.json")
-    assert not {"save", "load", "finetune", "exit_interval", "no_load_optim"} & taken.keys()
+    gone = {"retriever_seq_length": 256, "pipeline_model_parallel_split_rank": None}
+    taken = inherited(SAVED | gone | {"load": "a", "finetune": True}, "run.json")
+    assert not {"save", "load", "finetune", "exit_interval", "no_load_optim", *gone} & taken.keys()
     assert taken["moe_top_k"] == 2
     older = {name: value for name, value in SAVED.items() if name != "moe_top_k"}
     assert "moe_top_k" not in inherited(older, "run.json")

@@ -415,6 +415,19 @@ def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):
     check_same_data(about["data"], about["data"] | {"begin_with": [1]}, print)
 
 
+def test_data_is_compared_by_what_was_saved_of_it():
+    now = {"bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [1]}
+    said = []
+    check_same_data(now, now, said.append)
+    check_same_data({name: now[name] for name in ("bin_bytes", "epochs")}, now, said.append)
+    assert said == []
+    check_same_data(now | {"weights": [0.2, 0.8], "epochs": [2]}, now, said.append)
+    assert "by weights of [0.2, 0.8] until now, by [0.5, 0.5] from here on" in said[0]
+    assert "passes [1] times through its data, not [2]" in said[1]
+    with pytest.raises(ValueError, match=r"began with, \[8\] bytes of \.bin, got \[9\]\. Give"):
+        check_same_data(now, now | {"bin_bytes": [9]}, said.append)
+
+
 def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):
     """A job's time is not longer for an index that takes minutes to build."""
     begin = mb_train.run.Run.__init__

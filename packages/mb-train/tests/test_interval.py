@@ -84,6 +84,17 @@ def test_sums_over_passes_steps_and_ranks():
     assert not dist.is_initialized()
 
 
+def test_long_intervals_are_added_up_exactly():
+    accumulator = Accumulator(ParallelDims().build("cpu"))
+    for value in (2.0**24, 1.0, 1.0, 2.0):
+        entropy = {"router_entropy": torch.tensor([value])}
+        accumulator.add_pass(_metrics([[2**30, 2**30 + 1]], [0.25]) | entropy)
+    accumulator.add_iteration({"lm loss": torch.tensor(1.0)})
+    stats = accumulator.collect(torch.tensor(1.0))
+    assert stats.tokens_per_expert == [[2**32, 2**32 + 4]]
+    assert stats.mean("router_entropy") == 2**22 + 1
+
+
 def test_losses_are_of_the_steps_that_were_taken():
     """All of them; how experts were loaded is of all steps. A step that overflowed has any loss."""
     accumulator = Accumulator(ParallelDims().build("cpu"))

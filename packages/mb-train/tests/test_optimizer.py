@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mb_train.config import TrainConfig
-from mb_train.optimizer import apply_schedule, build_optimizer
+from mb_train.optimizer import apply_schedule, build_optimizer, build_scaler, parameter_groups
 from mb_train.schedule import build_schedule
 from mb_train.tasks import GPTTask
 
@@ -68,3 +68,51 @@ def test_routers_have_a_rate_of_their_own(kind):
         expected, other = (half, whole) if ".router." in name else (whole, half)
         torch.testing.assert_close(parameter, expected[name], msg=name)
         assert not torch.equal(parameter, other[name])
+
+
+ADAMS = ("adam", "muon")
+ADAM = {"betas": (0.8, 0.7), "eps": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "expected"),
+    [
+        *((kind, {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_eps": 1e-3}, ADAM) for kind in ADAMS),
+        ("sgd", {"sgd_momentum": 0.5}, {"momentum": 0.5}),
+        ("adafactor", {}, {}),
+    ],
+)
+def test_an_optimizer_gets_what_is_said_of_it_and_vectors_do_not_decay(kind, flags, expected):
+    config, model = make(optimizer=kind, weight_decay=0.1, **flags)
+    optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+    apply_schedule(optimizer, build_schedule(config, 2), 0)
+    assert type(optimizer).__name__.lower() == {"adam": "adamw"}.get(kind, kind)
+    vectors = {p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name}
+    for group in optimizer.param_groups:
+        assert {name: group[name] for name in expected} == expected
+        assert {group["weight_decay"]} == {0.0 if p in vectors else 0.1 for p in group["params"]}
+
+
+def test_a_loss_scale_moves_as_the_flags_say():
+    change = {"initial_loss_scale": 16.0, "min_loss_scale": 4.0, "loss_scale_window": 3}
+    scaler = build_scaler(make(fp16=True, hysteresis=1, **change)[0])
+    course = []
+    for overflow in (0, 0, 0, 1, 1, 1, 1):
+        scaler.update(torch.tensor(overflow))
+        course.append(scaler.state_dict()["scale"])
+    assert course == [16, 16, 32, 16, 8, 4, 4]
+    constant = build_scaler(make(fp16=True, loss_scale=8.0)[0])
+    for overflow in [0] * 1000 + [1] * 3:
+        constant.update(torch.tensor(overflow))
+    assert constant.state_dict()["scale"] == 8
+    assert build_scaler(make()[0]) is None
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_all_parts_of_a_pipeline_on_a_rank_are_trained(kind):
+    parts = [make()[1], make()[1]]
+    for mult in (1.0, 0.5):
+        config, _ = make(optimizer=kind, moe_router_lr_mult=mult)
+        found = [p for group in parameter_groups(parts, config) for p in group["params"]]
+        assert len(found) == len(set(found))
+        assert set(found) == {p for part in parts for p in part.parameters()}

@@ -48,6 +48,7 @@ class Overflowing:
 def test_the_posts_rates_and_scales():
     device, mesh = torch.device("cpu"), ParallelDims().build("cpu")
     part, said, task = nn.Linear(1, 1, bias=False), [], GPTTask(CONFIG, vocab_size=128, eod=0)
+    steps = []
     model = SimpleNamespace(
         parts=[part],
         train=lambda mode=True: None,
@@ -62,7 +63,7 @@ def test_the_posts_rates_and_scales():
         timers=Timers(device, level=0, option="minmax"), iterations=2000,
         vocab_size=128, last_losses={},
         task=SimpleNamespace(loss_weights={"lm loss": "weights"}, workload=task.workload),
-        load_balance=SimpleNamespace(see=lambda metrics: None, update=lambda step, optimizer: None),
+        load_balance=SimpleNamespace(see=len, update=lambda step, _: steps.append(step)),
         say=said.append, sign_of_life=lambda doing: None,
         model=model, log=SimpleNamespace(write=lambda event, **values: None),
     )  # fmt: skip
@@ -74,6 +75,7 @@ def test_the_posts_rates_and_scales():
             stats = accumulator.collect(done.grad_norm)
             scale = run.scaler.state_dict()["scale"]
             report_interval(run, stats, seconds=1.0, samples=51_200, loss_scale=scale)
+    assert steps == [*range(1, 1101)]
     fields = r"learning rate: (\S+) .*loss scale: (\S+) .*skipped iterations: +(\d+) "
     logged = {}
     for line in said:

@@ -118,12 +118,12 @@ def test_sample_based_settings():
     ("style", "quarter", "halfway"),
     [
         ("constant", 0.01, 0.01),
-        ("linear", 0.25, 0.3),
-        ("cosine", 0.3 - 0.1 * math.sqrt(0.5), 0.3),
+        ("linear", 0.1, 0.2),
+        ("cosine", 0.2 - 0.2 * math.sqrt(0.5), 0.2),
     ],
 )
 def test_weight_decay(style, quarter, halfway):
-    ends = {} if style == "constant" else {"start_weight_decay": 0.2, "end_weight_decay": 0.4}
+    ends = {} if style == "constant" else {"start_weight_decay": 0.0, "end_weight_decay": 0.4}
     rates = schedule(weight_decay_incr_style=style, **ends)
     assert rates.weight_decay(512 * 500) == pytest.approx(quarter)
     assert rates.weight_decay(512 * 1000) == pytest.approx(halfway)

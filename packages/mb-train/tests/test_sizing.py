@@ -12,12 +12,13 @@ from mb_parallel.recompute import apply_recompute
 from mb_train.assemble import Assembled
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.layout import parallel_dims
 from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.plan.flops import flops
-from mb_train.plan.kept import activations_bytes
-from mb_train.plan.sizing import GIB, describe, memory_warning, sizes
+from mb_train.plan.flops import flops, peak_flops
+from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
+from mb_train.plan.sizing import GIB, _parts, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
 from mb_train.recipes import RECIPES, recipe
 from mb_train.tasks.architecture import transformer_config
@@ -41,7 +42,14 @@ KINDS = {
     "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
     "shared-expert": {
         "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
-        "moe_shared_expert_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True,
+    },
+    "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
+    "many-sigmoids": {
+        "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
+    },
+    "experts-in-4-bits": {
+        "moe_num_experts": 4, "moe_top_k": 2, "swiglu": True, "moe_saved_activation_bits": 4,
     },
     "experts-recompute": {"moe_num_experts": 4, "moe_top_k": 2, "moe_recompute": True},
     "recompute": {"recompute_granularity": "full"},
@@ -63,7 +71,7 @@ KINDS = {
     "ict": {"model": "ict", "biencoder_projection_dim": 32},
     "pairs": RACE | {"task": "mnli"},
     "race": RACE,
-    "fp32-residual": {"fp32_residual_connection": True, "bf16": True},
+    "fp32-residual": {"fp32_residual_connection": True, "bf16": True, "ffn_hidden_size": 64},
 }  # fmt: skip
 
 
@@ -155,6 +163,31 @@ def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
         config = config_of(**KINDS["experts"], moe_capacity_factor=capacity)
         kept.append(kept_bytes(GPT(transformer_config(config, 64)).train(), config))
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("kind", ["modern", "gated-experts", "t5"])
+def test_tensor_parallel_ranks_share_what_a_layer_keeps(kind):
+    config, work, _ = config_and_model(KINDS[kind])
+    split = dataclasses.replace(config, tensor_model_parallel_size=2)
+    along = dataclasses.replace(split, sequence_parallel=True)
+    alone, columns, half = (
+        kept_by_layer(work, each, ParallelDims(tp=each.tensor_model_parallel_size), 4)[0]
+        for each in (config, split, along)
+    )
+    assert (half.all, half.input) == (alone.all / 2, alone.input / 2)
+    assert columns.input == alone.input  # whole on every rank, as what goes into the norms
+    assert half.all < columns.all < alone.all
+
+
+def test_a_loss_has_one_slice_of_its_logits():
+    config, work, _ = config_and_model({})
+    whole, few = loss_bytes(work, config, ParallelDims(), 2), 2 * 128
+    assert whole == V * (2 * few + 4 * 64)
+    work = work._replace(heads=[work.heads[0]._replace(outputs=256_000)])
+    config = dataclasses.replace(config, micro_batch_size=64, global_batch_size=64)
+    for ranks in (1, 2):
+        found = loss_bytes(work, config, ParallelDims(tp=ranks), 2)
+        assert found == pytest.approx((2 * 2**29 + 4 * 64 * 256_000) / ranks, rel=1e-3)
 
 
 # The shapes that the counter sees do not tell which rows are of zero experts.
@@ -273,6 +306,8 @@ def test_parameters_and_state(kind):
     total = sum(p.numel() for p in model.parameters())
     found = sizes(config, 64, 1, "CPU")
     assert found.parameters == total
+    work = one_process_task(config, None, vocab_size=64).workload
+    assert (found.step_tokens, found.step_flops) == (2 * 128, 2 * sum(flops(work)))
     assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
     if kind == "experts":
         idle = 3 * (8 - 2) * 2 * 64 * 192
@@ -299,6 +334,8 @@ def test_ranks_share_the_state():
     assert (whole.optimizer, whole.gradients) == (alone.optimizer, alone.gradients)
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
     assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
+    both = (dataclasses.replace(stages, zero_stage=stage) for stage in (1, 2))
+    assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -383,6 +420,40 @@ def test_products_of_muon_are_those_counted(fused, steps):
     assert counted == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sizes_of", "dense", "experts"),
+    [
+        (4, {}, 4, 4),
+        (4, {"expert": 4}, 4, 4),
+        (2, {"tensor": 2}, 2, 2),
+        (2, {"pipeline": 2}, 2, 2),
+        (4, {"tensor": 2}, 1, 4),  # cut by both: all ranks turn all dense matrices
+    ],
+)
+def test_ranks_share_out_the_matrices_of_muon(ranks, sizes_of, dense, experts):
+    spread = {f"{name}_model_parallel_size": size for name, size in sizes_of.items()}
+    config = config_of(moe_num_experts=4, num_layers=2, optimizer="muon", global_batch_size=8)
+    model = GPT(transformer_config(config, 64))
+    alone, shared = (
+        [part.turning for part in _parts(model, each, parallel_dims(each, size), copied=False)]
+        for each, size in ((config, 1), (dataclasses.replace(config, **spread), ranks))
+    )
+    assert alone[0].moved > 0 < alone[1].moved
+    assert shared == [alone[0].shared(dense), alone[1].shared(experts)]
+    assert alone[0].shared(2).products == alone[0].products / 2
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 PCIe", 756), ("nvidia h100 80gb hbm3", 989), ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI250X", 191.5), ("NVIDIA RTX A1000", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_a_part_of_its_name(device, tflops):
+    assert peak_flops(device) == (tflops and 1e12 * tflops)
+
+
 def test_a_block_that_is_computed_again_takes_a_third_more():
     config = config_of(hidden_size=4096, num_attention_heads=32, ffn_hidden_size=16384,
                        num_layers=2, micro_batch_size=8, global_batch_size=64)  # fmt: skip
@@ -431,6 +502,7 @@ def test_experts_of_other_ranks_make_room_for_the_worst_case():
     policies = ("exact", "budget", "worst")
     exact, budget, worst = (activations("all_gather", moe_row_policy=p) for p in policies)
     assert exact < budget < worst
+    assert activations("all_gather", moe_row_policy="budget", moe_row_budget=1.0) == exact
     even, twice = (activations("fixed", moe_capacity_factor=factor) for factor in (1.0, 2.0))
     assert exact < even < twice
 

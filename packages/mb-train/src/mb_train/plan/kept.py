@@ -81,8 +81,7 @@ def kept_by_layer(
         around, inside, dense, experts = _of_token(each, width, rows)
         if pairs:
             inside += _pairs(each)
-        if dims.ep > 1:
-            experts += each.blocks.hidden_size * tokens_here
+        experts += each.blocks.hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
             token = around / split + inside / dims.tp + ffn
@@ -116,7 +115,9 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     elif moe.saved_activation_bits is not None:
         experts = experts * moe.saved_activation_bits // (8 * width)
     experts += up * (moe.shared_expert_hidden_size or 0)
-    experts += (4 * moe.num_experts * 3) // width  # logits and scores in fp32
+    # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
+    scores = 1 if moe.score_function == "softmax" else 3
+    experts += (4 * moe.num_choices * scores) // width
     return around, inside, dense, experts
 
 

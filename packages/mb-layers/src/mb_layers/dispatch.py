@@ -179,13 +179,27 @@ def bin_within_capacity(
     rows_N = all_bins.inverse_N  # a slot's place among all, or -1
     if order_N is not None:
         rows_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
-    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor)
-    # Compared with int32, a scalar of int64 would be cut to its low 32 bits.
-    limit = limit.clamp(min=min_capacity, max=torch.iinfo(torch.int32).max)
+    limit = capacity_of(all_bins.offsets_E1[-1], num_experts, factor, min_capacity)
     first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
     ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
     bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)
     return replaced(bins, tokens_per_expert_E=all_bins.tokens_per_expert_E)
+
+
+def capacity_of(
+    slots: Tensor, num_experts: int, factor: tuple[int, int], min_capacity: int
+) -> Tensor:
+    """ceil(factor slots / E), at least `min_capacity`, of a number of slots on the device.
+
+    Args:
+        slots: integer scalar.
+        factor: from `as_ratio`.
+
+    Returns:
+        int64 scalar that fits int32: compared with int32, it would be cut to its low 32 bits.
+    """
+    limit = _capacity(slots.long(), num_experts, factor)
+    return limit.clamp(min=min_capacity, max=torch.iinfo(torch.int32).max)
 
 
 def _capacity(slots: Any, num_experts: int, factor: tuple[int, int]) -> Any:

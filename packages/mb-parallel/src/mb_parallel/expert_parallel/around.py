@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import mb_kernels
 import torch
 import torch.nn.functional as F
+from mb_kernels import Bins
 from mb_layers.config import DropPolicy
 from mb_layers.dispatch import (
     Dispatched,
@@ -23,6 +24,7 @@ from mb_layers.dispatch import (
     as_ratio,
     bin_within_capacity,
     capacity,
+    capacity_of,
     replaced,
 )
 from mb_layers.tensors import at_least_fp32
@@ -41,8 +43,9 @@ class GlobalCapacity:
     """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
 
     Slots are counted in the order of the batch: rank by rank or, if neighbouring ranks hold parts
-    of the same sequences, sequence by sequence. This takes one exchange of ids (and weights), 4 to
-    8 bytes a slot. Without `equal_tokens` the ranks first exchange their numbers of tokens.
+    of the same sequences, sequence by sequence. Rank by rank this takes one exchange of E counts.
+    Sequence by sequence, or to drop by weight, it takes one of ids (and weights), 4 to 8 bytes a
+    slot. Without `equal_tokens` the ranks first exchange their numbers of tokens.
 
     Args:
         inner: moves the slots that are left.
@@ -80,8 +83,17 @@ class GlobalCapacity:
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Dispatch the slots that are kept; the others get expert id -1."""
-        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
-        kept_TK, limit = self._kept(weights_TK.detach(), expert_ids_TK)
+        bins = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts)
+        counts_E = bins.tokens_per_expert_E
+        per_rank = self._per_rank(expert_ids_TK)
+        if self.drop_policy == "position" and self.split_over == 1:
+            kept_TK = self._first_kept(expert_ids_TK, bins)
+        else:
+            kept_TK = self._kept(weights_TK.detach(), expert_ids_TK, per_rank)
+        # With padding the limit on the device is lower: slots of no expert do not count there.
+        slots, top_k = sum(theirs for theirs, _ in per_rank), expert_ids_TK.shape[1]
+        limit = capacity(slots, top_k, self.num_experts, self.capacity_factor)
+        limit = max(limit, self.min_capacity)
         ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
         dispatched = self.inner.dispatch(x_TD, weights_TK, ids_TK)
         kept = kept_TK.sum(dtype=torch.int32)
@@ -95,13 +107,29 @@ class GlobalCapacity:
         """As the inner dispatcher; dropped slots add nothing."""
         return self.inner.combine(y_RD, dispatched)
 
-    def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, int]:
-        """Which slots are kept, and the most that an expert can keep."""
-        tokens, top_k = expert_ids_TK.shape
-        per_rank = [[tokens, self.sequences]] * self.place.size
-        if not self.equal_tokens:
-            mine = torch.tensor(per_rank[0], dtype=torch.int32, device=expert_ids_TK.device)
-            per_rank = counts_of_ranks(mine, self.place)
+    def _per_rank(self, expert_ids_TK: Tensor) -> list[list[int]]:
+        """Tokens and sequences of each rank."""
+        mine = [expert_ids_TK.shape[0], self.sequences]
+        if self.equal_tokens:
+            return [mine] * self.place.size
+        counts = torch.tensor(mine, dtype=torch.int32, device=expert_ids_TK.device)
+        return counts_of_ranks(counts, self.place)
+
+    def _first_kept(self, expert_ids_TK: Tensor, bins: Bins) -> Tensor:
+        """Which slots are kept where ranks come one after the other, by their places in `bins`."""
+        counts_PE = gathered(bins.tokens_per_expert_E[None], self.place)
+        limits = (self.num_experts, self._ratio, self.min_capacity)
+        limit = capacity_of(counts_PE.sum(), *limits)
+        left_E = limit - counts_PE[: self.place.rank].sum(dim=0)
+        ids_N = expert_ids_TK.reshape(-1).clamp(0, self.num_experts - 1).long()
+        place_N = bins.inverse_N - bins.offsets_E1[ids_N]
+        return ((bins.inverse_N >= 0) & (place_N < left_E[ids_N])).view_as(expert_ids_TK)
+
+    def _kept(
+        self, weights_TK: Tensor, expert_ids_TK: Tensor, per_rank: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Which slots are kept, by the ids of all ranks."""
+        tokens = expert_ids_TK.shape[0]
         longest = max(theirs for theirs, _ in per_rank)
         padding = (0, 0, 0, longest - tokens)
         order_G = None
@@ -126,11 +154,7 @@ class GlobalCapacity:
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         if order_G is not None:
             kept_GK = torch.empty_like(kept_GK).index_copy_(0, order_G, kept_GK)
-        # With padding the limit on the device is lower: slots of no expert do not count there.
-        slots = sum(theirs for theirs, _ in per_rank)
-        limit = capacity(slots, top_k, self.num_experts, self.capacity_factor)
-        kept_TK = kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
-        return kept_TK, max(limit, self.min_capacity)
+        return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
 
     def _batch_order(
         self, per_rank: Sequence[Sequence[int]], longest: int, device: torch.device

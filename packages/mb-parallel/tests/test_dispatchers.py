@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
-from mb_parallel.expert_parallel import choose_dispatcher
+from mb_parallel.expert_parallel import apply, choose_dispatcher
 from mb_parallel.expert_parallel.apply import keeps_rows_anyway
 from mb_parallel.expert_parallel.around import GlobalCapacity
 from mb_parallel.expert_parallel.collectives import (
@@ -490,6 +491,25 @@ def test_the_rule_of_choice(wanted, top_k, ep, problem, bounded, chosen):
     name, why = choose_dispatcher(wanted, top_k, ep, problem, bounded=bounded)
     assert name == chosen
     assert ("not peer: no GPU" in why) == (wanted == "peer" and problem is not None)
+
+
+def _chosen(rank: int, world_size: int):
+    """By which dispatcher peers would reach the experts of eight ranks."""
+    said = []
+    with (
+        mock.patch.object(apply, "peer_problem", return_value=None),
+        mock.patch.object(apply, "_WORST_CASE_RANKS", 1),
+    ):
+        for config in ({}, {"capacity_factor": 1.0}):
+            mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+            said.append(parallelize_experts(_layer(Case(config=config)), mesh))
+    return said
+
+
+def test_a_capacity_bounds_the_rows_that_peers_send():
+    for without, bounded in run_ranks(_chosen, 2):
+        assert "by all_to_all" in without
+        assert "by peer, since the GPUs reach each other's memory and rows are bounded" in bounded
 
 
 @pytest.mark.parametrize(

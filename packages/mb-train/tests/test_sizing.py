@@ -340,8 +340,9 @@ def test_ranks_share_the_state():
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 EXPERTS = {"moe_num_experts": 64, "moe_expert_model_parallelism": True}
-# benchmarks/results/2026-11-22-{h200,four-gpus}.md: ranks, sequences of a micro-batch and of a
-# step, k tokens/s of all ranks (None: the host or the exchange had a part in it), GiB.
+# benchmarks/results/2026-11-22-{h200,four-gpus}.md, 2026-11-26-four-gpus.md: ranks, sequences of a
+# micro-batch and of a step, k tokens/s of all ranks (None: the host or the exchange had a part in
+# it), GiB.
 MEASURED = {
     "dense": (1, 32, 32, 523.4, 12.5, {}),
     "dense-64": (1, 64, 64, 566.1, 22.0, {}),
@@ -353,6 +354,7 @@ MEASURED = {
     "dmoe-16-bf16": (1, 16, 16, 289.5, None, EXPERTS | {"optimizer_state_dtype": "bf16"}),
     "dmoe-32-twice": (1, 32, 64, None, 65.1, EXPERTS),
     "dmoe-four-gpus": (4, 64, 512, None, 49.6, EXPERTS),
+    "moe-four-gpus": (4, 64, 512, None, 33.2, EXPERTS | {"moe_capacity_factor": 1.0}),
 }
 
 

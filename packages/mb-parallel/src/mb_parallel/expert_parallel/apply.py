@@ -152,9 +152,9 @@ def parallelize_experts(
             everywhere, max_tokens=max_tokens, equal_tokens=equal_tokens, timeout_s=timeout_s
         )
         spreading = _Spreading(ep, meshes, buffers, rows, keep_rows, equal_tokens, chunks)
-        bounded = row_policy != "worst"
         for name, layer in layers.items():
             top_k = layer.config.top_k
+            bounded = row_policy != "worst" or layer.config.capacity_factor is not None
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
             held = spreading.spread(layer, name or "the layer", chosen)
             pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
@@ -185,7 +185,8 @@ def choose_dispatcher(
     Args:
         wanted: what the user asked for.
         peer_problem: why peers cannot write each other's memory, or None.
-        bounded: whether `row_policy` is another than "worst", so that the worst case costs nothing.
+        bounded: whether a `row_policy` other than "worst" or a capacity bounds the rows, so that
+            the worst case costs nothing.
     """
     if wanted in ("all_gather", "all_to_all", "fixed"):
         return wanted, "as asked for"

@@ -133,18 +133,22 @@ def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[flo
     ep, top_k = dims.ep, config.moe_top_k
     if ep == 1 or config.moe_num_experts is None:
         return 1.0, 0.0
-    bounded = config.moe_row_policy != "worst"
+    capacity = config.moe_capacity_factor  # 0: none
+    bounded = config.moe_row_policy != "worst" or capacity > 0
     problem = None if on_gpu else "there is no GPU"
     chosen, _ = choose_dispatcher(config.moe_dispatcher, top_k, ep, problem, bounded=bounded)
     if chosen == "fixed":  # rows that came, and those that came home
-        return config.moe_capacity_factor, 2 * config.moe_capacity_factor * top_k
+        return capacity, 2 * capacity * top_k
     visited = min(top_k, ep)
     if chosen == "all_to_all" or config.moe_row_policy == "exact":
         return 1.0, visited
     if config.moe_row_policy == "budget":
         return config.moe_row_budget, visited * config.moe_row_budget
     here = max(config.moe_num_experts // ep, 1)
-    return ep * min(top_k, here) / top_k, ep
+    worst = ep * min(top_k, here) / top_k
+    if 0 < capacity < worst:
+        return capacity, visited * capacity
+    return worst, ep
 
 
 def loss_bytes(work: Workload, config: TrainConfig, dims: ParallelDims, width: int) -> float:

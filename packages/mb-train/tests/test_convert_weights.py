@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from mb_train.convert import read_model
-from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from their_models import DEEP, logits_of, ours, theirs
 
 safetensors = pytest.importorskip("safetensors")

@@ -11,7 +11,8 @@ import zipfile
 import pytest
 import torch
 from mb_train.config import TrainConfig
-from mb_train.convert import import_megatron, is_megatron, read_megatron, safe_pickle
+from mb_train.convert import import_megatron, is_megatron, read_megatron
+from mb_train.convert.megatron import safe_pickle
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config

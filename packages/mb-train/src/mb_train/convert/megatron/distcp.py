@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mb_train.convert.safe_pickle import Opaque
+from mb_train.convert.megatron.safe_pickle import Opaque
 
 # fp8 stands for numbers only with scales, which lie elsewhere.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

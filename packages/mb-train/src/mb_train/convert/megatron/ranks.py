@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mb_train.config import TrainConfig
-from mb_train.convert import safe_pickle
+from mb_train.convert.megatron import safe_pickle
 
 
 @dataclass(frozen=True)

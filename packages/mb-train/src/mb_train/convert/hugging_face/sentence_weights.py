@@ -12,7 +12,7 @@ from mb_kernels.activation import is_glu
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
-from mb_train.convert.weights import both
+from mb_train.convert.hugging_face.weights import both
 from mb_train.models.config import TransformerConfig
 
 

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mb_train.convert import safe_pickle
-from mb_train.convert.distcp import SavedTensor, Shard, read_folder
-from mb_train.convert.megatron_core import common_name, is_gated
+from mb_train.convert.megatron import safe_pickle
+from mb_train.convert.megatron.core import common_name, is_gated
+from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
 from mb_train.folder.checksums import SUMS_FILE
 from mb_train.folder.run_folder import RUN_FILE
 from mb_train.untrusted import json_of
 
-CONFIG, COMMON, INDEX = "metadata.json", "common.pt", ".metadata"
+FORMAT, COMMON, INDEX = "metadata.json", "common.pt", ".metadata"
 _COMMON_STATE = "common_state/shard_0_1"
 _BACKEND = "torch_dist"
 _TURN = (
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
 
 class DistributedModel(Mapping[str, Tensor]):
-    """The tensors of a model by the names that `megatron_core` knows, each read when asked for.
+    """The tensors of a model by the names that `core` knows, each read when asked for.
 
     Raises:
         ValueError: tensors that do not fit together; (a tensor) damaged ones.
@@ -120,7 +120,7 @@ def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[
 def is_distributed(folder: Path) -> bool:
     """Whether a folder holds a checkpoint that ranks wrote together, of Megatron or of torch."""
     ours = any((folder / name).is_file() for name in (RUN_FILE, SUMS_FILE))
-    return config_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
+    return format_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
 
 
 def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
@@ -130,13 +130,13 @@ def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
         ValueError: another format, a damaged or missing file, no arguments, or what is not known
             in a model.
     """
-    config = config_of(folder)
-    if config is None:
+    found = format_of(folder)
+    if found is None:
         raise ValueError(
-            f"Expected {CONFIG} of format torch_dist in {folder}, found torch's own {INDEX} alone, "
+            f"Expected {FORMAT} of format torch_dist in {folder}, found torch's own {INDEX} alone, "
             f"as torch_dcp and fsdp_dtensor are. If Megatron can turn it into another: {_TURN}"
         )
-    backend = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
+    backend = found.get("sharded_backend"), found.get("sharded_backend_version", 1)
     if backend != (_BACKEND, 1):
         raise ValueError(
             f"Expected format torch_dist, version 1, in {folder}, got {backend[0]}, {backend[1]}: "
@@ -165,9 +165,9 @@ def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:
     return content[0] if isinstance(content, list) and content else None
 
 
-def config_of(folder: Path) -> dict[str, Any] | None:
+def format_of(folder: Path) -> dict[str, Any] | None:
     """What Megatron Core says of the format of a folder; None if the folder is of another."""
-    file = folder / CONFIG
+    file = folder / FORMAT
     try:
         found = json_of(file.read_bytes()) if file.is_file() else None
     except ValueError:

@@ -1,10 +1,10 @@
 """Checkpoints of Megatron-LM: of 2023 and its MegaBlocks fork, and of Megatron Core.
 
     iter_XXXXXXX/mp_rank_*/model_optim_rng.pt    or model_rng.pt beside a distributed optimizer
-    iter_XXXXXXX/metadata.json, common.pt, ...   of Megatron Core, see `megatron_dist`
+    iter_XXXXXXX/metadata.json, common.pt, ...   of Megatron Core, see `torch_dist`
 
 Each of the first holds pickled arguments and a rank's share of the model. The shares are joined and
-renamed; the optimizer's are left out. `megatron_fork` and `megatron_core` know the two layouts.
+renamed; the optimizer's are left out. `fork` and `core` know the two layouts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from mb_train.config import TrainConfig
-from mb_train.convert import megatron_core, megatron_fork
-from mb_train.convert.hugging_face import check_shapes, refuse_run, shapes_of, write_run
-from mb_train.convert.megatron_dist import config_of, is_distributed, read_distributed
-from mb_train.convert.megatron_ranks import Layout, models_of, read_ranks, whole_models
+from mb_train.convert.megatron import core, fork
+from mb_train.convert.megatron.ranks import Layout, models_of, read_ranks, whole_models
+from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
+from mb_train.convert.new_run import check_shapes, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
-_LAYOUTS = (megatron_fork.LAYOUT, megatron_core.LAYOUT)
+_LAYOUTS = (fork.LAYOUT, core.LAYOUT)
 
 
 def is_megatron(folder: Path) -> bool:
@@ -32,7 +32,7 @@ def is_megatron(folder: Path) -> bool:
     ranks = any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*"))
     if ranks or any(map(is_distributed, (folder, _latest(folder)))):
         return True
-    return any(config_of(path) is not None for path in folder.glob("*/"))  # none is named
+    return any(format_of(path) is not None for path in folder.glob("*/"))  # none is named
 
 
 def read_megatron(
@@ -64,7 +64,7 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
     ranks: dict[tuple[int, int, int], Any] = {}
     whole: Mapping[str, Tensor] = {}
     if is_distributed(folder):
-        layout = megatron_core.LAYOUT
+        layout = core.LAYOUT
         first, whole = read_distributed(folder)
         names = set(whole)
     else:

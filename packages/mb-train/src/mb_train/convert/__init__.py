@@ -11,8 +11,8 @@ tensor of the target is filled, or nothing is written.
     vocabulary    its rows, and new ones
     hugging_face/ read, write; by architecture: architectures, *_config(s), *weights;
                   the files: config_json, safetensors_files, tokenizer
-    megatron/     read; the formats: ranks (torch), torch_dist and distcp; safe_pickle;
-                  the models: fork (2023, MegaBlocks), core, core_arguments
+    megatron/     read; the formats: ranks (torch), torch_dist, distcp, safe_pickle;
+                  the models: layout, fork (2023, MegaBlocks), core, core_arguments
     upcycle       a dense model into one with experts
 """
 

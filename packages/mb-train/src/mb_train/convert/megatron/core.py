@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.megatron.core_arguments import config_of
-from mb_train.convert.megatron.ranks import Layout
+from mb_train.convert.megatron.layout import Layout
 from mb_train.convert.new_run import shapes_of
 
 # Names of the several kinds of layers, and the one of each tensor here.

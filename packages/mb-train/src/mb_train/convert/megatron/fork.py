@@ -18,7 +18,7 @@ from mb_layers.state_dicts import Rule, translate
 from torch import Tensor
 
 from mb_train.config import TrainConfig
-from mb_train.convert.megatron.ranks import Layout
+from mb_train.convert.megatron.layout import Layout
 from mb_train.convert.new_run import imported_config
 from mb_train.tasks.architecture import transformer_config
 

@@ -1,15 +1,17 @@
-"""The ranks of a Megatron checkpoint, joined to one model.
+"""Checkpoints of Megatron in its format torch: a file of each rank, joined to one model.
 
-A rank holds a share of each tensor of its layers. What differs between versions of Megatron, which
-numbers a folder has and how shares join, is a `Layout`.
+    iter_XXXXXXX/mp_rank_*/model_optim_rng.pt    or model_rng.pt beside a distributed optimizer
+
+A file holds pickled arguments and the rank's share of each tensor of its layers. What differs
+between versions of Megatron, which numbers a folder has and how shares join, is a `Layout`.
 """
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,42 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mb_train.config import TrainConfig
 from mb_train.convert.megatron import safe_pickle
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What differs between versions of Megatron.
-
-    Attributes:
-        kind: of the ranks among which experts are distributed: data, or expert.
-        parts: beginnings of names in a model of this layout.
-        sizes: numbers of tensor, `kind` and pipeline ranks, from the arguments.
-        rank: a rank by these, from the numbers of its folder and the arguments.
-        flat: tensors of a rank's model by name, layers.N.* among them, from its arguments and its
-            number among `kind` ranks.
-        joined: patterns of names, and whether tensor-parallel ranks have rows (0) or columns (1);
-            all else is held by all.
-        own: pattern of what a `kind` rank alone has; all else is held by all.
-        kept: a part of the names that are kept of each `kind` rank, not of the first alone.
-        head: name of the last stage's copy of the embedding, or of an untied head.
-        config: from the arguments, the names of all tensors, and a tokenizer.
-        renamed: the weights by our names, from the whole models of each `kind` rank.
-    """
-
-    kind: str
-    parts: tuple[str, ...]
-    sizes: Callable[[Namespace], tuple[int, int, int]]
-    rank: Callable[[Sequence[int], Namespace], tuple[int, int, int]]
-    flat: Callable[[Any, Namespace, int], dict[str, Tensor]]
-    joined: Sequence[tuple[str, int]]
-    own: str
-    kept: str
-    head: str
-    config: Callable[[Namespace, Collection[str], str], TrainConfig]
-    renamed: Callable[[Sequence[Mapping[str, Tensor]], TrainConfig, int], dict[str, Tensor]]
-
+from mb_train.convert.megatron.layout import Layout, Saved
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 # What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
@@ -61,10 +29,12 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _DRIFT = 0.05
 
 
-def read_ranks(
-    folder: Path, layouts: Sequence[Layout]
-) -> tuple[dict[tuple[int, int, int], Any], Layout]:
-    """Contents by rank, and the layout that they are of: the first of `layouts` if of none."""
+def read_ranks(folder: Path, layouts: Sequence[Layout]) -> Saved:
+    """The checkpoint of all ranks, in the layout that it is of: the first of `layouts` if of none.
+
+    Raises:
+        ValueError: a damaged file; ranks that are missing, or not of one checkpoint.
+    """
     contents: dict[tuple[int, int, int], Any] = {}
     first: tuple[Path, Any] | None = None
     layout = layouts[0]
@@ -106,25 +76,28 @@ def read_ranks(
         raise ValueError(f"{said} {missing} is missing.")
     if len(contents) > prod(parallel):
         raise ValueError(f"{said} {max(contents)} is there too.")
-    return contents, layout
+    names = {name for content in contents.values() for m in _models_of(content) for name in m}
+    common = next(iter(contents.values()))
+    return Saved(layout, common, names, partial(_whole_models, contents, layout, folder))
 
 
-def models_of(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _models_of(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The models in a rank's content: one, or one for each of its virtual stages."""
     found = [value for key, value in content.items() if re.fullmatch(r"model\d*", key)]
     return [model for model in found if isinstance(model, dict)]
 
 
 def _is_of(content: Mapping[str, Any], layout: Layout) -> bool:
-    return any(name.startswith(layout.parts) for model in models_of(content) for name in model)
+    return any(name.startswith(layout.parts) for model in _models_of(content) for name in model)
 
 
-def whole_models(
+def _whole_models(
     ranks: Mapping[tuple[int, int, int], Any], layout: Layout, folder: Path
 ) -> list[dict[str, Tensor]]:
     """Flat state dicts, layers by their number in the model: embedding.*, layers.N.*, ...
 
-    The first holds all, further ones what each further `kind` rank has of the experts.
+    The first holds all, further ones what each further `kind` rank has of the experts. A tied
+    head's weights, of which the last stage has a copy, are in the embedding alone.
     """
     tensors, kinds, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
     args = ranks[0, 0, 0]["args"]
@@ -151,6 +124,10 @@ def whole_models(
                     )
             numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
         first_layer += len(numbers)
+    tied = not getattr(args, "untie_embeddings_and_output_weights", False)
+    head = wholes[0].pop(layout.head, None) if tied else None
+    if head is not None and not torch.equal(head, wholes[0]["embedding.word_embeddings.weight"]):
+        raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
     return wholes
 
 

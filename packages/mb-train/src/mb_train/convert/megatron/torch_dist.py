@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mb_train.convert.megatron import safe_pickle
-from mb_train.convert.megatron.core import common_name, is_gated
+from mb_train.convert.megatron.core import LAYOUT, common_name, is_gated
 from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
+from mb_train.convert.megatron.layout import Saved
 from mb_train.folder.checksums import SUMS_FILE
 from mb_train.folder.run_folder import RUN_FILE
 from mb_train.untrusted import json_of
@@ -123,8 +124,8 @@ def is_distributed(folder: Path) -> bool:
     return format_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
 
 
-def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
-    """What all ranks have in common, arguments among it, and the model.
+def read_distributed(folder: Path) -> Saved:
+    """The checkpoint in a folder, its tensors read when they are asked for.
 
     Raises:
         ValueError: another format, a damaged or missing file, no arguments, or what is not known
@@ -152,7 +153,8 @@ def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
             f"Expected Megatron-LM's arguments in {folder}, found none. A checkpoint of NeMo or "
             "Megatron Bridge can be exported to Hugging Face's format with their tools."
         )
-    return common, DistributedModel(folder, tensors, args)
+    model = DistributedModel(folder, tensors, args)
+    return Saved(LAYOUT, common, set(model), lambda: [model])
 
 
 def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:

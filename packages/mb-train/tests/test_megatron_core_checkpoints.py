@@ -176,6 +176,14 @@ def test_both_kinds_of_a_norm_are_one_too_many(tmp_path):
         read_megatron(folder)
 
 
+def test_quantized_weights_are_no_weights(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    norm = {"decoder.final_layernorm.weight": torch.ones(HIDDEN, dtype=torch.int8)}
+    change_each(folder, lambda c: c["model"].update(norm))
+    with pytest.raises(ValueError, match=r"final_layernorm\.weight in .* got torch\.int8"):
+        read_megatron(folder)
+
+
 def test_a_head_that_differs_from_its_embedding(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model(), pp=2)
     change_each(folder, lambda c: c["model"].get("output_layer.weight", torch.ones(1)).mul_(2))

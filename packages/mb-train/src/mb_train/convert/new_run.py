@@ -23,6 +23,8 @@ from mb_train.tasks.make import whole_model
 
 # What a TrainConfig needs beside its model; an imported model has no run of its own yet.
 _TRAINING = {"micro_batch_size": 1, "lr": 1e-5, "train_iters": 1}
+# fp8 and integers stand for numbers only with scales, which lie elsewhere.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def imported_config(fields: Mapping[str, Any], vocab_size: int, **also: Any) -> TrainConfig:
@@ -56,6 +58,15 @@ def check_shapes(
             raise ValueError(
                 f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
             )
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise ValueError if a weight, called `what`, is quantized or holds no real numbers."""
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"Expected {what} to be in fp32, bf16, fp16 or fp64, got {dtype}. Quantized weights "
+            "are not read: take the model they were made of."
+        )
 
 
 def refuse_run(target: Path) -> None:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from mb_train.convert.megatron.safe_pickle import Opaque
+from mb_train.convert.new_run import check_dtype
 
-# fp8 stands for numbers only with scales, which lie elsewhere.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Plans, which Megatron adds to a `.metadata` to make the next one's sooner.
 _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -79,11 +78,7 @@ class SavedTensor:
         self, name: str, size: Sequence[int], dtype: torch.dtype, shards: Sequence[Shard]
     ) -> None:
         self.name, self.size, self.dtype = name, tuple(size), dtype
-        if dtype not in _DTYPES:
-            raise ValueError(
-                f"Expected {name} to be in fp32, bf16, fp16 or fp64, got {dtype}. Quantized "
-                "weights are not read."
-            )
+        check_dtype(dtype, name)
         for shard in shards:
             self._check(shard)
         elements = sum(prod(shard.sizes) for shard in shards)

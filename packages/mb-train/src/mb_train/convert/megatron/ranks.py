@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mb_train.convert.megatron import safe_pickle
 from mb_train.convert.megatron.layout import Layout, Saved
+from mb_train.convert.new_run import check_dtype
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 # What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
@@ -136,6 +137,8 @@ def _joined(
 ) -> dict[str, Tensor]:
     """The tensors of a stage, of all its tensor-parallel ranks."""
     for tensor, share in enumerate(shares):
+        for name, weight in share.items():
+            check_dtype(weight.dtype, f"{name} in {folder}")
         if differing := share.keys() ^ shares[0].keys():
             raise ValueError(
                 f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}, but "

@@ -155,7 +155,7 @@ def read_folder(
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-    from mb_train.checkpoint.files import read_metadata
+    from mb_train.checkpoint.metadata import read_metadata
 
     path = folder / ".metadata"
     metadata = read_metadata(path, _also)

@@ -244,8 +244,9 @@ def test_the_command_makes_a_run(tmp_path):
         torch.testing.assert_close(read, model.logits(tokens_BS))
 
 
-def test_load_says_what_it_is(tmp_path):
-    folder = write(tmp_path / "checkpoints", our_model())
+@pytest.mark.parametrize("core", ["0.18", "0.19"])
+def test_load_says_what_it_is(tmp_path, core):
+    folder = write(tmp_path / "checkpoints", our_model(), core=core)
     for path in (folder, folder / "iter_0000050"):
         with pytest.raises(ValueError, match="one of Megatron's: the convert command makes a run"):
             checkpoint_in(path)

@@ -115,6 +115,14 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, dtype):
         read_model(tmp_path)
 
 
+def test_to_ask_for_a_name_reads_no_tensor(tmp_path):
+    write_tensors(tmp_path, {"norm": torch.ones(2)})
+    tensors = TensorFolder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "norm" in tensors
+    assert "head" not in tensors
+
+
 def test_keys_and_values_of_other_widths_are_refused(tmp_path):
     theirs("llama").save_pretrained(tmp_path)
     rows = {"k": 8, "v": 24}  # together as many as they should be

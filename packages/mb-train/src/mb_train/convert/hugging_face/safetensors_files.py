@@ -91,6 +91,9 @@ class TensorFolder(Mapping[str, Tensor]):
         check_dtype(tensor.dtype, f"{there} in {path}")
         return tensor
 
+    def __contains__(self, name: object) -> bool:  # that of a Mapping would read the tensor
+        return name in self._where
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 

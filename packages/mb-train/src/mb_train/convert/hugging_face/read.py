@@ -58,7 +58,7 @@ def read_model(
     theirs = read_object(path)
     found = architecture_of(theirs)
     config, vocab_size = _config(path, theirs, found, fields)
-    for line in _left_out({**found.defaults, **theirs}, config):
+    for line in _settings_left_out({**found.defaults, **theirs}, config):
         say(line)
     if (folder / _ADAPTER).is_file():  # which transformers would add to the weights
         raise ValueError(
@@ -133,7 +133,7 @@ def _rules_of(
     return rules_of
 
 
-def _left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
+def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     """A line on each of their settings that our configuration of the model does not have."""
     window = theirs.get("sliding_window")
     if window == config.positions < theirs.get("max_position_embeddings", 0):

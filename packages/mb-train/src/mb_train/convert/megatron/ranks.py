@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -24,6 +24,7 @@ from mb_train.convert.megatron import safe_pickle
 from mb_train.convert.megatron.layout import Layout, Saved
 from mb_train.convert.new_run import check_dtype
 
+Rank = tuple[int, int, int]  # tensor, `kind` of the layout, pipeline
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 # What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
 # order round otherwise on each.
@@ -36,9 +37,33 @@ def read_ranks(folder: Path, layouts: Sequence[Layout]) -> Saved:
     Raises:
         ValueError: a damaged file; ranks that are missing, or not of one checkpoint.
     """
-    contents: dict[tuple[int, int, int], Any] = {}
-    first: tuple[Path, Any] | None = None
+    contents: dict[Rank, Any] = {}
+    first: tuple[str, Any] | None = None
     layout = layouts[0]
+    for name, content in _files_in(folder):
+        args = content["args"]
+        if first is None:
+            layout = next((one for one in layouts if _is_of(content, one)), layout)
+        numbers = tuple(map(int, name.removeprefix("mp_rank_").split("_")))
+        contents[layout.rank(numbers, args)] = content
+        about = (*layout.sizes(args), content.get("iteration"))
+        first = first or (name, about)
+        if about != first[1]:  # left there by another run, or copied from another iteration
+            raise ValueError(
+                f"Expected all ranks in {folder} to be of one checkpoint, but by {first[0]} "
+                f"(tensor, {layout.kind}, pipeline ranks, iteration) are {first[1]}, by {name} "
+                f"{about}."
+            )
+    if first is None:
+        raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
+    _check_all_there(contents, first[1][:3], layout, folder)
+    names = {name for content in contents.values() for m in _models_of(content) for name in m}
+    common = next(iter(contents.values()))
+    return Saved(layout, common, names, partial(_whole_models, contents, layout, folder))
+
+
+def _files_in(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The content of each rank's file, and the name of the folder that it is in."""
     for path in sorted(folder.glob("mp_rank_*")):
         if not re.fullmatch(r"mp_rank(_\d+){1,3}", path.name):  # a copy that somebody keeps
             continue
@@ -46,40 +71,28 @@ def read_ranks(folder: Path, layouts: Sequence[Layout]) -> Saved:
         if file is None:  # a data-parallel rank's share of a distributed optimizer
             continue
         content = safe_pickle.load(file)
-        args = content.get("args") if isinstance(content, dict) else None
-        if not isinstance(args, Namespace):
+        if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
             raise ValueError(f"Expected {file} to hold Megatron's arguments, found none.")
-        if first is None:
-            layout = next((one for one in layouts if _is_of(content, one)), layout)
-        numbers = tuple(map(int, path.name.removeprefix("mp_rank_").split("_")))
-        contents[layout.rank(numbers, args)] = content
-        about = (*layout.sizes(args), content.get("iteration"))
-        first = first or (path, about)
-        if about != first[1]:  # left there by another run, or copied from another iteration
-            raise ValueError(
-                f"Expected all ranks in {folder} to be of one checkpoint, but by {first[0].name} "
-                f"(tensor, {layout.kind}, pipeline ranks, iteration) are {first[1]}, by "
-                f"{path.name} {about}."
-            )
-    if first is None:
-        raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
-    parallel = first[1][:3]
-    if any(type(ranks) is not int or ranks < 1 for ranks in parallel):
+        yield path.name, content
+
+
+def _check_all_there(
+    found: Collection[Rank], sizes: tuple[int, int, int], layout: Layout, folder: Path
+) -> None:
+    """Raise ValueError unless these are the ranks of that many, no more and no less."""
+    if any(type(ranks) is not int or ranks < 1 for ranks in sizes):
         raise ValueError(
             f"Expected numbers of tensor, {layout.kind} and pipeline ranks in {folder}, got "
-            f"{parallel}."
+            f"{sizes}."
         )
-    said = f"Expected tensor, {layout.kind} and pipeline ranks {parallel} in {folder}, but rank"
+    said = f"Expected tensor, {layout.kind} and pipeline ranks {sizes} in {folder}, but rank"
     # One after the other: of numbers that a stranger wrote, `product` would keep all.
-    tensors, kinds, stages = map(range, parallel)
+    tensors, kinds, stages = map(range, sizes)
     ranks = ((t, k, p) for t in tensors for k in kinds for p in stages)
-    if missing := next((rank for rank in ranks if rank not in contents), None):
+    if missing := next((rank for rank in ranks if rank not in found), None):
         raise ValueError(f"{said} {missing} is missing.")
-    if len(contents) > prod(parallel):
-        raise ValueError(f"{said} {max(contents)} is there too.")
-    names = {name for content in contents.values() for m in _models_of(content) for name in m}
-    common = next(iter(contents.values()))
-    return Saved(layout, common, names, partial(_whole_models, contents, layout, folder))
+    if len(found) > prod(sizes):
+        raise ValueError(f"{said} {max(found)} is there too.")
 
 
 def _models_of(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -93,7 +106,7 @@ def _is_of(content: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def _whole_models(
-    ranks: Mapping[tuple[int, int, int], Any], layout: Layout, folder: Path
+    ranks: Mapping[Rank, Any], layout: Layout, folder: Path
 ) -> list[dict[str, Tensor]]:
     """Flat state dicts, layers by their number in the model: embedding.*, layers.N.*, ...
 
@@ -107,24 +120,27 @@ def _whole_models(
     first_layer = 0
     for chunk, stage in product(range(chunks), stages):
         key = "model" if chunks == 1 else f"model{chunk}"
-        numbers: set[str] = set()  # none in a stage that has the embedding alone
+        layers: set[str] = set()  # none in a stage that has the embedding alone
         for kind, whole in enumerate(wholes):
             models = [ranks[tensor, kind, stage][key] for tensor in tensors]
             shares = [layout.flat(model, args, kind) for model in models]
-            for name, joined in _joined(shares, layout, folder).items():
-                numbered = _numbered(name, first_layer)
-                if kind == 0 or layout.kept in name:
-                    whole[numbered] = joined
-                if kind == 0 or re.search(layout.own, name):
+            joined = _joined(shares, layout, folder)
+            here = {_numbered(name, first_layer): tensor for name, tensor in joined.items()}
+            if kind == 0:
+                whole.update(here)
+                layers = {name.split(".")[1] for name in here if name.startswith("layers.")}
+                continue
+            whole.update((name, tensor) for name, tensor in here.items() if layout.kept in name)
+            for name in here:
+                if re.search(layout.own, name):
                     continue
-                of_first = wholes[0].get(numbered)
-                if of_first is None or _differ(joined, of_first):
+                of_first = wholes[0].get(name)
+                if of_first is None or _differ(here[name], of_first):
                     raise ValueError(
                         f"Expected {layout.kind} ranks 0 and {kind} in {folder} to hold the same "
-                        f"{numbered}, got others: they are of no one model."
+                        f"{name}, got others: they are of no one model."
                     )
-            numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
-        first_layer += len(numbers)
+        first_layer += len(layers)
     tied = not getattr(args, "untie_embeddings_and_output_weights", False)
     head = wholes[0].pop(layout.head, None) if tied else None
     if head is not None and not torch.equal(head, wholes[0]["embedding.word_embeddings.weight"]):

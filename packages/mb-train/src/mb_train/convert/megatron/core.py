@@ -77,11 +77,6 @@ def _rank(numbers: Sequence[int], args: Namespace) -> tuple[int, int, int]:
     return tensor, rest[0] if rest else 0, stage
 
 
-def is_gated(args: Namespace) -> bool:
-    """Whether a linear_fc1 is a gate over what it gates."""
-    return bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False))
-
-
 def _flat(model: Any, args: Namespace, rank: int) -> dict[str, Tensor]:
     """Tensors by names that all kinds of layers have, experts by their numbers in the model."""
     found: dict[str, Tensor] = {}
@@ -93,11 +88,8 @@ def _flat(model: Any, args: Namespace, rank: int) -> dict[str, Tensor]:
             common_name(name),
             count=1,
         )
-        parts = {name: tensor}
-        if ".linear_fc1." in name:
-            ours = ("gate", "up") if is_gated(args) else ("up",)
-            names = [name.replace("linear_fc1", f"linear_{part}") for part in ours]
-            parts = dict(zip(names, tensor.chunk(len(ours)), strict=True))
+        names = names_within(name, args)
+        parts = dict(zip(names, tensor.chunk(len(names)), strict=True))
         if twice := found.keys() & parts.keys():
             raise ValueError(f"Expected one tensor {min(twice)} of a layer's kinds, got two.")
         found |= parts
@@ -109,6 +101,18 @@ def common_name(name: str) -> str:
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def names_within(name: str, args: Namespace) -> list[str]:
+    """What a tensor of a common name holds, one above the other.
+
+    Of a linear_fc1 that is a gate, if the model has gates, and what it gates.
+    """
+    if ".linear_fc1." not in name:
+        return [name]
+    gated = getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False)
+    parts = ("gate", "up") if gated else ("up",)
+    return [name.replace("linear_fc1", f"linear_{part}") for part in parts]
 
 
 def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, Tensor]]:

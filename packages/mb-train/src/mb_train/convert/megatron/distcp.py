@@ -106,6 +106,7 @@ class SavedTensor:
         """The part inside these ranges of its first axes, with all of the others."""
         ranges = [*within, *((0, size) for size in self.size[len(within) :])]
         (first, last), *_ = ranges
+        # Of the thousands that a tensor of all layers may have, only those that may lie within.
         here = slice(
             bisect_right(self._firsts, first - self._longest), bisect_left(self._firsts, last)
         )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mb_train.convert.megatron import safe_pickle
-from mb_train.convert.megatron.core import LAYOUT, common_name, is_gated
+from mb_train.convert.megatron.core import LAYOUT, common_name, names_within
 from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
 from mb_train.convert.megatron.layout import Saved
 from mb_train.folder.checksums import SUMS_FILE
@@ -48,8 +48,8 @@ class _Part(NamedTuple):
 
     tensor: SavedTensor
     layer: int | None
-    number: int = 0
-    parts: int = 1
+    number: int
+    parts: int
 
     def read(self) -> Tensor:
         ranges = [] if self.layer is None else [(self.layer, self.layer + 1)]
@@ -92,6 +92,7 @@ class DistributedModel(Mapping[str, Tensor]):
 
 
 def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[str, _Part]]:
+    """What a saved tensor holds, by common names: each layer, of a gate and what it gates each."""
     name = re.sub(r"^(model\.|module\.)*", "", key)
     name = name.replace(".mlp.experts.experts.", ".mlp.experts.")
     name = re.sub(r"linear_fc1\.(weight|bias)_w$", r"linear_gate.\1", name)
@@ -105,17 +106,12 @@ def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[
         numbered = [(f"{match[1]}{n}.{match[2]}", n) for n in range(args.num_layers)]
     for name, layer in numbered:
         name = common_name(name)
-        if ".linear_fc1." not in name or ".mlp.experts.linear_fc1." in name:
-            yield name, _Part(tensor, layer)
-            continue
-        ours = ("gate", "up") if is_gated(args) else ("up",)
-        if tensor.size[layer is not None] % len(ours):
+        # All experts in one tensor are laid out as ours, each gate over what it gates.
+        names = [name] if ".mlp.experts.linear_fc1." in name else names_within(name, args)
+        if len(names) > 1 and tensor.size[layer is not None] % len(names):
             raise ValueError(f"Expected a gate over as much in {key}, got {list(tensor.size)}.")
-        for number, part in enumerate(ours):
-            yield (
-                name.replace("linear_fc1", f"linear_{part}"),
-                _Part(tensor, layer, number, len(ours)),
-            )
+        for number, part in enumerate(names):
+            yield part, _Part(tensor, layer, number, len(names))
 
 
 def is_distributed(folder: Path) -> bool:

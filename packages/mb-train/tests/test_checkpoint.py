@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import host_copy, writer
 from mb_train.checkpoint import saver as saver_module
@@ -264,18 +265,13 @@ def sum_again(path):
     (path / "SHA256SUMS").write_text(format_sums(sums))
 
 
-class _Attack:
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
 @pytest.mark.parametrize("content", ["code", "eval", "garbage", "nothing", "list", "class"])
 def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
     written = {
-        "code": pickle.dumps(_Attack()),
+        "code": pickle.dumps(Attack(os.system, "true")),
         "eval": b"cbuiltins\neval\n(S'1'\ntR.",
         "garbage": b"\x93garbage",
         "nothing": b"",

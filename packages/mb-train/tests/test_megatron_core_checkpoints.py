@@ -1,8 +1,6 @@
 """Checkpoints of Megatron Core's format torch: layers and experts of each kind, on any ranks."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from mb_train.convert import is_megatron, read_megatron
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
-
-sys.path.insert(0, str(Path(__file__).parent))
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,

@@ -156,27 +156,19 @@ def _nearest(config: TrainConfig) -> str:
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
-# Settings of a model and its experts that change how it trains, or computes, but not what it is. A
-# capacity is one of them: elsewhere no token is dropped.
-_OF_TRAINING = {
-    "make_vocab_size_divisible_by", "position_rows", "moe_capacity_factor",
-    "moe_eval_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_loss_weight",
-    "moe_balance_over", "moe_z_loss_weight", "moe_router_bias_update_rate", "moe_router_lr_mult",
-    "moe_jitter_eps", "moe_router_fp32", "moe_mlp_impl", "moe_recompute",
-    "moe_saved_activation_bits",
-}  # fmt: skip
+# Rows of tables: as many as the tables that are written have.
+_ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Values in force of everything that says what a model computes, by the last flag of each."""
     groups = (ModelFields,) if config.moe_num_experts is None else (ModelFields, MoEFields)
-    flags = {spec(f).in_force or f.name: f.name for group in groups for f in fields(group)}
+    settings = (f for group in groups for f in fields(group) if not spec(f).in_training)
+    flags = {spec(f).in_force or f.name: f.name for f in settings}
     if all(map(config.has_experts, range(whole(config.num_layers)))):
         del flags["ffn_size"]  # of dense layers, of which there are none
     return {
-        flag_name(flag): getattr(config, name)
-        for name, flag in flags.items()
-        if name not in _OF_TRAINING
+        flag_name(flag): getattr(config, name) for name, flag in flags.items() if name not in _ROWS
     }
 
 

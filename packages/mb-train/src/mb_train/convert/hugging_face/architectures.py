@@ -156,7 +156,7 @@ def _nearest(config: TrainConfig) -> str:
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
-# Rows of tables: as many as the tables that are written have.
+# How many rows tables have: the weights say so themselves.
 _ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
 

@@ -160,43 +160,35 @@ def read_folder(
 
     path = folder / ".metadata"
     metadata = read_metadata(path, _also)
+    where = metadata.storage_data or {}
+    lengths = cache(_bytes_of)  # a file has thousands of shards
+
+    def shard(name: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Shard:
+        info = where[MetadataIndex(name, offsets)]
+        if info.transform_descriptors:
+            raise ValueError(
+                f"Expected {info.relative_path} as torch.save writes it, got one that went through "
+                f"{info.transform_descriptors}."
+            )
+        file, start = folder / info.relative_path, info.offset
+        return Shard(tuple(offsets or ()), tuple(sizes), file, lengths(file), start, info.length)
+
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, Shard] = {}
-    lengths = cache(_bytes_of)  # a file has thousands of shards
     try:
-        where = metadata.storage_data or {}
         for name, entry in metadata.state_dict_metadata.items():
             if not wanted(name):
                 continue
-            if not isinstance(entry, TensorStorageMetadata):
-                objects[name] = _shard(folder, (), (), where[MetadataIndex(name)], lengths)
-                continue
-            shards = [
-                _shard(folder, c.offsets, c.sizes, where[MetadataIndex(name, c.offsets)], lengths)
-                for c in entry.chunks
-            ]
-            tensors[name] = SavedTensor(name, entry.size, entry.properties.dtype, shards)
+            if isinstance(entry, TensorStorageMetadata):
+                shards = [shard(name, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+                tensors[name] = SavedTensor(name, entry.size, entry.properties.dtype, shards)
+            else:
+                objects[name] = shard(name)
     except KeyError as error:
         raise ValueError(f"{path} does not say where the shard {error} lies.") from None
     except (TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
     return tensors, objects
-
-
-def _shard(
-    folder: Path,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    info: Any,
-    lengths: Callable[[Path], int],
-) -> Shard:
-    if info.transform_descriptors:
-        raise ValueError(
-            f"Expected {info.relative_path} as torch.save writes it, got one that went through "
-            f"{info.transform_descriptors}."
-        )
-    file = folder / info.relative_path
-    return Shard(tuple(offsets), tuple(sizes), file, lengths(file), info.offset, info.length)
 
 
 def _also(module: str, name: str) -> Any:

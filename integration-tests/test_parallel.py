@@ -29,7 +29,7 @@ import tiny_run
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint.files import SafeReader
+from mb_train.checkpoint.metadata import SafeReader
 from mb_train.run import Run
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

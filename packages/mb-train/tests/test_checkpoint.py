@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import files as checkpoint_files
-from mb_train.checkpoint import host_copy
+from mb_train.checkpoint import host_copy, writer
 from mb_train.checkpoint import saver as saver_module
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
@@ -89,12 +89,12 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_weights(tmp_path):
 
 def test_a_state_of_several_files(tmp_path, monkeypatch):
     """torch's writer keeps in memory what goes into one file."""
-    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 100)
+    monkeypatch.setattr(writer, "_FILE_BYTES", 100)
     held = []
 
-    def write_data(writer, plan, planner):
-        held.append(sum(checkpoint_files._bytes_of(item) for item in plan.items))
-        return write(writer, plan, planner)
+    def write_data(torchs, plan, planner):
+        held.append(sum(writer._bytes_of(item) for item in plan.items))
+        return write(torchs, plan, planner)
 
     write = dcp.FileSystemWriter.write_data
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
@@ -197,7 +197,7 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_files, "sum_of", interrupted)
+    monkeypatch.setattr(writer, "sum_of", interrupted)
     said = []
     with pytest.raises(KeyboardInterrupt):
         begin(Saver(tmp_path, say=said.append), *make())
@@ -265,18 +265,13 @@ def sum_again(path):
     (path / "SHA256SUMS").write_text(format_sums(sums))
 
 
-class _Attack:
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
 @pytest.mark.parametrize("content", ["code", "eval", "garbage", "nothing", "list", "class"])
 def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
     written = {
-        "code": pickle.dumps(_Attack()),
+        "code": pickle.dumps(Attack(os.system, "true")),
         "eval": b"cbuiltins\neval\n(S'1'\ntR.",
         "garbage": b"\x93garbage",
         "nothing": b"",

@@ -7,7 +7,7 @@ import torch
 from mb_layers import dMoE
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
-from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
@@ -230,7 +230,7 @@ def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypat
         back.mkdir()
         (back / "mine").touch()
 
-    monkeypatch.setattr("mb_train.convert.hugging_face.write_tensors", write)
+    monkeypatch.setattr("mb_train.convert.hugging_face.write.write_tensors", write)
     with pytest.raises(ValueError, match="empty or new folder"):
         export_model(tmp_path / "run", back, say=lambda line: None)
     assert [path.name for path in back.iterdir()] == ["mine"]

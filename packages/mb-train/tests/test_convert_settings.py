@@ -5,7 +5,8 @@ import re
 
 import pytest
 from mb_train.config import TrainConfig
-from mb_train.convert import architectures, read_model
+from mb_train.convert import read_model
+from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, theirs, transformers
 
 
@@ -64,12 +65,12 @@ def test_every_setting_is_read_and_has_their_default(kind):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([], "to hold a JSON object"),
+        ([], "expected an object, got list"),
         ({"model_type": "gpt2", "n_embd": 8}, "lacks 'vocab_size'"),
         ({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8}, "lacks 'n_layer'"),
         ({"model_type": "gpt2", "vocab_size": -1}, "a vocab_size above 0, got -1"),
-        ("{", "Cannot read"),
-        (DEEP, "Cannot read"),
+        ("{", "is damaged"),
+        (DEEP, "is damaged"),
     ],
     ids=lambda content: str(content)[:40],
 )

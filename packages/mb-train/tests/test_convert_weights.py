@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from mb_train.convert import read_model
-from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from their_models import DEEP, logits_of, ours, theirs
 
 safetensors = pytest.importorskip("safetensors")
@@ -113,6 +113,14 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, dtype):
     write_tensors(tmp_path, {**tensors, name: tensors[name].to(dtype)})
     with pytest.raises(ValueError, match=rf"q_proj\.weight in .* in fp32, .* got {dtype}"):
         read_model(tmp_path)
+
+
+def test_to_ask_for_a_name_reads_no_tensor(tmp_path):
+    write_tensors(tmp_path, {"norm": torch.ones(2)})
+    tensors = TensorFolder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "norm" in tensors
+    assert "head" not in tensors
 
 
 def test_keys_and_values_of_other_widths_are_refused(tmp_path):

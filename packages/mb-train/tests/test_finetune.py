@@ -11,7 +11,7 @@ from mb_data import load_tokenizer
 from mb_parallel.testing import run_ranks
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.convert.hugging_face import write_run
+from mb_train.convert import write_run
 from mb_train.loading import load_trained
 from mb_train.logs.run_log import read_log
 from mb_train.tasks.examples import ExampleDataset

@@ -10,8 +10,10 @@ import zipfile
 
 import pytest
 import torch
+from hostile_pickle import Attack
 from mb_train.config import TrainConfig
-from mb_train.convert import import_megatron, is_megatron, read_megatron, safe_pickle
+from mb_train.convert import import_megatron, is_megatron, read_megatron
+from mb_train.convert.megatron import safe_pickle
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -379,22 +381,14 @@ def test_what_we_have_not_is_refused(tmp_path, name, value):
         read_megatron(folder)
 
 
-class _Attack:
-    def __init__(self, call, *arguments):
-        self.call, self.arguments = call, arguments
-
-    def __reduce__(self):
-        return self.call, self.arguments
-
-
 def test_a_pickle_runs_nothing(tmp_path):
     proof = tmp_path / "ran"
     path = tmp_path / "model_optim_rng.pt"
     for attack in (
-        _Attack(os.system, f"touch {proof}"),
-        _Attack(eval, f"open({str(proof)!r}, 'w')"),
-        _Attack(getattr, "text", "upper"),
-        _Attack(pickle.loads, pickle.dumps(_Attack(os.mkdir, str(proof)))),
+        Attack(os.system, f"touch {proof}"),
+        Attack(eval, f"open({str(proof)!r}, 'w')"),
+        Attack(getattr, "text", "upper"),
+        Attack(pickle.loads, pickle.dumps(Attack(os.mkdir, str(proof)))),
     ):
         torch.save({"args": attack, "x": torch.ones(3)}, path)
         content = safe_pickle.load(path)

@@ -1,8 +1,6 @@
 """Checkpoints of Megatron Core's format torch: layers and experts of each kind, on any ranks."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from mb_train.convert import is_megatron, read_megatron
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
-
-sys.path.insert(0, str(Path(__file__).parent))
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
@@ -173,6 +169,14 @@ def test_both_kinds_of_a_norm_are_one_too_many(tmp_path):
     norm = {"decoder.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
     change_each(folder, lambda c: c["model"].update(norm))
     with pytest.raises(ValueError, match=r"one tensor layers\.1\.input_layernorm\.weight"):
+        read_megatron(folder)
+
+
+def test_quantized_weights_are_no_weights(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    norm = {"decoder.final_layernorm.weight": torch.ones(HIDDEN, dtype=torch.int8)}
+    change_each(folder, lambda c: c["model"].update(norm))
+    with pytest.raises(ValueError, match=r"final_layernorm\.weight in .* got torch\.int8"):
         read_megatron(folder)
 
 

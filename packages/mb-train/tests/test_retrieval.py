@@ -8,7 +8,7 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.convert.hugging_face import write_run
+from mb_train.convert import write_run
 from mb_train.folder.run_folder import find_checkpoint
 from mb_train.retrieval import Retriever, build_index
 from mb_train.tasks.make import whole_model

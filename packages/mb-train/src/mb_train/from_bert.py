@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.config import TrainConfig, flag_name
+from mb_train.config.field import spec
+from mb_train.config.moe import MoEFields
 from mb_train.convert.hugging_face import read_model
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.loading import load_trained
@@ -22,12 +24,10 @@ _FREE = {
     "attention_dropout", "hidden_dropout", "init_std", "output_init_std", "fp32_residual",
     "tie_embeddings", "moe",
 }  # fmt: skip
-_FREE_OF_EXPERTS = {
-    "init_method_std", "output_init_std", "capacity_factor", "eval_capacity_factor",
-    "min_capacity", "drop_policy", "load_balancing_loss_weight", "balance_over", "z_loss_weight",
-    "jitter_eps", "router_fp32", "mlp_impl", "recompute", "saved_activation_bits",
-}  # fmt: skip
-
+_IN_TRAINING = {f.name for f in fields(MoEFields) if spec(f).in_training}
+_FREE_OF_EXPERTS = {"init_method_std", "output_init_std"} | {
+    argument for argument, f in TrainConfig.moe_argument_names().items() if f in _IN_TRAINING
+}
 # Of the others, those whose flag has another name.
 _FLAGS = {
     "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",

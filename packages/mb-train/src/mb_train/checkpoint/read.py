@@ -71,7 +71,7 @@ def load_checkpoint(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from mb_train.checkpoint.files import SafeReader
+    from mb_train.checkpoint.metadata import SafeReader
 
     _check_sums(path, alone=alone)
     reader = SafeReader(path)

@@ -78,7 +78,7 @@ class Saver:
         self._copier = HostCopier(_COPYING_THREADS)
         self._host: dict[str, Tensor] = {}  # of the last snapshot, which the next one reuses
         if asynchronous:
-            import mb_train.checkpoint.files  # noqa: F401 (now, and not beside the steps)
+            import mb_train.checkpoint.writer  # noqa: F401 (now, and not beside the steps)
 
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="saver", initializer=_use_stream, initargs=(_stream(),)
@@ -225,7 +225,7 @@ class Saver:
         """
         import torch.distributed.checkpoint as dcp
 
-        from mb_train.checkpoint.files import Planner, Writer
+        from mb_train.checkpoint.writer import Planner, Writer
 
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)

@@ -59,6 +59,8 @@ class Spec:
         off: Megatron's flag that turns it off, where it is on by default.
         count: number of values of a list, where that is fixed.
         layer: the argument of `mb_layers.MoEConfig` that it is.
+        in_training: it says how a model is trained and computed; with another value it is the same
+            model. A capacity is such: elsewhere no token is dropped.
         required: a run must say it; there is no default.
         instead_of: fields that say the same another way: said later than them, it takes their
             place.
@@ -76,6 +78,7 @@ class Spec:
     off: tuple[str, ...] = ()
     count: int | None = None
     layer: str | None = None
+    in_training: bool = False
     required: bool = False
     instead_of: tuple[str, ...] = ()
     needs: tuple[Any, ...] = ()

@@ -22,20 +22,20 @@ class MoEFields:
     )  # fmt: skip
     moe_capacity_factor: float = flag(
         "slots per expert over the even share; 0 drops no token (dMoE)", 0.0, bounds=AT_LEAST_0,
-        on_load="said",
+        on_load="said", in_training=True,
     )  # fmt: skip
     moe_eval_capacity_factor: float | None = flag(
         "the same in evaluation; default no other (ours)", bounds=POSITIVE, on_load="said",
-        layer="eval_capacity_factor",
+        layer="eval_capacity_factor", in_training=True,
     )  # fmt: skip
     moe_min_capacity: int = flag(
         "but never fewer slots than this (ours)", 0, bounds=AT_LEAST_0, on_load="said",
-        layer="min_capacity", needs=("moe_capacity_factor",),
+        layer="min_capacity", needs=("moe_capacity_factor",), in_training=True,
     )  # fmt: skip
     moe_drop_policy: str = flag(
         "who is kept of an expert's tokens beyond its slots: the first, or the surest (ours)",
         "position", choices=("position", "probability"), on_load="said", layer="drop_policy",
-        needs=("moe_capacity_factor",),
+        needs=("moe_capacity_factor",), in_training=True,
     )  # fmt: skip
     moe_ffn_hidden_size: int | None = flag(
         "width inside an expert; default --ffn-hidden-size", bounds=POSITIVE, on_load="model",
@@ -50,17 +50,17 @@ class MoEFields:
     )
     moe_loss_weight: float = flag(
         "weight of the load-balancing loss, a mean over the layers", 0.1, bounds=AT_LEAST_0,
-        on_load="said", layer="load_balancing_loss_weight",
+        on_load="said", layer="load_balancing_loss_weight", in_training=True,
     )  # fmt: skip
     moe_balance_over: str = flag(
         "balance the load over each micro-batch, each sequence or the global batch: all ranks' "
         "micro-batches of a step up to the one under way (ours)",
         "micro_batch", choices=("micro_batch", "sequence", "global_batch"), on_load="said",
-        layer="balance_over",
+        layer="balance_over", in_training=True,
     )  # fmt: skip
     moe_z_loss_weight: float = flag(
         "weight of the router's z-loss, a mean over the layers (ours)", 0.0, bounds=AT_LEAST_0,
-        on_load="said", layer="z_loss_weight",
+        on_load="said", layer="z_loss_weight", in_training=True,
     )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
@@ -104,21 +104,26 @@ class MoEFields:
     moe_router_bias_update_rate: float = flag(
         "how far a step moves that bias; about a tenth of this for softmax scores", 1e-3,
         bounds=AT_LEAST_0, on_load="said", needs=("moe_router_enable_expert_bias",),
+        in_training=True,
     )  # fmt: skip
     moe_router_lr_mult: float = flag(
         "learning rate of the routers, in units of --lr; below 1 for Muon at high rates (ours)",
-        1.0, bounds=POSITIVE, on_load="said",
+        1.0, bounds=POSITIVE, on_load="said", in_training=True,
     )  # fmt: skip
     moe_jitter_eps: float = flag(
         "noise on the router's input in training, uniform in 1 +- eps", 0.0, bounds=FRACTION,
-        on_load="said", layer="jitter_eps", also=("--moe-input-jitter-eps",),
+        on_load="said", layer="jitter_eps", also=("--moe-input-jitter-eps",), in_training=True,
     )  # fmt: skip
     moe_uniform_expert_assignment: bool = flag(
         "for benchmarks: deal the tokens out evenly, whatever the scores (ours)", False,
         on_load="said", layer="uniform_assignment",
     )  # fmt: skip
     moe_router_fp32: bool = flag(
-        "compute the router's scores in fp32 (ours)", True, on_load="said", layer="router_fp32"
+        "compute the router's scores in fp32 (ours)",
+        True,
+        on_load="said",
+        layer="router_fp32",
+        in_training=True,
     )
     moe_router_bias: bool = flag(
         "a learned bias on the router's scores (ours)", False, on_load="model",
@@ -149,15 +154,15 @@ class MoEFields:
     )  # fmt: skip
     moe_mlp_impl: str = flag(
         "grouped matrix products, or MegaBlocks' block-sparse ones, over the same weights (ours)",
-        "grouped", choices=("grouped", "sparse"), layer="mlp_impl",
+        "grouped", choices=("grouped", "sparse"), layer="mlp_impl", in_training=True,
     )  # fmt: skip
     moe_recompute: bool = flag(
         "recompute the experts' activations in the backward pass (ours)", False,
-        layer="recompute",
+        layer="recompute", in_training=True,
     )  # fmt: skip
     moe_saved_activation_bits: int | None = flag(
         "keep the experts' activations for the backward pass in this many bits (ours)",
-        choices=(4, 8), on_load="said", layer="saved_activation_bits",
+        choices=(4, 8), on_load="said", layer="saved_activation_bits", in_training=True,
     )  # fmt: skip
 
     def moe_arguments(self) -> dict[str, Any]:

@@ -6,12 +6,21 @@ SOURCE may be a Hugging Face folder (config.json and safetensors), a Megatron ch
 (iter_*/mp_rank_* or iter_*/metadata.json), or a run folder of ours. The first two become a run
 folder, the last a Hugging Face folder. Every tensor of the source is used exactly once and every
 tensor of the target is filled, or nothing is written.
+
+    new_run       the run folder that a model from elsewhere becomes
+    vocabulary    its rows, and new ones
+    hugging_face/ read, write; by architecture: architectures, *_config(s), *weights;
+                  the files: config_json, safetensors_files, tokenizer
+    megatron/     read; the formats: ranks (torch), torch_dist, distcp, safe_pickle;
+                  the models: layout, fork (2023, MegaBlocks), core, core_arguments
+    upcycle       a dense model into one with experts
 """
 
+# The public API.
 from mb_train.convert.hugging_face import export_model as export_model
 from mb_train.convert.hugging_face import import_model as import_model
 from mb_train.convert.hugging_face import read_model as read_model
-from mb_train.convert.hugging_face import write_run as write_run
 from mb_train.convert.megatron import import_megatron as import_megatron
 from mb_train.convert.megatron import is_megatron as is_megatron
 from mb_train.convert.megatron import read_megatron as read_megatron
+from mb_train.convert.new_run import write_run as write_run

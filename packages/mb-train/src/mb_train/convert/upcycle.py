@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.convert.hugging_face import refuse_run, write_run
+from mb_train.convert.new_run import refuse_run, write_run
 from mb_train.flags.command_line import CommandLine, resolve
 from mb_train.loading import load_trained
 from mb_train.tasks.make import whole_model

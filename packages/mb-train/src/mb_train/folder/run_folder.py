@@ -141,7 +141,7 @@ def checkpoint_in(path: Path) -> Path:
 
 
 def _whose(path: Path) -> str:
-    megatron = ["mp_rank_*", "iter_*/mp_rank_*", "common.pt", "iter_*/metadata.json"]
+    megatron = ["mp_rank_*", "iter_*/mp_rank_*", "metadata.json", "iter_*/metadata.json"]
     there = {"Hugging Face": ["config.json"], "Megatron": megatron}
     for name, patterns in there.items():
         if any(next(path.glob(pattern), None) for pattern in patterns):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.config_json import Json, refuse
+from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
 _DEFAULTS: dict[str, Any] = {

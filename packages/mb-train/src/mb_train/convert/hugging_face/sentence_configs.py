@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.config_json import Json, refuse
+from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.models.relative import MAX_DISTANCE, NUM_BUCKETS
 
 BERT_DEFAULTS = {

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from mb_train.untrusted import json_of
+
 Json = Mapping[str, Any]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it cannot be read, or holds none.
+    """
+    try:
+        found = json_of(file.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+    except OSError as error:
+        raise ValueError(f"Cannot read {file}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from None
+    return found
 
 
 def refuse(config: Json, **allowed: Any) -> None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from mb_train.convert.new_run import check_dtype
 from mb_train.folder.whole_files import write_text
 from mb_train.untrusted import json_of
 
@@ -18,9 +18,6 @@ SINGLE = "model.safetensors"
 _SHARD_BYTES = 5_000_000_000
 # Beginning of the text that git-lfs leaves in place of a file until it is fetched.
 _POINTER = b"version https://git-lfs"
-
-# fp8 and integers stand for numbers only with scales, which lie elsewhere.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorFolder(Mapping[str, Tensor]):
@@ -91,12 +88,11 @@ class TensorFolder(Mapping[str, Tensor]):
         path, there = self._where[name]
         with _safetensors()(path, "pt") as file:
             tensor = file.get_tensor(there)
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"Expected {there} in {path} to be in fp32, bf16, fp16 or fp64, got "
-                f"{tensor.dtype}. Quantized weights are not read: take the model they were made of."
-            )
+        check_dtype(tensor.dtype, f"{there} in {path}")
         return tensor
+
+    def __contains__(self, name: object) -> bool:  # that of a Mapping would read the tensor
+        return name in self._where
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mb_train.convert.safe_pickle import Opaque
+from mb_train.convert.megatron.safe_pickle import Opaque
+from mb_train.convert.new_run import check_dtype
 
-# fp8 stands for numbers only with scales, which lie elsewhere.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Plans, which Megatron adds to a `.metadata` to make the next one's sooner.
 _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -79,11 +78,7 @@ class SavedTensor:
         self, name: str, size: Sequence[int], dtype: torch.dtype, shards: Sequence[Shard]
     ) -> None:
         self.name, self.size, self.dtype = name, tuple(size), dtype
-        if dtype not in _DTYPES:
-            raise ValueError(
-                f"Expected {name} to be in fp32, bf16, fp16 or fp64, got {dtype}. Quantized "
-                "weights are not read."
-            )
+        check_dtype(dtype, name)
         for shard in shards:
             self._check(shard)
         elements = sum(prod(shard.sizes) for shard in shards)
@@ -111,6 +106,7 @@ class SavedTensor:
         """The part inside these ranges of its first axes, with all of the others."""
         ranges = [*within, *((0, size) for size in self.size[len(within) :])]
         (first, last), *_ = ranges
+        # Of the thousands that a tensor of all layers may have, only those that may lie within.
         here = slice(
             bisect_right(self._firsts, first - self._longest), bisect_left(self._firsts, last)
         )
@@ -160,47 +156,39 @@ def read_folder(
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-    from mb_train.checkpoint.files import read_metadata
+    from mb_train.checkpoint.metadata import read_metadata
 
     path = folder / ".metadata"
     metadata = read_metadata(path, _also)
+    where = metadata.storage_data or {}
+    lengths = cache(_bytes_of)  # a file has thousands of shards
+
+    def shard(name: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Shard:
+        info = where[MetadataIndex(name, offsets)]
+        if info.transform_descriptors:
+            raise ValueError(
+                f"Expected {info.relative_path} as torch.save writes it, got one that went through "
+                f"{info.transform_descriptors}."
+            )
+        file, start = folder / info.relative_path, info.offset
+        return Shard(tuple(offsets or ()), tuple(sizes), file, lengths(file), start, info.length)
+
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, Shard] = {}
-    lengths = cache(_bytes_of)  # a file has thousands of shards
     try:
-        where = metadata.storage_data or {}
         for name, entry in metadata.state_dict_metadata.items():
             if not wanted(name):
                 continue
-            if not isinstance(entry, TensorStorageMetadata):
-                objects[name] = _shard(folder, (), (), where[MetadataIndex(name)], lengths)
-                continue
-            shards = [
-                _shard(folder, c.offsets, c.sizes, where[MetadataIndex(name, c.offsets)], lengths)
-                for c in entry.chunks
-            ]
-            tensors[name] = SavedTensor(name, entry.size, entry.properties.dtype, shards)
+            if isinstance(entry, TensorStorageMetadata):
+                shards = [shard(name, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+                tensors[name] = SavedTensor(name, entry.size, entry.properties.dtype, shards)
+            else:
+                objects[name] = shard(name)
     except KeyError as error:
         raise ValueError(f"{path} does not say where the shard {error} lies.") from None
     except (TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
     return tensors, objects
-
-
-def _shard(
-    folder: Path,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    info: Any,
-    lengths: Callable[[Path], int],
-) -> Shard:
-    if info.transform_descriptors:
-        raise ValueError(
-            f"Expected {info.relative_path} as torch.save writes it, got one that went through "
-            f"{info.transform_descriptors}."
-        )
-    file = folder / info.relative_path
-    return Shard(tuple(offsets), tuple(sizes), file, lengths(file), info.offset, info.length)
 
 
 def _also(module: str, name: str) -> Any:

@@ -9,11 +9,12 @@ Ours, of layer N:
     stack.blocks.N.mlp.up.*, gate.*, down.*                            a dense layer
     stack.blocks.N.mlp.router.weight, experts.w1 [E, 2F, D], experts.w2 [E, D, F]
 
-Letters: D hidden, H query heads, G key-value heads, R query heads of a group, C width of a head.
+Letters: D hidden, H query heads, G key-value heads, C width of a head, E experts, F their width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,8 +65,8 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
                 Rule(
                     f"{ours}attention.qkv.{kind}",
                     (f"{theirs}attn.c_attn.{kind}",),
-                    lambda t: _interleaved(*_turned(t).chunk(3), H, H),
-                    lambda t: [_turned(torch.cat(_apart(t, H, H)))],
+                    lambda t: _interleaved(_turned(t).chunk(3), H, (1, 1, 1)),
+                    lambda t: [_turned(torch.cat(_apart(t, H, (1, 1, 1))))],
                 )
             )
             for our, their in (
@@ -107,14 +108,8 @@ def llama_like_rules(config: TransformerConfig, experts: ExpertNames | None) -> 
         for our, their in names.items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            rules.append(
-                Rule(
-                    f"{ours}attention.qkv.{kind}",
-                    tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
-                    lambda q, k, v: _interleaved(q, k, v, H, G),
-                    lambda t: _apart(t, H, G),
-                )
-            )
+            parts = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
+            rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, G, (H // G, 1, 1)))
         if config.has_experts(layer):
             rules += _expert_rules(config, experts, ours, theirs)
         else:
@@ -186,18 +181,23 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.t() if tensor.ndim == 2 else tensor
 
 
-def _interleaved(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
-    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C], if C is one."""
-    counts = (heads // groups, 1, 1)
-    parts = [
-        t.unflatten(0, (groups, count, -1)) for t, count in zip((q, k, v), counts, strict=True)
-    ]
-    return torch.cat(parts, dim=1).flatten(0, 2)
+def fused_rule(target: str, sources: Sequence[str], groups: int, counts: Sequence[int]) -> Rule:
+    """Separate maps as the rows of one, see `_interleaved`."""
+    return Rule(
+        target,
+        tuple(sources),
+        lambda *parts: _interleaved(parts, groups, counts),
+        lambda rows: _apart(rows, groups, counts),
+    )
 
 
-def _apart(qkv: Tensor, heads: int, groups: int) -> list[Tensor]:
+def _interleaved(parts: Sequence[Tensor], groups: int, counts: Sequence[int]) -> Tensor:
+    """Parts of `counts` heads a group, rows [groups][heads][C] each: as [groups][all heads][C]."""
+    split = [t.unflatten(0, (groups, n, -1)) for t, n in zip(parts, counts, strict=True)]
+    return torch.cat(split, dim=1).flatten(0, 2)
+
+
+def _apart(rows: Tensor, groups: int, counts: Sequence[int]) -> list[Tensor]:
     """The inverse of `_interleaved`."""
-    per_group = heads // groups
-    head = qkv.shape[0] // (heads + 2 * groups)
-    parts = qkv.unflatten(0, (groups, -1)).split([per_group * head, head, head], dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    parts = rows.unflatten(0, (groups, sum(counts), -1)).split(list(counts), dim=1)
+    return [part.flatten(0, 2) for part in parts]

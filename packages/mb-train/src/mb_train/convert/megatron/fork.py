@@ -18,8 +18,8 @@ from mb_layers.state_dicts import Rule, translate
 from torch import Tensor
 
 from mb_train.config import TrainConfig
-from mb_train.convert.architectures import imported_config
-from mb_train.convert.megatron_ranks import Layout
+from mb_train.convert.megatron.layout import Layout
+from mb_train.convert.new_run import imported_config
 from mb_train.tasks.architecture import transformer_config
 
 _EXPERTS = ".mlp.moe."
@@ -48,6 +48,8 @@ _LAYER = {
     "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attention.qkv": "self_attention.query_key_value", "attention.out": "self_attention.dense",
 }  # fmt: skip
+# What of a nested name only says where a layer is.
+_CONTAINERS = ("language_model", "encoder", "transformer")
 _MLP = {"mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
 
 
@@ -134,9 +136,6 @@ def _flat(model: Any, _: Namespace, __: int) -> dict[str, Tensor]:
     walk(model, "")
     renamed = {name.replace(".attention.", ".self_attention."): t for name, t in found.items()}
     return {name: t for name, t in renamed.items() if not name.endswith("_extra_state")}
-
-
-_CONTAINERS = ("language_model", "encoder", "transformer")
 
 
 def _renamed(

@@ -1,30 +1,28 @@
-"""Checkpoints of Megatron-LM: of 2023 and its MegaBlocks fork, and of Megatron Core.
+"""Checkpoints of Megatron-LM (of 2023, and its MegaBlocks fork) and of Megatron Core: read.
 
-    iter_XXXXXXX/mp_rank_*/model_optim_rng.pt    or model_rng.pt beside a distributed optimizer
-    iter_XXXXXXX/metadata.json, common.pt, ...   of Megatron Core, see `megatron_dist`
+    iter_XXXXXXX/mp_rank_*/                      format torch, see `ranks`
+    iter_XXXXXXX/metadata.json, common.pt, ...   format torch_dist, see `torch_dist`
 
-Each of the first holds pickled arguments and a rank's share of the model. The shares are joined and
-renamed; the optimizer's are left out. `megatron_fork` and `megatron_core` know the two layouts.
+Each comes with arguments, which say what the model is. `fork` and `core` know the models' layouts.
+What the optimizer keeps is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from mb_train.config import TrainConfig
-from mb_train.convert import megatron_core, megatron_fork
-from mb_train.convert.hugging_face import check_shapes, refuse_run, shapes_of, write_run
-from mb_train.convert.megatron_dist import config_of, is_distributed, read_distributed
-from mb_train.convert.megatron_ranks import Layout, models_of, read_ranks, whole_models
+from mb_train.convert.megatron import core, fork
+from mb_train.convert.megatron.ranks import read_ranks
+from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
+from mb_train.convert.new_run import check_shapes, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
-_LAYOUTS = (megatron_fork.LAYOUT, megatron_core.LAYOUT)
+_LAYOUTS = (fork.LAYOUT, core.LAYOUT)
 
 
 def is_megatron(folder: Path) -> bool:
@@ -32,7 +30,7 @@ def is_megatron(folder: Path) -> bool:
     ranks = any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*"))
     if ranks or any(map(is_distributed, (folder, _latest(folder)))):
         return True
-    return any(config_of(path) is not None for path in folder.glob("*/"))  # none is named
+    return any(format_of(path) is not None for path in folder.glob("*/"))  # none is named
 
 
 def read_megatron(
@@ -61,18 +59,9 @@ def read_megatron(
 
 
 def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, Tensor]]:
-    ranks: dict[tuple[int, int, int], Any] = {}
-    whole: Mapping[str, Tensor] = {}
-    if is_distributed(folder):
-        layout = megatron_core.LAYOUT
-        first, whole = read_distributed(folder)
-        names = set(whole)
-    else:
-        ranks, layout = read_ranks(folder, _LAYOUTS)
-        first = next(iter(ranks.values()))
-        names = {n for content in ranks.values() for model in models_of(content) for n in model}
-    args, version = first["args"], first.get("checkpoint_version", 0)
-    if version < 2:
+    saved = read_distributed(folder) if is_distributed(folder) else read_ranks(folder, _LAYOUTS)
+    layout, args = saved.layout, saved.common["args"]
+    if (version := saved.common.get("checkpoint_version", 0)) < 2:
         raise ValueError(f"Expected {folder} of checkpoint version 2 or later, got {version}.")
     kind = getattr(args, "tokenizer_type", None) or _GPT2
     if tokenizer is None and kind != _GPT2:
@@ -81,34 +70,19 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
             "not hold. Give their name or folder."
         )
     try:
-        config = layout.config(args, names, tokenizer or "gpt2")
+        config = layout.config(args, saved.names, tokenizer or "gpt2")
     except ValueError as error:
         raise ValueError(
             f"The arguments in {folder} are of no model that is known: {error}"
         ) from None
-    wholes: Sequence[Mapping[str, Tensor]] = [whole]
-    if ranks:
-        tied = not config.untie_embeddings_and_output_weights
-        wholes = _joined(ranks, layout, folder, tied=tied)
-        whole = wholes[0]
-    layers = {name.split(".")[1] for name in whole if name.startswith("layers.")}
+    wholes = saved.wholes()
+    layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
     check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
     # One after the other goes: in two precisions at once all of them may be too many.
     return config, {name: weights.pop(name).float().contiguous() for name in list(weights)}
-
-
-def _joined(
-    ranks: Mapping[tuple[int, int, int], Any], layout: Layout, folder: Path, *, tied: bool
-) -> list[dict[str, Tensor]]:
-    """The whole models of the ranks, with a tied head's weights in the embedding alone."""
-    wholes = whole_models(ranks, layout, folder)
-    head = wholes[0].pop(layout.head, None) if tied else None
-    if head is not None and not torch.equal(head, wholes[0]["embedding.word_embeddings.weight"]):
-        raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
-    return wholes
 
 
 def import_megatron(

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mb_train.convert import safe_pickle
-from mb_train.convert.distcp import SavedTensor, Shard, read_folder
-from mb_train.convert.megatron_core import common_name, is_gated
+from mb_train.convert.megatron import safe_pickle
+from mb_train.convert.megatron.core import LAYOUT, common_name, names_within
+from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
+from mb_train.convert.megatron.layout import Saved
 from mb_train.folder.checksums import SUMS_FILE
 from mb_train.folder.run_folder import RUN_FILE
 from mb_train.untrusted import json_of
 
-CONFIG, COMMON, INDEX = "metadata.json", "common.pt", ".metadata"
+FORMAT, COMMON, INDEX = "metadata.json", "common.pt", ".metadata"
 _COMMON_STATE = "common_state/shard_0_1"
 _BACKEND = "torch_dist"
 _TURN = (
@@ -47,8 +48,8 @@ class _Part(NamedTuple):
 
     tensor: SavedTensor
     layer: int | None
-    number: int = 0
-    parts: int = 1
+    number: int
+    parts: int
 
     def read(self) -> Tensor:
         ranges = [] if self.layer is None else [(self.layer, self.layer + 1)]
@@ -60,7 +61,7 @@ class _Part(NamedTuple):
 
 
 class DistributedModel(Mapping[str, Tensor]):
-    """The tensors of a model by the names that `megatron_core` knows, each read when asked for.
+    """The tensors of a model by the names that `core` knows, each read when asked for.
 
     Raises:
         ValueError: tensors that do not fit together; (a tensor) damaged ones.
@@ -91,6 +92,7 @@ class DistributedModel(Mapping[str, Tensor]):
 
 
 def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[str, _Part]]:
+    """What a saved tensor holds, by common names: each layer, of a gate and what it gates each."""
     name = re.sub(r"^(model\.|module\.)*", "", key)
     name = name.replace(".mlp.experts.experts.", ".mlp.experts.")
     name = re.sub(r"linear_fc1\.(weight|bias)_w$", r"linear_gate.\1", name)
@@ -104,39 +106,34 @@ def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[
         numbered = [(f"{match[1]}{n}.{match[2]}", n) for n in range(args.num_layers)]
     for name, layer in numbered:
         name = common_name(name)
-        if ".linear_fc1." not in name or ".mlp.experts.linear_fc1." in name:
-            yield name, _Part(tensor, layer)
-            continue
-        ours = ("gate", "up") if is_gated(args) else ("up",)
-        if tensor.size[layer is not None] % len(ours):
+        # All experts in one tensor are laid out as ours, each gate over what it gates.
+        names = [name] if ".mlp.experts.linear_fc1." in name else names_within(name, args)
+        if len(names) > 1 and tensor.size[layer is not None] % len(names):
             raise ValueError(f"Expected a gate over as much in {key}, got {list(tensor.size)}.")
-        for number, part in enumerate(ours):
-            yield (
-                name.replace("linear_fc1", f"linear_{part}"),
-                _Part(tensor, layer, number, len(ours)),
-            )
+        for number, part in enumerate(names):
+            yield part, _Part(tensor, layer, number, len(names))
 
 
 def is_distributed(folder: Path) -> bool:
     """Whether a folder holds a checkpoint that ranks wrote together, of Megatron or of torch."""
     ours = any((folder / name).is_file() for name in (RUN_FILE, SUMS_FILE))
-    return config_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
+    return format_of(folder) is not None or ((folder / INDEX).is_file() and not ours)
 
 
-def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
-    """What all ranks have in common, arguments among it, and the model.
+def read_distributed(folder: Path) -> Saved:
+    """The checkpoint in a folder, its tensors read when they are asked for.
 
     Raises:
         ValueError: another format, a damaged or missing file, no arguments, or what is not known
             in a model.
     """
-    config = config_of(folder)
-    if config is None:
+    found = format_of(folder)
+    if found is None:
         raise ValueError(
-            f"Expected {CONFIG} of format torch_dist in {folder}, found torch's own {INDEX} alone, "
+            f"Expected {FORMAT} of format torch_dist in {folder}, found torch's own {INDEX} alone, "
             f"as torch_dcp and fsdp_dtensor are. If Megatron can turn it into another: {_TURN}"
         )
-    backend = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
+    backend = found.get("sharded_backend"), found.get("sharded_backend_version", 1)
     if backend != (_BACKEND, 1):
         raise ValueError(
             f"Expected format torch_dist, version 1, in {folder}, got {backend[0]}, {backend[1]}: "
@@ -152,7 +149,8 @@ def read_distributed(folder: Path) -> tuple[dict[str, Any], DistributedModel]:
             f"Expected Megatron-LM's arguments in {folder}, found none. A checkpoint of NeMo or "
             "Megatron Bridge can be exported to Hugging Face's format with their tools."
         )
-    return common, DistributedModel(folder, tensors, args)
+    model = DistributedModel(folder, tensors, args)
+    return Saved(LAYOUT, common, set(model), lambda: [model])
 
 
 def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:
@@ -165,9 +163,9 @@ def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:
     return content[0] if isinstance(content, list) and content else None
 
 
-def config_of(folder: Path) -> dict[str, Any] | None:
+def format_of(folder: Path) -> dict[str, Any] | None:
     """What Megatron Core says of the format of a folder; None if the folder is of another."""
-    file = folder / CONFIG
+    file = folder / FORMAT
     try:
         found = json_of(file.read_bytes()) if file.is_file() else None
     except ValueError:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from mb_kernels.activation import is_glu
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
-from mb_train.convert.weights import both
+from mb_train.convert.hugging_face.weights import both, fused_rule
 from mb_train.models.config import TransformerConfig
 
 
@@ -51,7 +50,7 @@ def bert_rules(config: TrainConfig, model: TransformerConfig, *, names: BertNorm
             rules += both(f"{ours}{our}", f"{theirs}{their}")
         for kind in ("weight", "bias"):
             parts = [f"{theirs}attention.self.{p}.{kind}" for p in ("query", "key", "value")]
-            rules.append(_fused(f"{ours}attention.qkv.{kind}", parts, H))
+            rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, H, (1, 1, 1)))
     rules += both("lm_head.dense", "cls.predictions.transform.dense")
     rules += both("lm_head.norm", "cls.predictions.transform.LayerNorm")
     rules.append(Rule("lm_head.bias", ("cls.predictions.bias",)))
@@ -99,18 +98,8 @@ def _t5_layer(model: TransformerConfig, side: str, layer: int) -> list[Rule]:
         }
     rules = [Rule(f"{ours}{our}.weight", (f"{their}.weight",)) for our, their in names.items()]
     parts = [f"{theirs}0.SelfAttention.{part}.weight" for part in "qkv"]
-    rules.append(_fused(f"{ours}attention.qkv.weight", parts, H))
+    rules.append(fused_rule(f"{ours}attention.qkv.weight", parts, H, (1, 1, 1)))
     if cross:
         parts = [f"{theirs}1.EncDecAttention.{part}.weight" for part in "kv"]
-        rules.append(_fused(f"{ours}cross.kv.weight", parts, H))
+        rules.append(fused_rule(f"{ours}cross.kv.weight", parts, H, (1, 1)))
     return rules
-
-
-def _fused(target: str, sources: list[str], heads: int) -> Rule:
-    """Separate maps, each [H C, D] or [H C], as the rows of one: [H][one row block of each][C]."""
-    return Rule(
-        target,
-        tuple(sources),
-        lambda *parts: torch.stack([p.unflatten(0, (heads, -1)) for p in parts], 1).flatten(0, 2),
-        lambda t: [p.flatten(0, 1) for p in t.unflatten(0, (heads, len(sources), -1)).unbind(1)],
-    )

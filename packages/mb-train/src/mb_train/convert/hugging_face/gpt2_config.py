@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.config_json import Json, refuse
+from mb_train.convert.hugging_face.config_json import Json, refuse
 
 GPT2_DEFAULTS = {
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,

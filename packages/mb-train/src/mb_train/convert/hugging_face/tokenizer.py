@@ -10,9 +10,9 @@ from typing import Any
 import mb_data
 
 from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.config_json import read_object
 from mb_train.data.tokenizers import TOKENIZER_FILES, tokenizer_files
 from mb_train.folder.whole_files import write_text
-from mb_train.untrusted import json_of
 
 _CASED = "BertWordPieceCase"
 # What a tokenizer is made of; the first that is there.
@@ -47,7 +47,8 @@ def _fields(file: Path) -> dict[str, str]:
     A bare list of words does not say whether it is cased, and a vocabulary not whether texts begin
     with a token of their own, as Llama's do.
     """
-    about = _object(file.with_name("tokenizer_config.json"))
+    beside = file.with_name("tokenizer_config.json")
+    about = read_object(beside) if beside.is_file() else {}
     if file.name == "vocab.txt" and not about.get("do_lower_case", True):
         return {"tokenizer_type": _CASED, "vocab_file": str(file)}
     if file.suffix == ".model" and about.get("add_bos_token") is True:
@@ -55,17 +56,6 @@ def _fields(file: Path) -> dict[str, str]:
     if file.suffix == ".json" and mb_data.load_tokenizer(file).begins_with is not None:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)}
     return {"tokenizer": str(file)}
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """A file's JSON object; an empty one if there is no such file."""
-    try:
-        found = json_of(file.read_bytes()) if file.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"expected an object, got {type(found).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}.") from None
-    return found
 
 
 def write_tokenizer(

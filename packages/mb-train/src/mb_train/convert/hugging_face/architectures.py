@@ -17,10 +17,15 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert import llama_configs as llama
-from mb_train.convert.config_json import Json, refuse
-from mb_train.convert.gpt2_config import GPT2_ALIASES, GPT2_DEFAULTS, gpt2_config, gpt2_fields
-from mb_train.convert.sentence_configs import (
+from mb_train.convert.hugging_face import llama_configs as llama
+from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.gpt2_config import (
+    GPT2_ALIASES,
+    GPT2_DEFAULTS,
+    gpt2_config,
+    gpt2_fields,
+)
+from mb_train.convert.hugging_face.sentence_configs import (
     BERT_DEFAULTS,
     T5_ALIASES,
     T5_DEFAULTS,
@@ -29,14 +34,15 @@ from mb_train.convert.sentence_configs import (
     t5_config,
     t5_fields,
 )
-from mb_train.convert.sentence_weights import BERT, MEGATRON_BERT, bert_rules, t5_rules
-from mb_train.convert.weights import (
+from mb_train.convert.hugging_face.sentence_weights import BERT, MEGATRON_BERT, bert_rules, t5_rules
+from mb_train.convert.hugging_face.weights import (
     LLAMA,
     MIXTRAL,
     ExpertNames,
     gpt2_rules,
     llama_like_rules,
 )
+from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
 Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
@@ -118,8 +124,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
     """
     found = ARCHITECTURES[_nearest(config)]
     # A configuration that comes back changed is one that the architecture cannot say.
-    read: dict[str, Any] = {**_TRAINING, **found.read(found.config(config))}
-    back = _settings(TrainConfig(**read))
+    back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
     differing = [
         f"{flag} {value}" for flag, value in _settings(config).items() if back.get(flag) != value
     ]
@@ -151,29 +156,19 @@ def _nearest(config: TrainConfig) -> str:
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
-# What a TrainConfig needs beside its model; an imported model has no run of its own yet.
-_TRAINING = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 1}
-# Settings of a model and its experts that change how it trains, or computes, but not what it is. A
-# capacity is one of them: elsewhere no token is dropped.
-_OF_TRAINING = {
-    "make_vocab_size_divisible_by", "position_rows", "moe_capacity_factor",
-    "moe_eval_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_loss_weight",
-    "moe_balance_over", "moe_z_loss_weight", "moe_router_bias_update_rate", "moe_router_lr_mult",
-    "moe_jitter_eps", "moe_router_fp32", "moe_mlp_impl", "moe_recompute",
-    "moe_saved_activation_bits",
-}  # fmt: skip
+# How many rows tables have: the weights say so themselves.
+_ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Values in force of everything that says what a model computes, by the last flag of each."""
     groups = (ModelFields,) if config.moe_num_experts is None else (ModelFields, MoEFields)
-    flags = {spec(f).in_force or f.name: f.name for group in groups for f in fields(group)}
+    settings = (f for group in groups for f in fields(group) if not spec(f).in_training)
+    flags = {spec(f).in_force or f.name: f.name for f in settings}
     if all(map(config.has_experts, range(whole(config.num_layers)))):
         del flags["ffn_size"]  # of dense layers, of which there are none
     return {
-        flag_name(flag): getattr(config, name)
-        for name, flag in flags.items()
-        if name not in _OF_TRAINING
+        flag_name(flag): getattr(config, name) for name, flag in flags.items() if name not in _ROWS
     }
 
 
@@ -269,17 +264,3 @@ ARCHITECTURES = {
         ),
     )
 }  # fmt: skip
-
-
-def imported_config(fields: Mapping[str, Any], vocab_size: int, **also: Any) -> TrainConfig:
-    """A configuration for an imported model: the model, and a run to be overruled by flags.
-
-    Args:
-        vocab_size: rows of its token embedding.
-        also: further fields.
-    """
-    training: dict[str, Any] = {**_TRAINING, "seq_length": fields["max_position_embeddings"]}
-    exact: dict[str, Any] = {"make_vocab_size_divisible_by": vocab_size}
-    config = TrainConfig(**{**training, **exact, **fields, **also})
-    whole(config.num_layers)
-    return config

@@ -1,0 +1,84 @@
+"""Reading the `.metadata` of torch's distributed checkpoints, a pickle, without trust."""
+
+# Apart from `read`, whose users need not wait for torch's checkpoints to be imported, DTensor with
+# them, before a run's first step.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from mb_train.folder.checksums import CheckpointError
+from mb_train.untrusted import Unpickler
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorProperties",
+        "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader, with a `.metadata` that can name data classes only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path) / ".metadata")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_metadata(path: Path, also: Callable[[str, str], Any] = lambda *_: None) -> Metadata:
+    """The content of a `.metadata`.
+
+    Args:
+        also: what a module's name stands for that is no part of the format; None refuses it.
+
+    Raises:
+        CheckpointError: damaged, or it names what is no part of the format.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file, also).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no checkpoint's metadata.")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {str(error)[:200]}.") from error
+    return metadata
+
+
+class _MetadataUnpickler(Unpickler):
+    def __init__(self, file: Any, also: Callable[[str, str], Any]) -> None:
+        super().__init__(file)
+        self._also = also
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if (found := self._also(module, name)) is not None:
+            return found
+        raise CheckpointError(
+            f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
+            "it may be meant to run code. Refusing to load it."
+        )

@@ -1,0 +1,208 @@
+"""Hugging Face folders to run folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mb_data
+import torch
+from mb_layers.state_dicts import translate
+from torch import Tensor
+
+from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face.architectures import Architecture, Rules, architecture_of
+from mb_train.convert.hugging_face.config_json import Json, read_object
+from mb_train.convert.hugging_face.safetensors_files import TensorFolder
+from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
+from mb_train.convert.new_run import (
+    check_shapes,
+    imported_config,
+    refuse_run,
+    shapes_of,
+    write_run,
+)
+from mb_train.convert.vocabulary import rows_of, with_rows
+from mb_train.data.tokenizers import load_tokenizer
+from mb_train.tasks.architecture import transformer_config
+
+_STACKED = re.compile(r"\.experts\.gate_up_proj$")
+_ADAPTER = "adapter_config.json"
+_HEAD = "lm_head.weight"
+_ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
+_BERT_HEADS = ("lm_head.", "order_head.")  # by our names
+
+
+def read_model(
+    folder: Path,
+    *,
+    say: Callable[[str], None] = print,
+    headless: bool = False,
+    **fields: Any,
+) -> tuple[TrainConfig, dict[str, Tensor]]:
+    """The configuration and the weights of a Hugging Face folder, by our names.
+
+    Args:
+        say: gets a line for each setting that is left out.
+        headless: a BERT may be without its heads, all of them; then they are not among the weights.
+        fields: of the configuration, over what the folder says.
+
+    Raises:
+        ValueError: an architecture or a setting that we have not; tensors that are missing, left
+            over, or of the wrong shape.
+    """
+    path = folder / "config.json"
+    theirs = read_object(path)
+    found = architecture_of(theirs)
+    config, vocab_size = _config(path, theirs, found, fields)
+    for line in _settings_left_out({**found.defaults, **theirs}, config):
+        say(line)
+    if (folder / _ADAPTER).is_file():  # which transformers would add to the weights
+        raise ValueError(
+            f"Expected a model without an adapter, got {_ADAPTER} in {folder}. Merge the adapter "
+            "into the weights and save them, or move it elsewhere to read the model without it."
+        )
+    source = _tensors(folder, found)
+    headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
+    if config.model == "bert":
+        # The first BERTs' files have this head, though their config.json names a class without.
+        order = _POOLER in source if headless else config.bert_binary_head or _ORDER_HEAD in source
+        config = dataclasses.replace(config, bert_binary_head=order)
+    rules_of = _rules_of(found, config, source, folder)
+    rules = rules_of(config, transformer_config(config, vocab_size))
+    embedding = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
+    tied = not config.untie_embeddings_and_output_weights
+    if tied and _HEAD in source and embedding in source:
+        if torch.equal(source[_HEAD], source[embedding]):
+            source.leave_out(re.escape(_HEAD))
+        else:  # a head of its own: T5 1.1 is written like this, as if it were tied
+            config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
+            rules = rules_of(config, transformer_config(config, vocab_size))
+    try:
+        shapes = shapes_of(config, vocab_size)
+    except (RuntimeError, TypeError) as error:  # larger than any tensor may be
+        raise ValueError(f"{path} has a size that it should not have: {error}.") from None
+    if headless:
+        rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
+        shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
+    try:
+        weights = translate(source, rules, shapes)
+    except RuntimeError as error:  # parts that cannot be laid together
+        raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
+    check_shapes(weights, shapes, folder)
+    return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
+
+
+def _config(
+    path: Path, theirs: Json, found: Architecture, fields: Mapping[str, Any]
+) -> tuple[TrainConfig, int]:
+    """Our configuration of a config.json, with `fields` over it, and the vocabulary's rows."""
+    try:
+        vocab_size = theirs["vocab_size"]
+        if vocab_size < 1:
+            raise ValueError(f"Expected {path} to have a vocab_size above 0, got {vocab_size}.")
+        return imported_config(found.read(theirs), vocab_size, **fields), vocab_size
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}.") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} has a value that it should not have: {error}.") from None
+
+
+def _rules_of(
+    found: Architecture, config: TrainConfig, source: TensorFolder, folder: Path
+) -> Rules:
+    """What makes the rules for the way in which the files hold experts.
+
+    Raises:
+        ValueError: less tensors than layers or experts. It is said before there is a rule for each,
+            because config.json may name any number of them.
+    """
+    rules_of, least = found.rules, max(whole(config.num_layers), config.decoder_layers)
+    if found.stacked is not None and any(map(_STACKED.search, source)):
+        rules_of = found.stacked
+    else:
+        least = max(least, config.moe_num_experts or 0)
+    if least > len(source):
+        raise ValueError(
+            f"Expected a tensor for each layer and each expert, got {len(source)} in {folder}, and "
+            f"{least:,} layers or experts in {folder / 'config.json'}."
+        )
+    return rules_of
+
+
+def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
+    """A line on each of their settings that our configuration of the model does not have."""
+    window = theirs.get("sliding_window")
+    if window == config.positions < theirs.get("max_position_embeddings", 0):
+        yield f"its attention has a window: taken for texts of {window:,} tokens, which fit into it"
+    if noise := theirs.get("router_jitter_noise"):
+        yield (
+            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
+            "noise too, that of --moe-jitter-eps is seen by the router alone"
+        )
+    of_embeddings = theirs.get("embd_pdrop", config.hidden_dropout)
+    if of_embeddings != config.hidden_dropout:
+        yield (
+            f"its embd_pdrop of {of_embeddings} is left out: --hidden-dropout is of embeddings "
+            f"too, {config.hidden_dropout}"
+        )
+
+
+def _tensors(folder: Path, found: Architecture) -> TensorFolder:
+    """The tensors of a folder, by today's names and each of them once."""
+    source = TensorFolder(folder, prefix=found.prefix)
+    for pattern, name in found.renamed.items():
+        source.rename(pattern, name)
+    for pattern in found.left_out:
+        source.leave_out(pattern)
+    for copy, name in found.copies.items():
+        if copy in source and name in source:
+            if not torch.equal(source[copy], source[name]):
+                raise ValueError(
+                    f"Expected {copy} of {folder} to be {name} once more, got other numbers: this "
+                    "model has something that ours have not."
+                )
+            source.leave_out(re.escape(copy))
+    return source
+
+
+def import_model(
+    source: Path,
+    target: Path,
+    *,
+    tokenizer: str | None = None,
+    divisible_by: int = 1,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Make a run folder of a Hugging Face folder: to evaluate, generate from, or `--finetune`.
+
+    A vocabulary with less rows than the tokenizer has tokens grows, see `vocabulary.with_rows`.
+
+    Args:
+        tokenizer: by name or file; None takes the one in the folder.
+        divisible_by: rows of the vocabulary come in a multiple of it, as tensor parallelism wants.
+
+    Raises:
+        ValueError: as `read_model`; no tokenizer; a target that holds a run.
+        OSError: files that cannot be read or written.
+    """
+    refuse_run(target)
+    if divisible_by < 1:
+        raise ValueError(
+            f"Expected --make-vocab-size-divisible-by of at least 1, got {divisible_by}."
+        )
+    if tokenizer is None:
+        fields, own = find_tokenizer(source)
+    else:
+        fields, own = named_tokenizer(tokenizer), []
+    config, weights = read_model(source, say=say, **fields)
+    rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
+    wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
+    if wanted > rows:
+        say(f"vocabulary: {rows:,} rows, {tokens:,} tokens; {wanted - rows:,} new rows, their mean")
+        weights = with_rows(weights, wanted)
+        config = dataclasses.replace(config, make_vocab_size_divisible_by=wanted)
+    write_run(target, config, weights, own=own, say=say)

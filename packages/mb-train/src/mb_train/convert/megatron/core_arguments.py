@@ -1,0 +1,133 @@
+"""Megatron Core's arguments, as a checkpoint holds them, to the configuration of a model.
+
+They are what its parser left: the fields that have a flag's name here are taken over, the others
+are translated as on a command line (`flags.megatron_core`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mb_train.config import TrainConfig
+from mb_train.config.field import flag_name, spec
+from mb_train.config.model import ModelFields
+from mb_train.config.moe import MoEFields
+from mb_train.convert.new_run import imported_config
+from mb_train.flags import megatron_core
+from mb_train.flags.refused import refusal
+from mb_train.flags.settled import understood
+
+# Arguments that make another model of the same tensors, or of other ones.
+_REFUSED = (
+    "multi_latent_attention", "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
+    "window_size", "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
+    "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
+    "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
+    "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
+    "hybrid_layer_pattern", "retro_add_retriever",
+)  # fmt: skip
+# Arguments that `flags.megatron_core` translates, of those that say what a model is.
+_TRANSLATED = (
+    "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",
+)  # fmt: skip
+_OTHERS = ("attention_dropout", "hidden_dropout", "fp32_residual_connection", "init_method_std")
+
+
+def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainConfig:
+    """The configuration of a model with these arguments.
+
+    Args:
+        names: of its tensors.
+        tokenizer: by name or file.
+
+    Raises:
+        ValueError: a setting that our models have not.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    experts = bool(given.get("num_experts"))
+    if not experts:  # those of experts have defaults all the same
+        given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    _refuse(given, names)
+    said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
+    for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):
+        flags = (flag_name(f.name), *spec(f).also)
+        known = [given[name] for name in map(_argument, flags) if name in given]
+        said.update([(f.name, value) for value in known[:1]])
+    said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
+    said |= _activation(given) | _experts_every(given)
+    typed = [flag_name(name) for name, value in given.items() if value is not False]
+    wrong = megatron_core.summed_logits(typed, said)
+    beside = megatron_core.defaults_beside(typed, said)
+    for flag in (flag_name(name) for name in _TRANSLATED if flag_name(name) in typed):
+        value = given[_argument(flag)]
+        words = list(map(str, value if isinstance(value, list) else [value]))
+        said[flag] = words if len(words) > 1 else words[0]
+    meant = understood(said)
+    if wrong := [*wrong, *meant.wrong]:
+        raise ValueError(" ".join(wrong))
+    fields = {**beside, **meant.values}
+    del fields["make_vocab_size_divisible_by"]
+    if experts:  # in older versions routers have none, whatever the other maps have
+        fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)
+    config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer)
+    summed = {name: config.moe_layers * getattr(config, name) for name in meant.of_every_layer}
+    return dataclasses.replace(config, **summed)
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
+    for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
+        raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
+    if any(".mixer." in name for name in names):
+        raise ValueError(f"Expected attention in every layer: {refusal('--mamba-')}.")
+    if given.get("apply_residual_connection_post_layernorm"):
+        raise ValueError(
+            "Expected a model without --apply-residual-connection-post-layernorm, which some "
+            "versions of Megatron Core ignore."
+        )
+    if size := given.get("moe_mlp_glu_interleave_size"):
+        raise ValueError(
+            "Expected a gate's rows over those of what it gates, got blocks of each in turn: "
+            f"--moe-mlp-glu-interleave-size {size}."
+        )
+    softmax = given.get("moe_router_score_function", "softmax") == "softmax"
+    alone = given.get("moe_router_topk") == 1 and softmax
+    if alone and not given.get("moe_router_pre_softmax"):
+        raise ValueError(
+            "Expected --moe-router-pre-softmax with --moe-router-topk 1: without it an expert's "
+            "weight is 1 in some versions of Megatron Core, and others refuse it."
+        )
+
+
+def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
+    offset, limit = given.get("glu_linear_offset"), given.get("activation_func_clamp_value")
+    if given.get("quick_geglu"):
+        numbers = {"alpha": 1.702, "offset": offset, "limit": limit}
+        inside = ", ".join(f"{name}={value}" for name, value in numbers.items() if value)
+        return {"activation": f"swiglu({inside})"}
+    if offset or limit:
+        raise ValueError(
+            "Expected --glu-linear-offset and --activation-func-clamp-value with --quick-geglu "
+            "alone: fused activations of Megatron Core ignore them otherwise."
+        )
+    if given.get("swiglu") or given.get("squared_relu"):
+        return {}
+    fused = given.get("bias_gelu_fusion", True) and given.get("add_bias_linear", True)
+    return {"activation": "gelu_tanh" if fused else "gelu"}  # the fused kernel's approximation
+
+
+def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:
+    """--moe-layer-freq where it is a list with a number for each layer."""
+    if not isinstance(given.get("moe_layer_freq"), list):
+        return {}
+    layers, every = str(given["num_layers"]), str(given["moe_layer_freq"])
+    _, _, *words = megatron_core.spelled_out(["--num-layers", layers, "--moe-layer-freq", every])
+    pairs = (word.split("=") for word in words)
+    return {_argument(flag): int(value) for flag, value in pairs}

@@ -1,0 +1,130 @@
+"""A run folder that begins with a model from elsewhere: configuration, checks, checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_train.checkpoint.read import Progress
+from mb_train.checkpoint.saver import Saver
+from mb_train.config import TrainConfig
+from mb_train.convert.vocabulary import rows_of
+from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer
+from mb_train.folder.lock import locked
+from mb_train.folder.run_folder import TOKENIZER, checkpoints
+from mb_train.models.unfilled import unfilled
+from mb_train.tasks.make import whole_model
+
+# What a TrainConfig needs beside its model; an imported model has no run of its own yet.
+_TRAINING = {"micro_batch_size": 1, "lr": 1e-5, "train_iters": 1}
+# fp8 and integers stand for numbers only with scales, which lie elsewhere.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def imported_config(fields: Mapping[str, Any], vocab_size: int, **also: Any) -> TrainConfig:
+    """A configuration for an imported model: the model, and a run to be overruled by flags.
+
+    Args:
+        vocab_size: rows of its token embedding.
+        also: further fields.
+    """
+    beside: dict[str, Any] = {
+        **_TRAINING,
+        "seq_length": fields["max_position_embeddings"],
+        "make_vocab_size_divisible_by": vocab_size,
+    }
+    return TrainConfig(**{**beside, **fields, **also})
+
+
+def shapes_of(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
+    """The shapes of a model's weights, by our names."""
+    with unfilled():
+        model = whole_model(config, vocab_size=vocab_size)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def check_shapes(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], folder: Path
+) -> None:
+    """Raise ValueError for a weight, read from `folder`, of another shape than the model's."""
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
+            )
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise ValueError if a weight, called `what`, is quantized or holds no real numbers."""
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"Expected {what} to be in fp32, bf16, fp16 or fp64, got {dtype}. Quantized weights "
+            "are not read: take the model they were made of."
+        )
+
+
+def refuse_run(target: Path) -> None:
+    """Raise ValueError if a folder holds checkpoints already, or a model of others.
+
+    What is done with a folder of both is done with that model.
+    """
+    for holds, found in (
+        ("a run", checkpoints(target)),
+        ("a model of Hugging Face's", (target / "config.json").exists()),
+    ):
+        if found:
+            raise ValueError(f"Expected a new folder, but {target} holds {holds}. Give another.")
+
+
+def write_run(
+    target: Path,
+    config: TrainConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    run: Path | None = None,
+    own: Sequence[Path] = (),
+    say: Callable[[str], None],
+) -> None:
+    """Write weights by our names as the checkpoint of a run at iteration 0.
+
+    Args:
+        run: folder of the run that they are from, if any, with copies of its tokenizer.
+        own: the tokenizer's files, where the new run is to name its copies and no longer these.
+
+    Raises:
+        ValueError: a tokenizer that the model's vocabulary has no room for; weights that are not
+            numbers; a target that holds a run, or that another process is writing.
+    """
+    vocab_size, tokenizer = rows_of(weights), load_tokenizer(config, run)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"Expected a tokenizer of at most {vocab_size} tokens, the rows of the model's "
+            f"vocabulary, got one of {tokenizer.vocab_size}. Give --tokenizer the model's own."
+        )
+    wrong = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
+    if wrong is not None:
+        raise ValueError(f"Expected numbers in {wrong}, got NaN or infinity: the model is damaged.")
+    with unfilled():
+        model = whole_model(config, vocab_size=vocab_size)
+    model.load_state_dict(dict(weights), strict=True, assign=True)
+    identity = config.model_identity(vocab_size=vocab_size, tokenizer=tokenizer.fingerprint)
+    copies = {path: target / TOKENIZER / path.name for path in own}
+    named = {str(path): str(copy.absolute()) for path, copy in copies.items()}
+    fields = {
+        name: named.get(value, value) if isinstance(value, str) else value
+        for name, value in dataclasses.asdict(config).items()
+    }
+    with locked(target):
+        refuse_run(target)  # of another, while the weights were read
+        saver = Saver(target, say=say)
+        if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
+            raise OSError(f"Cannot write {target}.")
+        keep_tokenizer(config, target, run)
+        for path, copy in copies.items():
+            shutil.copyfile(path, copy)

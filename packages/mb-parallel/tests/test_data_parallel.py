@@ -1,11 +1,13 @@
 """Ranks with a part of the samples each take the same steps as one process with all of them."""
 
+import gc
 from contextlib import ExitStack
 from copy import deepcopy
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_layers import MoEConfig, dMoE
 from mb_layers.experts import Experts
@@ -505,6 +507,90 @@ def test_replicas_have_the_first_ranks_weights_and_summed_gradients():
     (first, sums), (second, _) = run_ranks(replicas, 2)
     assert torch.equal(first, second)
     assert all(torch.equal(grad, torch.full((1, WIDTH), 3.0)) for grad in sums)
+
+
+def changed_replicas(rank, world_size):
+    """Gradients of all ranks' sums, of models that something was done to: what each rank has, and
+    what it should have."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    x = torch.full((2, WIDTH), rank + 1.0)
+    found = {}
+
+    def layers(seed=5):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def compare(name, model, forward=None, dtype=torch.float32):
+        plain = layers().to(dtype)
+        plain.load_state_dict(model.state_dict())
+        (model if forward is None else forward)(x.to(dtype)).sum().backward()
+        plain(x.to(dtype)).sum().backward()
+        for grad in (expected := [p.grad for p in plain.parameters()]):
+            dist.all_reduce(grad)
+        found[name] = ([p.grad for p in model.parameters()], expected)
+
+    model = layers(rank)  # other weights on each rank
+    model[0].requires_grad_(False)
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    model[0].requires_grad_(True)
+    compare("unfrozen, its parts called", model, lambda x: model[2](model[1](model[0](x))))
+    found["weights"] = [p.detach().clone() for p in model.parameters()]
+
+    model.zero_grad()
+    torch.func.functional_call(model, {n: p * 1 for n, p in model.named_parameters()}, x)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, x).sum())(found_in(model))
+    compare("called with others", model)
+
+    parts = list(model)
+    del model
+    gc.collect()
+    model = nn.Sequential(*parts)
+    model.zero_grad()
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    compare("made of a replicated model's parts", model)
+
+    model = layers().bfloat16()
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    compare("in 16 bits", model, dtype=torch.bfloat16)
+    return found
+
+
+def found_in(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_replicas_sum_whatever_was_done_to_the_model():
+    first, second = run_ranks(changed_replicas, 2)
+    weights = [found.pop("weights") for found in (first, second)]
+    assert all(map(torch.equal, *weights))
+    for found in (first, second):
+        assert len(found) == 4
+        for got, expected in found.values():
+            torch.testing.assert_close(got, expected)
+
+
+def copies_of_experts(rank, world_size):
+    """Gradients of two ranks' copies of an expert, cast to other dtypes and back."""
+    mesh = ParallelDims(dp_shard=world_size, ep=2).build("cpu")
+    model = build()
+    parallelize_experts(model, mesh, dispatcher="all_to_all")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    model.double().float()
+    experts = list(model[0].moe.experts.parameters())
+    for parameter in set(model.parameters()) - set(experts):
+        parameter.requires_grad_(False)
+    x = torch.full((2, WIDTH), rank + 1.0)
+    model(x).sum().backward()
+    grads = [full(p.grad) for p in experts]
+    return grads
+
+
+def test_copies_of_an_expert_are_summed_once():
+    whole = build()
+    sum(whole(torch.full((2, WIDTH), rank + 1.0)).sum() for rank in range(4)).backward()
+    expected = [p.grad for p in whole[0].moe.experts.parameters()]
+    for grads in run_ranks(copies_of_experts, 4):
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 def evaluates_before_the_step(rank, world_size, zero_stage):

@@ -87,8 +87,9 @@ def apply_data_parallel(
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
             since rounding would change their choices. Small ones are joined, as blocks are.
-        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, and
-            computing in `compute_dtype` is left to the model, as in one process.
+        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, frozen
+            ones too, but not its buffers, and computing in `compute_dtype` is left to the model, as
+            in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
             however they are nested. False for a model that chooses dtypes by itself: then weights
             of a loss, tables of positions and an fp32 residual stream keep their dtypes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mb_layers import Experts
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 from mb_parallel.gradient_sync import keep_apart, watch
@@ -54,8 +55,9 @@ class Replicas:
         """A hook before forward: watch parameters that are new, as `to` or `assign` put there."""
         watch(model)
         for parameter in model.parameters():
-            if parameter.requires_grad and not _is_followed(parameter):
-                parameter.register_post_accumulate_grad_hook(_Arrival(self, model))
+            # What `functional_call` puts in a parameter's place is none.
+            if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+                _follow(parameter, lambda: _Arrival(self, model))
 
     def arrived(self, model: nn.Module, parameter: Tensor) -> None:
         """Note a gradient; sum all of this backward pass when it ends, if it is the last."""
@@ -107,7 +109,7 @@ class Replicas:
             parts = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
             summed = all_reduce_together(parts, [groups[id(p)] for p in bucket])
             for parameter, grad, total in zip(bucket, grads, summed, strict=True):
-                if grad.dtype == total.dtype:
+                if grad.dtype in (total.dtype, parameter.dtype):
                     grad.copy_(total)
                 else:  # 16 bits, of a working copy
                     parameter.grad = shaped_like(total, parameter)
@@ -121,6 +123,11 @@ class _Arrival:
 
     def __init__(self, replicas: Replicas, model: nn.Module) -> None:
         self._replicas, self._model = replicas, weakref.ref(model)
+
+    @property
+    def matters(self) -> bool:
+        """Whether the model is still there."""
+        return self._model() is not None
 
     def __call__(self, parameter: Tensor) -> None:
         if (model := self._model()) is not None:
@@ -136,16 +143,25 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
     """
     groups = _groups_of(model, mesh)
     with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            weight = local(parameter).detach()
-            first = weight.contiguous()
-            for group in groups[id(parameter)]:
-                dist.broadcast(first, group=group, group_src=0)
-            weight.copy_(first)
+        for parameter in model.parameters():
+            for weight in _plain(local(parameter).detach()):
+                first = weight.contiguous()
+                for group in groups[id(parameter)]:
+                    # As bytes: gloo does not know 8-bit floats.
+                    dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=0)
+                weight.copy_(first)
     replicas = Replicas(mesh)
     replicas.follow(model)
     model.register_forward_pre_hook(replicas.follow)
     return replicas
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """What a tensor is made of: codes and scales, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain(getattr(tensor, name))]
 
 
 def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
@@ -179,6 +195,14 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _is_followed(parameter: Tensor) -> bool:
+def _follow(parameter: Tensor, arrival: Callable[[], _Arrival]) -> None:
+    """Let a hook be called when a gradient comes, one for all models, also if it is frozen yet."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return any(isinstance(hook, _Arrival) for hook in (hooks or {}).values())
+    if hooks is not None:
+        # `to` puts another tensor into a DTensor's object, and autograd calls hooks of the tensor.
+        parameter._post_accumulate_grad_hooks = hooks
+        if any(isinstance(hook, _Arrival) and hook.matters for hook in hooks.values()):
+            return
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrival())
+    parameter.requires_grad_(trains)

@@ -494,7 +494,8 @@ def replicas(rank, world_size):
     model(x).sum().backward()
     sums.append(model.weight.grad.clone())
     with torch.no_grad():
-        model.weight.grad.copy_(x)  # as a CUDA graph leaves it
+        for parameter in model.parameters():
+            parameter.grad.fill_(rank + 1.0)  # as a CUDA graph leaves it
     sum_gradients(model)
     sums.append(model.weight.grad)
     copy = deepcopy(model)
@@ -570,7 +571,7 @@ def test_replicas_sum_whatever_was_done_to_the_model():
 
 
 def copies_of_experts(rank, world_size):
-    """Gradients of two ranks' copies of an expert, cast to other dtypes and back."""
+    """Gradients of two ranks' copies of an expert, cast to other dtypes and back; then refused."""
     mesh = ParallelDims(dp_shard=world_size, ep=2).build("cpu")
     model = build()
     parallelize_experts(model, mesh, dispatcher="all_to_all")
@@ -582,6 +583,13 @@ def copies_of_experts(rank, world_size):
     x = torch.full((2, WIDTH), rank + 1.0)
     model(x).sum().backward()
     grads = [full(p.grad) for p in experts]
+    model.zero_grad()
+    hold_working_copies([model], torch.bfloat16)
+    for enabled in (False, False, True):
+        set_gradient_sync(model, enabled)
+        model(x).sum().backward()
+    with pytest.raises(ValueError, match="summed over the ranks already"):
+        model(x).sum().backward()
     return grads
 
 
@@ -591,6 +599,38 @@ def test_copies_of_an_expert_are_summed_once():
     expected = [p.grad for p in whole[0].moe.experts.parameters()]
     for grads in run_ranks(copies_of_experts, 4):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+def refused_by_replicas(rank, world_size):
+    """Gradients that would be wrong without an error."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    x = torch.full((1, WIDTH), rank + 1.0)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="got sums, which the last backward pass left"):
+        sum_gradients(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for enabled in (True, False):
+        set_gradient_sync(model, enabled)
+        with pytest.raises(ValueError, match="no gradient that is summed over the ranks already"):
+            model(x).sum().backward()
+    # Whatever is zeroed may be added to: by an optimizer of some of the parameters, by a part.
+    torch.optim.SGD(model[1].parameters()).zero_grad(set_to_none=False)
+    model[0].zero_grad(set_to_none=False)
+    for enabled in (False, True):
+        set_gradient_sync(model, enabled)
+        model(x).sum().backward()
+    bias = model[1].bias.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    return bias, model[1].bias.grad
+
+
+def test_replicas_refuse_what_they_would_sum_wrongly():
+    for bias, after in run_ranks(refused_by_replicas, 2):
+        assert bias == 4
+        assert after == 2
 
 
 def evaluates_before_the_step(rank, world_size, zero_stage):

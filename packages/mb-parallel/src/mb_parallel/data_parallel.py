@@ -214,7 +214,8 @@ def sum_gradients(model: nn.Module) -> None:
     `apply_data_parallel` left alone.
 
     Raises:
-        ValueError: a model of another stage, whose passes gather and reduce.
+        ValueError: a model of another stage, whose passes gather and reduce, or gradients that the
+            last backward pass has summed.
     """
     one_module(model)
     if zero_stage_of(model):

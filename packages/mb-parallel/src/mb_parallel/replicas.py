@@ -38,17 +38,15 @@ class Replicas:
         self._mesh = mesh
         self._last = True
         self._came: dict[int, Tensor] = {}  # parameters with gradients of this rank alone, by id
-        # Sums that were made last, by their parameters' ids, and how often they had been written.
-        self._summed: dict[int, tuple[TensorWeakRef, int]] = {}
+        # Shards of gradients that are sums, likewise, and how often they had been written.
+        self._sums: dict[int, tuple[TensorWeakRef, int]] = {}
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
 
     def expect(self, last: bool) -> None:
-        """Say whether the next backward is the last. One that is not begins with no sums."""
+        """Say whether the next backward is the last."""
         self._last = last
-        if not last:
-            self._summed.clear()
 
     @_disable_dynamo
     def follow(self, model: nn.Module, *_: Any) -> None:
@@ -61,7 +59,7 @@ class Replicas:
 
     def arrived(self, model: nn.Module, parameter: Tensor) -> None:
         """Note a gradient; sum all of this backward pass when it ends, if it is the last."""
-        if self._was_added_to_a_sum(parameter):
+        if self._is_a_sum(parameter):
             raise ValueError(
                 "Expected no gradient that is summed over the ranks already, got one, to which "
                 "this rank's was added. Call set_gradient_sync(model, False) before all backward "
@@ -75,13 +73,16 @@ class Replicas:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(self.sum_arrived, model))
 
-    def _was_added_to_a_sum(self, parameter: Tensor) -> bool:
-        if (before := self._summed.get(id(parameter))) is None:
+    def _is_a_sum(self, parameter: Tensor) -> bool:
+        """Whether a gradient is a sum, though written since: scaled, or this rank's added to it."""
+        if (grad := parameter.grad) is None or (sum_ := self._sums.get(id(parameter))) is None:
             return False
-        summed, version = before
-        grad = parameter.grad
-        # `zero_grad(set_to_none=False)` would have written it once more.
-        return grad is not None and summed() is grad and grad._version == version + 1
+        return sum_[0]() is local(grad)
+
+    def _is_as_summed(self, parameter: Tensor) -> bool:
+        if (grad := parameter.grad) is None or not self._is_a_sum(parameter):
+            return False
+        return self._sums[id(parameter)][1] == local(grad)._version
 
     def sum_arrived(self, model: nn.Module) -> None:
         """Sum what came since the last time; nothing if it is summed."""
@@ -92,12 +93,21 @@ class Replicas:
 
     def sum_all(self, model: nn.Module) -> None:
         """Sum all gradients, in place where they are in fp32."""
+        parameters: list[Tensor] = list(model.parameters())
+        if self._last and any(map(self._is_as_summed, parameters)):
+            raise ValueError(
+                "Expected gradients that are to be summed over the ranks, got sums, which the last "
+                "backward pass left. Call set_gradient_sync(model, False) before passes whose "
+                "gradients sum_gradients shall sum."
+            )
         self._came.clear()
-        self._sum(model, list(model.parameters()))
+        self._sum(model, parameters)
 
-    def forget(self, model: nn.Module) -> None:
-        """Gradients that are gone have not to be summed."""
-        self._came = {key: p for key, p in self._came.items() if p.grad is not None}
+    def forget(self, model: nn.Module, zeroed: set[int]) -> None:
+        """Gradients of these parameters, by id, are gone or zero: they have not to be summed."""
+        self._sums = {key: grad for key, grad in self._sums.items() if key not in zeroed}
+        came = self._came.items()
+        self._came = {key: p for key, p in came if key not in zeroed and p.grad is not None}
         keep_apart(model, bool(self._came))
 
     @torch.no_grad()
@@ -113,8 +123,10 @@ class Replicas:
                     grad.copy_(total)
                 else:  # 16 bits, of a working copy
                     parameter.grad = shaped_like(total, parameter)
-        now = ((p, p.grad) for p in parameters)
-        self._summed = {id(p): (TensorWeakRef(g), g._version) for p, g in now if g is not None}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            shard = local(parameter.grad)
+            self._sums[id(parameter)] = (TensorWeakRef(shard), shard._version)
         keep_apart(model, False)
 
 

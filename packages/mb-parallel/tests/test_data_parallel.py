@@ -606,6 +606,14 @@ def refused_by_replicas(rank, world_size):
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    for whole in (model, nn.Sequential(model)):
+        for stage in (0, 1):
+            with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
+                apply_data_parallel(whole, mesh, blocks=[], zero_stage=stage)
+    sharded = nn.Sequential(nn.Linear(WIDTH, 1))
+    fully_shard(sharded[0], mesh=mesh.dp)
+    with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
+        apply_data_parallel(sharded, mesh, blocks=[], zero_stage=0)
     x = torch.full((1, WIDTH), rank + 1.0)
     model(x).sum().backward()
     with pytest.raises(ValueError, match="got sums, which the last backward pass left"):

@@ -97,9 +97,9 @@ def apply_data_parallel(
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
             or one for several, blocks that are not in the model, a mesh of other sizes than in an
-            earlier call for the model, a model that is sharded already, parameters of several
-            dtypes that train in one unit, or experts with working copies or, where ep or tp > 1,
-            without `parallelize_experts`.
+            earlier call for the model, a model that is sharded already or has replicas, parameters
+            of several dtypes that train in one unit, or experts with working copies or, where ep or
+            tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -112,7 +112,7 @@ def apply_data_parallel(
             )
         if mesh.dims.dp * mesh.dims.tp == 1:
             return
-        _refuse_model(model, mesh)
+        _refuse_model(model, mesh, zero_stage)
         if zero_stage > 0:
             from mb_parallel.fsdp_units import shard_units
 
@@ -156,12 +156,17 @@ def _refuse_arguments(
                 )
 
 
-def _refuse_model(model: nn.Module, mesh: ParallelMesh) -> None:
+def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None:
     """Raise ValueError for a model that cannot be sharded, or not any more."""
-    if is_fsdp(_compiled(model)):
+    # FSDP2's units may be made one by one, from the inside out. Replicas' gradients are summed
+    # once, by the whole.
+    replicated = any(hasattr(module, REPLICAS) for module in model.modules())
+    inside = zero_stage == 0 and any(map(is_fsdp, model.modules()))
+    if is_fsdp(_compiled(model)) or replicated or inside:
         raise ValueError(
-            f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
-            "apply_data_parallel once, and not after fully_shard."
+            "Expected a model of which no part is replicated or sharded yet, got "
+            f"{type(model).__name__}. Call apply_data_parallel once, for the whole model, and not "
+            "after fully_shard."
         )
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     trained = [p for module in experts for p in module.parameters() if p.requires_grad]

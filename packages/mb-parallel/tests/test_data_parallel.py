@@ -631,6 +631,11 @@ def refused_by_replicas(rank, world_size):
         model(x).sum().backward()
     bias = model[1].bias.grad.clone()
     model.zero_grad()
+    with pytest.raises(ValueError, match="Expected all ranks to use the same parameters"):
+        (model[rank].bias.sum()).backward()
+    with pytest.raises(ValueError, match="summed over the ranks, got some of micro-batches"):
+        torch.optim.SGD(model.parameters()).step()
+    model.zero_grad()
     model(x).sum().backward()
     return bias, model[1].bias.grad
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -40,6 +41,8 @@ class Replicas:
         self._came: dict[int, Tensor] = {}  # parameters with gradients of this rank alone, by id
         # Shards of gradients that are sums, likewise, and how often they had been written.
         self._sums: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._used: tuple[int, ...] | None = None  # numbers of the parameters that came last,
+        self._name = torch.empty(0)  # and their name
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
@@ -89,7 +92,31 @@ class Replicas:
         if not self._came:
             return
         came, self._came = self._came, {}
+        self._check_same(tuple(i for i, p in enumerate(model.parameters()) if id(p) in came))
         self._sum(model, [p for p in model.parameters() if id(p) in came])
+
+    def _check_same(self, used: tuple[int, ...]) -> None:
+        """Refuse parameters, by number, that are not those of the other ranks: sums would mix."""
+        axis = self._mesh.axis("dp")
+        if axis is None:
+            return
+        if axis.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be read
+        changed = used != self._used
+        if changed:
+            name = zlib.crc32(repr(used).encode())
+            self._used, self._name = used, torch.tensor([name, -name], device=axis.device_type)
+        names = self._name.clone()
+        dist.all_reduce(names, op=dist.ReduceOp.MAX, group=axis.get_group())
+        # Of ranks that agreed some have to change before they differ. So no other host has to wait
+        # for its GPU's backward pass.
+        if (changed or not names.is_cuda) and bool(names.sum()):  # the largest less the smallest
+            self._used = None
+            raise ValueError(
+                "Expected all ranks to use the same parameters in a step, got gradients of others "
+                "on some rank. Let each rank use them all (a loss may add 0 * weight.sum()), or "
+                "take zero_stage 1, 2 or 3 and set_reduce_scatter_unused_params."
+            )
 
     def sum_all(self, model: nn.Module) -> None:
         """Sum all gradients, in place where they are in fp32."""

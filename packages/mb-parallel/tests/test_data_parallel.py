@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 2, 4, 6, 7  # odd width: shards are uneven
 
@@ -614,6 +614,20 @@ def refused_by_replicas(rank, world_size):
     fully_shard(sharded[0], mesh=mesh.dp)
     with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
         apply_data_parallel(sharded, mesh, blocks=[], zero_stage=0)
+    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
+    spread = nn.Linear(WIDTH, 2, bias=False)
+    spread.weight = nn.Parameter(distribute_tensor(spread.weight.detach(), mesh.dp, [Shard(0)]))
+    for whole, stage, says in (
+        (
+            spread,
+            0,
+            r"weight to be the same on each of the ranks \[0, 1\], got a DTensor over \[0, 1\]",
+        ),
+        (wrapped, 0, "got DistributedDataParallel, which averages"),
+        (wrapped, 1, "got DistributedDataParallel, which averages"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            apply_data_parallel(whole, mesh, blocks=[], zero_stage=stage)
     x = torch.full((1, WIDTH), rank + 1.0)
     model(x).sum().backward()
     with pytest.raises(ValueError, match="got sums, which the last backward pass left"):

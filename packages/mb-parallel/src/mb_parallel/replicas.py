@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.gradient_sync import keep_apart, watch
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like
@@ -193,6 +194,26 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
     replicas.follow(model)
     model.register_forward_pre_hook(replicas.follow)
     return replicas
+
+
+def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Check that ranks that are to sum gradients of a parameter each have all of it, or one part.
+
+    Raises:
+        ValueError: a DTensor over these ranks.
+    """
+    groups = _groups_of(model, mesh)
+    for name, parameter in model.named_parameters():
+        summing = {rank for g in groups[id(parameter)] for rank in dist.get_process_group_ranks(g)}
+        if not is_dtensor(parameter) or not summing:
+            continue
+        spread = set(parameter.device_mesh.mesh.flatten().tolist())
+        if spread & summing != {dist.get_rank()}:
+            raise ValueError(
+                f"Expected {name} to be the same on each of the ranks {sorted(summing)}, got a "
+                f"DTensor over {sorted(spread)}. Spread parameters by parallelize_tensors and "
+                "parallelize_experts alone."
+            )
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:

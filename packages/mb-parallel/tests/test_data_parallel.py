@@ -556,6 +556,25 @@ def changed_replicas(rank, world_size):
     return found
 
 
+def unequal_micro_batches(rank, world_size):
+    """Gradients of ranks with one micro-batch and with two, whose experts have working copies."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    hold_working_copies([model], torch.bfloat16)
+    for m in range(rank + 1):
+        set_gradient_sync(model, m == rank)
+        model(torch.full((2, WIDTH), 0.5)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_replicas_may_run_different_numbers_of_micro_batches():
+    whole = build()
+    (3 * whole(torch.full((2, WIDTH), 0.5)).sum()).backward()
+    expected = [p.grad for p in whole.parameters()]
+    for grads in run_ranks(unequal_micro_batches, 2):
+        torch.testing.assert_close(grads, expected, rtol=0.05, atol=0.2)
+
+
 def found_in(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 

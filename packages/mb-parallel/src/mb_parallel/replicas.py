@@ -144,7 +144,7 @@ class Replicas:
         groups = _groups_of(model, self._mesh)
         for bucket in _buckets(p for p in parameters if groups[id(p)]):
             grads = [local_grad(p) for p in bucket]
-            parts = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+            parts = [grad.to(_summed_in(grad)) for grad in grads]
             summed = all_reduce_together(parts, [groups[id(p)] for p in bucket])
             for parameter, grad, total in zip(bucket, grads, summed, strict=True):
                 if grad.dtype in (total.dtype, parameter.dtype):
@@ -238,11 +238,15 @@ def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters with gradients of one dtype, as many as go into a collective."""
+    """Parameters whose gradients are summed in one dtype, as many as go into a collective.
+
+    The same on all ranks, although a working copy's gradient is in 16 bits after one micro-batch
+    and in 32 after several, of which ranks may have different numbers.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         assert parameter.grad is not None
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+        by_dtype.setdefault(_summed_in(parameter.grad), []).append(parameter)
     for alike in by_dtype.values():
         bucket: list[Tensor] = []
         room = _BUCKET
@@ -253,6 +257,10 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(parameter)
             room -= local(parameter).numel()
         yield bucket
+
+
+def _summed_in(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _follow(parameter: Tensor, arrival: Callable[[], _Arrival]) -> None:

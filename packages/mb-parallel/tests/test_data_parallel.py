@@ -534,7 +534,14 @@ def changed_replicas(rank, world_size):
     model[0].requires_grad_(False)
     apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
     model[0].requires_grad_(True)
-    compare("unfrozen, its parts called", model, lambda x: model[2](model[1](model[0](x))))
+    by_parts = lambda x: model[2](model[1](model[0](x)))  # noqa: E731
+    compare("unfrozen, its parts called", model, by_parts)
+    model.load_state_dict(found_in(model), assign=True)
+    compare("loaded, its parts called", model, by_parts)
+    model[0].weight = nn.Parameter(model[0].weight.detach())
+    model.zero_grad()
+    gather_rest(model)
+    compare("of a new parameter, its parts called", model, by_parts)
     found["weights"] = [p.detach().clone() for p in model.parameters()]
 
     model.zero_grad()
@@ -584,7 +591,7 @@ def test_replicas_sum_whatever_was_done_to_the_model():
     weights = [found.pop("weights") for found in (first, second)]
     assert all(map(torch.equal, *weights))
     for found in (first, second):
-        assert len(found) == 4
+        assert len(found) == 6
         for got, expected in found.values():
             torch.testing.assert_close(got, expected)
 

@@ -242,10 +242,13 @@ def gather_rest(model: nn.Module) -> None:
     """Gather what no block owns (embeddings, final norm, head), to call methods of the model.
 
     `forward` does so by itself, and blocks gather their own weights in any case. All ranks of a
-    group have to call this, and then the same blocks. Nothing happens to a model that
+    group have to call this, and then the same blocks. In stage 0 there is nothing to gather, but
+    parameters that are new since the last pass are noticed. Nothing happens to a model that
     `apply_data_parallel` left alone.
     """
     one_module(model)
+    if (replicas := getattr(model, REPLICAS, None)) is not None:
+        replicas.follow(getattr(model, "_orig_mod", model))
     model = _compiled(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.

@@ -54,7 +54,7 @@ class Replicas:
 
     @_disable_dynamo
     def follow(self, model: nn.Module, *_: Any) -> None:
-        """A hook before forward: watch parameters that are new, as `to` or `assign` put there."""
+        """A hook before forward, for one: watch parameters that `to` or `assign` put there."""
         watch(model)
         for parameter in model.parameters():
             # What `functional_call` puts in a parameter's place is none.
@@ -193,6 +193,7 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
     replicas = Replicas(mesh)
     replicas.follow(model)
     model.register_forward_pre_hook(replicas.follow)
+    model.register_load_state_dict_post_hook(replicas.follow)
     return replicas
 
 

@@ -1,6 +1,7 @@
 """Ranks with a part of the samples each take the same steps as one process with all of them."""
 
 import gc
+import pickle
 from contextlib import ExitStack
 from copy import deepcopy
 from unittest import mock
@@ -498,10 +499,11 @@ def replicas(rank, world_size):
             parameter.grad.fill_(rank + 1.0)  # as a CUDA graph leaves it
     sum_gradients(model)
     sums.append(model.weight.grad)
-    copy = deepcopy(model)
-    copy.zero_grad()
-    copy(x).sum().backward()
-    return weight, [*sums, copy.weight.grad]
+    for copy in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copy.zero_grad()
+        copy(x).sum().backward()
+        sums.append(copy.weight.grad)
+    return weight, sums
 
 
 def test_replicas_have_the_first_ranks_weights_and_summed_gradients():

@@ -48,6 +48,9 @@ class Replicas:
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicas, (self._mesh,)  # likewise for one that was saved
+
     def expect(self, last: bool) -> None:
         """Say whether the next backward is the last."""
         self._last = last

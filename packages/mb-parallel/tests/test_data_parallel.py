@@ -1,11 +1,14 @@
 """Ranks with a part of the samples each take the same steps as one process with all of them."""
 
+import gc
+import pickle
 from contextlib import ExitStack
 from copy import deepcopy
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_layers import MoEConfig, dMoE
 from mb_layers.experts import Experts
@@ -42,7 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 2, 4, 6, 7  # odd width: shards are uneven
 
@@ -492,19 +495,197 @@ def replicas(rank, world_size):
     model(x).sum().backward()
     sums.append(model.weight.grad.clone())
     with torch.no_grad():
-        model.weight.grad.copy_(x)  # as a CUDA graph leaves it
+        for parameter in model.parameters():
+            parameter.grad.fill_(rank + 1.0)  # as a CUDA graph leaves it
     sum_gradients(model)
     sums.append(model.weight.grad)
-    copy = deepcopy(model)
-    copy.zero_grad()
-    copy(x).sum().backward()
-    return weight, [*sums, copy.weight.grad]
+    for copy in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copy.zero_grad()
+        copy(x).sum().backward()
+        sums.append(copy.weight.grad)
+    return weight, sums
 
 
 def test_replicas_have_the_first_ranks_weights_and_summed_gradients():
     (first, sums), (second, _) = run_ranks(replicas, 2)
     assert torch.equal(first, second)
     assert all(torch.equal(grad, torch.full((1, WIDTH), 3.0)) for grad in sums)
+
+
+def changed_replicas(rank, world_size):
+    """Gradients of all ranks' sums, of models that something was done to: what each rank has, and
+    what it should have."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    x = torch.full((2, WIDTH), rank + 1.0)
+    found = {}
+
+    def layers(seed=5):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def compare(name, model, forward=None, dtype=torch.float32):
+        plain = layers().to(dtype)
+        plain.load_state_dict(model.state_dict())
+        (model if forward is None else forward)(x.to(dtype)).sum().backward()
+        plain(x.to(dtype)).sum().backward()
+        for grad in (expected := [p.grad for p in plain.parameters()]):
+            dist.all_reduce(grad)
+        found[name] = ([p.grad for p in model.parameters()], expected)
+
+    model = layers(rank)  # other weights on each rank
+    model[0].requires_grad_(False)
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    model[0].requires_grad_(True)
+    by_parts = lambda x: model[2](model[1](model[0](x)))  # noqa: E731
+    compare("unfrozen, its parts called", model, by_parts)
+    model.load_state_dict(found_in(model), assign=True)
+    compare("loaded, its parts called", model, by_parts)
+    model[0].weight = nn.Parameter(model[0].weight.detach())
+    model.zero_grad()
+    gather_rest(model)
+    compare("of a new parameter, its parts called", model, by_parts)
+    found["weights"] = [p.detach().clone() for p in model.parameters()]
+
+    model.zero_grad()
+    torch.func.functional_call(model, {n: p * 1 for n, p in model.named_parameters()}, x)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, x).sum())(found_in(model))
+    compare("called with others", model)
+
+    parts = list(model)
+    del model
+    gc.collect()
+    model = nn.Sequential(*parts)
+    model.zero_grad()
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    compare("made of a replicated model's parts", model)
+
+    model = layers().bfloat16()
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    compare("in 16 bits", model, dtype=torch.bfloat16)
+    return found
+
+
+def unequal_micro_batches(rank, world_size):
+    """Gradients of ranks with one micro-batch and with two, whose experts have working copies."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    hold_working_copies([model], torch.bfloat16)
+    for m in range(rank + 1):
+        set_gradient_sync(model, m == rank)
+        model(torch.full((2, WIDTH), 0.5)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_replicas_may_run_different_numbers_of_micro_batches():
+    whole = build()
+    (3 * whole(torch.full((2, WIDTH), 0.5)).sum()).backward()
+    expected = [p.grad for p in whole.parameters()]
+    for grads in run_ranks(unequal_micro_batches, 2):
+        torch.testing.assert_close(grads, expected, rtol=0.05, atol=0.2)
+
+
+def found_in(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_replicas_sum_whatever_was_done_to_the_model():
+    first, second = run_ranks(changed_replicas, 2)
+    weights = [found.pop("weights") for found in (first, second)]
+    assert all(map(torch.equal, *weights))
+    for found in (first, second):
+        assert len(found) == 6
+        for got, expected in found.values():
+            torch.testing.assert_close(got, expected)
+
+
+def copies_of_experts(rank, world_size):
+    """Gradients of two ranks' copies of an expert, cast to other dtypes and back; then refused."""
+    mesh = ParallelDims(dp_shard=world_size, ep=2).build("cpu")
+    model = build()
+    parallelize_experts(model, mesh, dispatcher="all_to_all")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    model.double().float()
+    experts = list(model[0].moe.experts.parameters())
+    for parameter in set(model.parameters()) - set(experts):
+        parameter.requires_grad_(False)
+    x = torch.full((2, WIDTH), rank + 1.0)
+    model(x).sum().backward()
+    grads = [full(p.grad) for p in experts]
+    model.zero_grad()
+    hold_working_copies([model], torch.bfloat16)
+    for enabled in (False, False, True):
+        set_gradient_sync(model, enabled)
+        model(x).sum().backward()
+    with pytest.raises(ValueError, match="summed over the ranks already"):
+        model(x).sum().backward()
+    return grads
+
+
+def test_copies_of_an_expert_are_summed_once():
+    whole = build()
+    sum(whole(torch.full((2, WIDTH), rank + 1.0)).sum() for rank in range(4)).backward()
+    expected = [p.grad for p in whole[0].moe.experts.parameters()]
+    for grads in run_ranks(copies_of_experts, 4):
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+def refused_by_replicas(rank, world_size):
+    """Gradients that would be wrong without an error."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=0)
+    for whole in (model, nn.Sequential(model)):
+        for stage in (0, 1):
+            with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
+                apply_data_parallel(whole, mesh, blocks=[], zero_stage=stage)
+    sharded = nn.Sequential(nn.Linear(WIDTH, 1))
+    fully_shard(sharded[0], mesh=mesh.dp)
+    with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
+        apply_data_parallel(sharded, mesh, blocks=[], zero_stage=0)
+    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
+    spread = nn.Linear(WIDTH, 2, bias=False)
+    spread.weight = nn.Parameter(distribute_tensor(spread.weight.detach(), mesh.dp, [Shard(0)]))
+    for whole, stage, says in (
+        (
+            spread,
+            0,
+            r"weight to be the same on each of the ranks \[0, 1\], got a DTensor over \[0, 1\]",
+        ),
+        (wrapped, 0, "got DistributedDataParallel, which averages"),
+        (wrapped, 1, "got DistributedDataParallel, which averages"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            apply_data_parallel(whole, mesh, blocks=[], zero_stage=stage)
+    x = torch.full((1, WIDTH), rank + 1.0)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="got sums, which the last backward pass left"):
+        sum_gradients(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for enabled in (True, False):
+        set_gradient_sync(model, enabled)
+        with pytest.raises(ValueError, match="no gradient that is summed over the ranks already"):
+            model(x).sum().backward()
+    # Whatever is zeroed may be added to: by an optimizer of some of the parameters, by a part.
+    torch.optim.SGD(model[1].parameters()).zero_grad(set_to_none=False)
+    model[0].zero_grad(set_to_none=False)
+    for enabled in (False, True):
+        set_gradient_sync(model, enabled)
+        model(x).sum().backward()
+    bias = model[1].bias.grad.clone()
+    model.zero_grad()
+    with pytest.raises(ValueError, match="Expected all ranks to use the same parameters"):
+        (model[rank].bias.sum()).backward()
+    with pytest.raises(ValueError, match="summed over the ranks, got some of micro-batches"):
+        torch.optim.SGD(model.parameters()).step()
+    model.zero_grad()
+    model(x).sum().backward()
+    return bias, model[1].bias.grad
+
+
+def test_replicas_refuse_what_they_would_sum_wrongly():
+    for bias, after in run_ranks(refused_by_replicas, 2):
+        assert bias == 4
+        assert after == 2
 
 
 def evaluates_before_the_step(rank, world_size, zero_stage):

@@ -42,13 +42,14 @@ from typing import Any
 import torch
 from mb_layers import Experts, MoE, dMoE
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
-from mb_parallel.replicas import replicate
+from mb_parallel.replicas import refuse_spread, replicate
 
 _STAGE = "_mb_zero_stage"
 
@@ -72,7 +73,7 @@ def apply_data_parallel(
     All ranks have to use the same parameters between two reductions of gradients, because FSDP2
     sends those that there are, in order. For a model whose branches depend on the data call
     `model.set_reduce_scatter_unused_params(True)` afterwards (from torch 2.13 on): a gradient that
-    a rank lacks then counts as zero.
+    a rank lacks then counts as zero. In stage 0 a backward pass says so (ValueError).
 
     All ranks of the mesh call this together, and what one refuses all refuse.
 
@@ -87,8 +88,9 @@ def apply_data_parallel(
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
             since rounding would change their choices. Small ones are joined, as blocks are.
-        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, and
-            computing in `compute_dtype` is left to the model, as in one process.
+        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, frozen
+            ones too, but not its buffers, and computing in `compute_dtype` is left to the model, as
+            in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
             however they are nested. False for a model that chooses dtypes by itself: then weights
             of a loss, tables of positions and an fp32 residual stream keep their dtypes.
@@ -96,9 +98,10 @@ def apply_data_parallel(
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
             or one for several, blocks that are not in the model, a mesh of other sizes than in an
-            earlier call for the model, a model that is sharded already, parameters of several
-            dtypes that train in one unit, or experts with working copies or, where ep or tp > 1,
-            without `parallelize_experts`.
+            earlier call for the model, a model that is sharded already or has replicas, one in
+            DistributedDataParallel, parameters of several dtypes that train in one unit, in stage 0
+            DTensors over data-parallel ranks, or experts with working copies or, where ep or tp >
+            1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -111,7 +114,7 @@ def apply_data_parallel(
             )
         if mesh.dims.dp * mesh.dims.tp == 1:
             return
-        _refuse_model(model, mesh)
+        _refuse_model(model, mesh, zero_stage)
         if zero_stage > 0:
             from mb_parallel.fsdp_units import shard_units
 
@@ -155,13 +158,25 @@ def _refuse_arguments(
                 )
 
 
-def _refuse_model(model: nn.Module, mesh: ParallelMesh) -> None:
+def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None:
     """Raise ValueError for a model that cannot be sharded, or not any more."""
-    if is_fsdp(_compiled(model)):
+    # FSDP2's units may be made one by one, from the inside out. Replicas' gradients are summed
+    # once, by the whole.
+    replicated = any(hasattr(module, REPLICAS) for module in model.modules())
+    inside = zero_stage == 0 and any(map(is_fsdp, model.modules()))
+    if is_fsdp(_compiled(model)) or replicated or inside:
         raise ValueError(
-            f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
-            "apply_data_parallel once, and not after fully_shard."
+            "Expected a model of which no part is replicated or sharded yet, got "
+            f"{type(model).__name__}. Call apply_data_parallel once, for the whole model, and not "
+            "after fully_shard."
         )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "Expected a model that nothing is wrapped around, got DistributedDataParallel, which "
+            "averages gradients. Call apply_data_parallel on the model itself, in place of it."
+        )
+    if zero_stage == 0:
+        refuse_spread(model, mesh)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     trained = [p for module in experts for p in module.parameters() if p.requires_grad]
     if mesh.ep_size > 1 and not all(map(is_dtensor, trained)):
@@ -213,7 +228,8 @@ def sum_gradients(model: nn.Module) -> None:
     `apply_data_parallel` left alone.
 
     Raises:
-        ValueError: a model of another stage, whose passes gather and reduce.
+        ValueError: a model of another stage, whose passes gather and reduce, or gradients that the
+            last backward pass has summed.
     """
     one_module(model)
     if zero_stage_of(model):
@@ -226,10 +242,13 @@ def gather_rest(model: nn.Module) -> None:
     """Gather what no block owns (embeddings, final norm, head), to call methods of the model.
 
     `forward` does so by itself, and blocks gather their own weights in any case. All ranks of a
-    group have to call this, and then the same blocks. Nothing happens to a model that
+    group have to call this, and then the same blocks. In stage 0 there is nothing to gather, but
+    parameters that are new since the last pass are noticed. Nothing happens to a model that
     `apply_data_parallel` left alone.
     """
     one_module(model)
+    if (replicas := getattr(model, REPLICAS, None)) is not None:
+        replicas.follow(getattr(model, "_orig_mod", model))
     model = _compiled(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.

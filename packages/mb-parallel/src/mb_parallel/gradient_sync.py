@@ -56,7 +56,7 @@ def _watch_torch() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     _let_zero_grad(torch.optim.Optimizer, drop_apart)
-    _let_zero_grad(nn.Module, _drop_units)
+    _let_zero_grad(nn.Module, _drop_all)
 
 
 def _let_zero_grad(kind: Any, drop: Callable[[Any], None]) -> None:
@@ -103,8 +103,10 @@ def refuse_apart(parameters: Iterable[Tensor]) -> None:
 
 def drop_apart(optimizer: torch.optim.Optimizer) -> None:
     """Forget the gradients of the optimizer's models that ranks have not added up."""
-    for model in _models(_parameters(optimizer)):
+    parameters = list(_parameters(optimizer))
+    for model in _models(parameters):
         _drop_units(model)
+        _drop_replicas(model, parameters)
 
 
 def _models(parameters: Iterable[Tensor]) -> list[nn.Module]:
@@ -151,6 +153,16 @@ def _drop_units(module: nn.Module) -> None:
             held.unsharded_accumulated_grad = None
             if hasattr(held, "_unsharded_param"):
                 held._unsharded_param.grad = None
-    for model in module.modules():
-        if (replicas := getattr(model, REPLICAS, None)) is not None:
-            replicas.forget(model)
+
+
+def _drop_all(module: nn.Module) -> None:
+    _drop_units(module)
+    parameters = list(module.parameters())
+    for model in _models(parameters):
+        _drop_replicas(model, parameters)
+
+
+def _drop_replicas(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Forget what a model's replicas have not added up of these parameters' gradients."""
+    if (replicas := getattr(model, REPLICAS, None)) is not None:
+        replicas.forget(model, set(map(id, parameters)))

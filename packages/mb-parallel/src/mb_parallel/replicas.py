@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from mb_layers import Experts
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.gradient_sync import keep_apart, watch
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like
@@ -37,29 +40,33 @@ class Replicas:
         self._mesh = mesh
         self._last = True
         self._came: dict[int, Tensor] = {}  # parameters with gradients of this rank alone, by id
-        # Sums that were made last, by their parameters' ids, and how often they had been written.
-        self._summed: dict[int, tuple[TensorWeakRef, int]] = {}
+        # Shards of gradients that are sums, likewise, and how often they had been written.
+        self._sums: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._used: tuple[int, ...] | None = None  # numbers of the parameters that came last,
+        self._name = torch.empty(0)  # and their name
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicas, (self._mesh,)  # likewise for one that was saved
+
     def expect(self, last: bool) -> None:
-        """Say whether the next backward is the last. One that is not begins with no sums."""
+        """Say whether the next backward is the last."""
         self._last = last
-        if not last:
-            self._summed.clear()
 
     @_disable_dynamo
     def follow(self, model: nn.Module, *_: Any) -> None:
-        """A hook before forward: watch parameters that are new, as `to` or `assign` put there."""
+        """A hook before forward, for one: watch parameters that `to` or `assign` put there."""
         watch(model)
         for parameter in model.parameters():
-            if parameter.requires_grad and not _is_followed(parameter):
-                parameter.register_post_accumulate_grad_hook(_Arrival(self, model))
+            # What `functional_call` puts in a parameter's place is none.
+            if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+                _follow(parameter, lambda: _Arrival(self, model))
 
     def arrived(self, model: nn.Module, parameter: Tensor) -> None:
         """Note a gradient; sum all of this backward pass when it ends, if it is the last."""
-        if self._was_added_to_a_sum(parameter):
+        if self._is_a_sum(parameter):
             raise ValueError(
                 "Expected no gradient that is summed over the ranks already, got one, to which "
                 "this rank's was added. Call set_gradient_sync(model, False) before all backward "
@@ -73,29 +80,65 @@ class Replicas:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(self.sum_arrived, model))
 
-    def _was_added_to_a_sum(self, parameter: Tensor) -> bool:
-        if (before := self._summed.get(id(parameter))) is None:
+    def _is_a_sum(self, parameter: Tensor) -> bool:
+        """Whether a gradient is a sum, though written since: scaled, or this rank's added to it."""
+        if (grad := parameter.grad) is None or (sum_ := self._sums.get(id(parameter))) is None:
             return False
-        summed, version = before
-        grad = parameter.grad
-        # `zero_grad(set_to_none=False)` would have written it once more.
-        return grad is not None and summed() is grad and grad._version == version + 1
+        return sum_[0]() is local(grad)
+
+    def _is_as_summed(self, parameter: Tensor) -> bool:
+        if (grad := parameter.grad) is None or not self._is_a_sum(parameter):
+            return False
+        return self._sums[id(parameter)][1] == local(grad)._version
 
     def sum_arrived(self, model: nn.Module) -> None:
         """Sum what came since the last time; nothing if it is summed."""
         if not self._came:
             return
         came, self._came = self._came, {}
+        self._check_same(tuple(i for i, p in enumerate(model.parameters()) if id(p) in came))
         self._sum(model, [p for p in model.parameters() if id(p) in came])
+
+    def _check_same(self, used: tuple[int, ...]) -> None:
+        """Refuse parameters, by number, that are not those of the other ranks: sums would mix."""
+        axis = self._mesh.axis("dp")
+        if axis is None:
+            return
+        if axis.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be read
+        changed = used != self._used
+        if changed:
+            name = zlib.crc32(repr(used).encode())
+            self._used, self._name = used, torch.tensor([name, -name], device=axis.device_type)
+        names = self._name.clone()
+        dist.all_reduce(names, op=dist.ReduceOp.MAX, group=axis.get_group())
+        # Of ranks that agreed some have to change before they differ. So no other host has to wait
+        # for its GPU's backward pass.
+        if (changed or not names.is_cuda) and bool(names.sum()):  # the largest less the smallest
+            self._used = None
+            raise ValueError(
+                "Expected all ranks to use the same parameters in a step, got gradients of others "
+                "on some rank. Let each rank use them all (a loss may add 0 * weight.sum()), or "
+                "take zero_stage 1, 2 or 3 and set_reduce_scatter_unused_params."
+            )
 
     def sum_all(self, model: nn.Module) -> None:
         """Sum all gradients, in place where they are in fp32."""
+        parameters: list[Tensor] = list(model.parameters())
+        if self._last and any(map(self._is_as_summed, parameters)):
+            raise ValueError(
+                "Expected gradients that are to be summed over the ranks, got sums, which the last "
+                "backward pass left. Call set_gradient_sync(model, False) before passes whose "
+                "gradients sum_gradients shall sum."
+            )
         self._came.clear()
-        self._sum(model, list(model.parameters()))
+        self._sum(model, parameters)
 
-    def forget(self, model: nn.Module) -> None:
-        """Gradients that are gone have not to be summed."""
-        self._came = {key: p for key, p in self._came.items() if p.grad is not None}
+    def forget(self, model: nn.Module, zeroed: set[int]) -> None:
+        """Gradients of these parameters, by id, are gone or zero: they have not to be summed."""
+        self._sums = {key: grad for key, grad in self._sums.items() if key not in zeroed}
+        came = self._came.items()
+        self._came = {key: p for key, p in came if key not in zeroed and p.grad is not None}
         keep_apart(model, bool(self._came))
 
     @torch.no_grad()
@@ -104,15 +147,17 @@ class Replicas:
         groups = _groups_of(model, self._mesh)
         for bucket in _buckets(p for p in parameters if groups[id(p)]):
             grads = [local_grad(p) for p in bucket]
-            parts = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+            parts = [grad.to(_summed_in(grad)) for grad in grads]
             summed = all_reduce_together(parts, [groups[id(p)] for p in bucket])
             for parameter, grad, total in zip(bucket, grads, summed, strict=True):
-                if grad.dtype == total.dtype:
+                if grad.dtype in (total.dtype, parameter.dtype):
                     grad.copy_(total)
                 else:  # 16 bits, of a working copy
                     parameter.grad = shaped_like(total, parameter)
-        now = ((p, p.grad) for p in parameters)
-        self._summed = {id(p): (TensorWeakRef(g), g._version) for p, g in now if g is not None}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            shard = local(parameter.grad)
+            self._sums[id(parameter)] = (TensorWeakRef(shard), shard._version)
         keep_apart(model, False)
 
 
@@ -121,6 +166,11 @@ class _Arrival:
 
     def __init__(self, replicas: Replicas, model: nn.Module) -> None:
         self._replicas, self._model = replicas, weakref.ref(model)
+
+    @property
+    def matters(self) -> bool:
+        """Whether the model is still there."""
+        return self._model() is not None
 
     def __call__(self, parameter: Tensor) -> None:
         if (model := self._model()) is not None:
@@ -136,16 +186,46 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
     """
     groups = _groups_of(model, mesh)
     with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            weight = local(parameter).detach()
-            first = weight.contiguous()
-            for group in groups[id(parameter)]:
-                dist.broadcast(first, group=group, group_src=0)
-            weight.copy_(first)
+        for parameter in model.parameters():
+            for weight in _plain(local(parameter).detach()):
+                first = weight.contiguous()
+                for group in groups[id(parameter)]:
+                    # As bytes: gloo does not know 8-bit floats.
+                    dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=0)
+                weight.copy_(first)
     replicas = Replicas(mesh)
     replicas.follow(model)
     model.register_forward_pre_hook(replicas.follow)
+    model.register_load_state_dict_post_hook(replicas.follow)
     return replicas
+
+
+def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Check that ranks that are to sum gradients of a parameter each have all of it, or one part.
+
+    Raises:
+        ValueError: a DTensor over these ranks.
+    """
+    groups = _groups_of(model, mesh)
+    for name, parameter in model.named_parameters():
+        summing = {rank for g in groups[id(parameter)] for rank in dist.get_process_group_ranks(g)}
+        if not is_dtensor(parameter) or not summing:
+            continue
+        spread = set(parameter.device_mesh.mesh.flatten().tolist())
+        if spread & summing != {dist.get_rank()}:
+            raise ValueError(
+                f"Expected {name} to be the same on each of the ranks {sorted(summing)}, got a "
+                f"DTensor over {sorted(spread)}. Spread parameters by parallelize_tensors and "
+                "parallelize_experts alone."
+            )
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """What a tensor is made of: codes and scales, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain(getattr(tensor, name))]
 
 
 def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
@@ -162,11 +242,15 @@ def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters with gradients of one dtype, as many as go into a collective."""
+    """Parameters whose gradients are summed in one dtype, as many as go into a collective.
+
+    The same on all ranks, although a working copy's gradient is in 16 bits after one micro-batch
+    and in 32 after several, of which ranks may have different numbers.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         assert parameter.grad is not None
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+        by_dtype.setdefault(_summed_in(parameter.grad), []).append(parameter)
     for alike in by_dtype.values():
         bucket: list[Tensor] = []
         room = _BUCKET
@@ -179,6 +263,18 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _is_followed(parameter: Tensor) -> bool:
+def _summed_in(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def _follow(parameter: Tensor, arrival: Callable[[], _Arrival]) -> None:
+    """Let a hook be called when a gradient comes, one for all models, also if it is frozen yet."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return any(isinstance(hook, _Arrival) for hook in (hooks or {}).values())
+    if hooks is not None:
+        # `to` puts another tensor into a DTensor's object, and autograd calls hooks of the tensor.
+        parameter._post_accumulate_grad_hooks = hooks
+        if any(isinstance(hook, _Arrival) and hook.matters for hook in hooks.values()):
+            return
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrival())
+    parameter.requires_grad_(trains)

@@ -155,10 +155,12 @@ def _check_places(places: Iterable[tuple[Experts, str, Tensor]]) -> None:
 def _hand_over(parameter: Tensor, copy: Tensor) -> None:
     grad, copy.grad = copy.grad, None
     assert grad is not None
-    if parameter.grad is not None:  # of an earlier micro-batch
-        before = local(parameter.grad)
-        grad = before.add_(grad) if before.dtype == torch.float32 else before.float().add_(grad)
-    parameter.grad = shaped_like(grad, parameter)
+    before = None if parameter.grad is None else local(parameter.grad)  # of another micro-batch
+    if before is not None and before.dtype == torch.float32:
+        before.add_(grad)
+    else:
+        total = grad if before is None else before.float().add_(grad)
+        parameter.grad = shaped_like(total, parameter)
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     for hook in list((hooks or {}).values()):
         hook(parameter)

@@ -392,7 +392,9 @@ def _refusals(rank, ranks):
         apply_data_parallel(begun, mesh, blocks=[])
     with pytest.raises(ValueError, match=other):
         rebalance_experts(begun, {}, mesh)
-    for model in (*held, elsewhere):
+    around = _build({})
+    around.layers[0]["moe"].experts = nn.Sequential(around.layers[0]["moe"].experts)
+    for model in (*held, elsewhere, around):
         try:
             parallelize_experts(model, mesh, sequence_parallel=model is held[0])
         except ValueError as error:
@@ -451,7 +453,8 @@ def test_peers_that_cannot_be_reached_are_done_without():
 
 
 def test_models_that_cannot_be_spread_are_named():
-    uneven, halved, twice, sequence, wrapped, sharded, elsewhere = run_ranks(_refusals, 2)[0]
+    said = run_ranks(_refusals, 2)[0]
+    uneven, halved, twice, sequence, wrapped, sharded, elsewhere, around = said
     assert "ep = 2 for 3 experts" in uneven
     assert "multiples of 128 for mlp_impl='sparse' where 2 ranks share an expert" in halved
     assert "layers.0.moe, got AllToAllDispatcher" in twice
@@ -459,6 +462,7 @@ def test_models_that_cannot_be_spread_are_named():
     assert "got DistributedDataParallel" in wrapped
     assert "plain parameters in layers.1.moe, got DTensors" in sharded
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
+    assert "mb_layers' Experts in layers.0.moe, got Sequential" in around
 
 
 # Each decides what is exchanged.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from mb_layers import Experts
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
 from torch import nn
@@ -265,6 +266,12 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer], ep: DeviceMesh) -> 
     of_experts = {m for layer in layers.values() for m in layer.experts.modules()}
     others = {p for m in modules if m not in of_experts for p in m.parameters(recurse=False)}
     for name, layer in layers.items():
+        if not isinstance(layer.experts, Experts):
+            raise ValueError(
+                f"Expected mb_layers' Experts in {name or 'the layer'}, got "
+                f"{type(layer.experts).__name__}, which cannot be split. What wraps them, adapters "
+                "say, comes after parallelize_experts; adapters of mb_layers.add_lora wrap nothing."
+            )
         if is_spread(layer.experts):
             raise ValueError(
                 f"Expected plain parameters in {name or 'the layer'}, got DTensors. Call "

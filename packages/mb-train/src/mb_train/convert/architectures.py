@@ -120,8 +120,12 @@ def architecture_for(config: TrainConfig) -> Architecture:
     # A configuration that comes back changed is one that the architecture cannot say.
     read: dict[str, Any] = {**_TRAINING, **found.read(found.config(config))}
     back = _settings(TrainConfig(**read))
+    # Of experts that it cannot have their number says it all.
+    told = (*back, flag_name("moe_num_experts"))
     differing = [
-        f"{flag} {value}" for flag, value in _settings(config).items() if back.get(flag) != value
+        f"{flag} {value}"
+        for flag, value in _settings(config).items()
+        if back.get(flag) != value and flag in told
     ]
     if differing:
         raise ValueError(

@@ -129,6 +129,16 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tokens, tmp_path, capsys, mo
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(("evaluated", "said"), [("1", 1), ("0", 0)])
+def test_a_split_that_leaves_nothing_to_evaluate_on_is_said(
+    tokens, tmp_path, capsys, evaluated, said
+):
+    words = f"--split 100,0,0 --eval-iters {evaluated} --exit-interval 1"
+    assert main(tiny_run.flags(tokens, tmp_path / "run", words)) == 0
+    line = "data: no evaluations, since there is no document for them with --split 100,0,0"
+    assert capsys.readouterr().out.count(line) == said
+
+
 def test_a_truncated_bin_is_refused(tmp_path, capsys):
     prefix = tiny_run.write_tokens(tmp_path)
     path = Path(prefix + ".bin")

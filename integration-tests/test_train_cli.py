@@ -115,6 +115,10 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
         ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
         ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),
         ("--tokenizer nonesuch", "nonesuch"),
+        (
+            "--tokenizer bert-base-uncased",
+            "with --model gpt, got bert-base-uncased, which has none. Give the one that the data",
+        ),
         ("--activation gulu", "gulu"),
     ],
     ids=lambda text: text.split()[0][2:] if text.startswith("--") else "",

@@ -115,6 +115,10 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
         ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
         ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),
         ("--tokenizer nonesuch", "nonesuch"),
+        (
+            "--tokenizer bert-base-uncased",
+            "with --model gpt, got bert-base-uncased, which has none. Give the one that the data",
+        ),
         ("--activation gulu", "gulu"),
     ],
     ids=lambda text: text.split()[0][2:] if text.startswith("--") else "",
@@ -127,6 +131,16 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tokens, tmp_path, capsys, mo
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("evaluated", "said"), [("1", 1), ("0", 0)])
+def test_a_split_that_leaves_nothing_to_evaluate_on_is_said(
+    tokens, tmp_path, capsys, evaluated, said
+):
+    words = f"--split 100,0,0 --eval-iters {evaluated} --exit-interval 1"
+    assert main(tiny_run.flags(tokens, tmp_path / "run", words)) == 0
+    line = "data: no evaluations, since there is no document for them with --split 100,0,0"
+    assert capsys.readouterr().out.count(line) == said
 
 
 def test_a_truncated_bin_is_refused(tmp_path, capsys):

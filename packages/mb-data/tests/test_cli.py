@@ -78,7 +78,7 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--max-line-mb", "inf"], "--max-line-mb: inf: expected megabytes"),
         (["--split-sentences", "--lang", "xx"], "language 'xx': give an ISO 639 code"),
         (["--max-line-mb", "0"], "--max-line-mb: 0: expected megabytes"),
-        (["--json-keys", "body"], "in.jsonl, line 1: no key 'body'; the keys are text"),
+        (["--json-keys", "body"], "in.jsonl, line 1: no key 'body'; the keys are text; --on-error"),
     ],
 )
 def test_mistakes(command, tmp_path, capsys, flags, message):

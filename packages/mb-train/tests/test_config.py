@@ -82,6 +82,10 @@ def test_defaults_derive_from_sizes():
         ({"rampup_batch_size": [2, 2]}, "3 values of --rampup-batch-size, got 2"),
         ({"recompute_method": "block"}, "--recompute-granularity full with --recompute-method"),
         ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
+        (
+            {"pipeline_model_parallel_size": 2, "zero_stage": 0},
+            "--zero-stage 1, 2 or 3 with --pipeline-model-parallel-size 2, .* got 0",
+        ),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
         ({"pipeline_schedule": "zbv-zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
         (

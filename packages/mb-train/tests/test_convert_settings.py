@@ -156,6 +156,10 @@ def run_config(**fields):
             "--moe-renormalize-p 2.0",
         ),
         ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
+        (
+            {"model": "bert", "activation": "gelu", "moe_num_experts": 4},
+            "its --moe-num-experts 4.$",
+        ),
     ],
     ids=str,
 )

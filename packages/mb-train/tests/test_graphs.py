@@ -44,6 +44,18 @@ V = 128
         ({}, "cuda", {"dp_shard": 2}, "--zero-stage 0 with several ranks for --cuda-graph, got 1,"),
         ({"zero_stage": 0}, "cuda", {"tp": 2}, "no tensor or pipeline parallelism"),
         (
+            MOE | {"zero_stage": 0, "moe_capacity_factor": 1.0},
+            "cuda",
+            {"dp_shard": 2, "ep": 2},
+            "no --moe-capacity-factor over several ranks for --cuda-graph, got 1.0",
+        ),
+        (
+            MOE | {"zero_stage": 0, "moe_dispatcher": "all_to_all"},
+            "cuda",
+            {"dp_shard": 2, "ep": 2},
+            "--moe-dispatcher peer for --cuda-graph, got all_to_all",
+        ),
+        (
             MOE | {"zero_stage": 0, "moe_row_policy": "exact"},
             "cuda",
             {"dp_shard": 2, "ep": 2},
@@ -271,5 +283,5 @@ def test_rows_that_collectives_move_are_not_captured():
     layer = dMoE(config)
     assert peer_buffers(layer) == set()
     layer.dispatcher = AllGatherDispatcher(2, mock.MagicMock(size=2, rank=0))
-    with pytest.raises(ValueError, match=r"peer memory alone.* got AllGatherDispatcher"):
+    with pytest.raises(ValueError, match=r"memory alone.* got AllGather.* --moe-dispatcher peer"):
         peer_buffers(layer)

@@ -7,6 +7,7 @@ from mb_train.cli import main
 from mb_train.logs.run_log import RunLog
 from mb_train.report.curves import read_curves, summary
 from mb_train.report.page import write_page
+from mb_train.report.panels import figure_of, panels_of
 from mb_train.report.pictures import draw, report
 
 
@@ -140,6 +141,13 @@ def test_runs_side_by_side(tmp_path):
     assert "<td>seed</td><td>1</td><td>2</td>" in content
     assert "moe_top_k" not in content  # the same in both
     assert "b: Load of every expert" in content
+
+
+def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):
+    write(tmp_path, ("start", {"iteration": 0}), *(interval(i, [4.0], [1.0]) for i in (1, 2, 3)))
+    curves = read_curves(tmp_path)
+    for axis in figure_of(panels_of([curves]), [curves], 10.0).axes[:5]:
+        assert [tick for tick in axis.get_xticks() if tick % 1] == []
 
 
 def test_markup_in_a_name_stays_text(tmp_path):

@@ -268,6 +268,10 @@ def test_what_a_run_would_refuse_is_no_plan(capsys):
     assert main(["plan", "--recipe", "t5-220m", *stages]) == 0
     assert main(["plan", "--recipe", "ict-bert", *stages]) == 2
     assert "12 pipeline stages, of which two towers" in capsys.readouterr().err
+    graphs = ["--recipe", "dmoe-125m", "--cuda-graph", "--gpus", "4"]
+    assert main(["plan", *graphs, "--zero-stage", "0"]) == 0
+    assert main(["plan", *graphs]) == 2
+    assert "Expected --zero-stage 0 with several ranks" in capsys.readouterr().err
 
 
 def test_fp32_has_no_time(capsys):

@@ -46,7 +46,7 @@ def command_line() -> Parser:
     parser.add_argument("--version", action="version", version=f"mb-data {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
 
-    command = commands.add_parser("preprocess", help="tokenize JSON Lines")
+    command = commands.add_parser("preprocess", help="text, JSON Lines or Parquet to tokens")
     _add_preprocess(command)
     _add_tokenizer(command)
 

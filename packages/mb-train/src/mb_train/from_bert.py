@@ -30,6 +30,7 @@ _FREE_OF_EXPERTS = {"init_method_std", "output_init_std"} | {
 }
 # Of the others, those whose flag has another name.
 _FLAGS = {
+    "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_size": "--ffn-hidden-size",
     "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",
     "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups",
     "head_size": "--kv-channels",
@@ -44,7 +45,9 @@ def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
     """
     wanted = (model.bert if isinstance(model, Classifier) else model.query.bert).config
     bert = _read_bert(Path(folder), wanted.vocab_size)
-    here, there = _computes(wanted), _computes(bert.config)
+    # If one of them has no experts, their number says all about the other's.
+    alike = (wanted.moe is None) == (bert.config.moe is None)
+    here, there = _computes(wanted, experts=alike), _computes(bert.config, experts=alike)
     names = [name for name in here | there if here.get(name) != there.get(name)]
     if names:
         ours, theirs = (
@@ -71,11 +74,14 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
     return bert
 
 
-def _computes(config: TransformerConfig) -> dict[str, Any]:
-    """What says what the weights compute, by name."""
+def _computes(config: TransformerConfig, *, experts: bool) -> dict[str, Any]:
+    """What says what the weights compute, by name; without `experts` only the number of them."""
     moe = config.moe
     free = _FREE if config.positions == "learned" else _FREE | {"max_positions"}
+    free = free if experts else free | {"moe_layers"}
     found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in free}
+    if not experts:
+        return {**found, flag_name("moe_num_experts"): moe and moe.num_experts}
     if moe is None:
         return found
     flags = TrainConfig.moe_argument_names()

@@ -55,6 +55,16 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
         ),
         (dims.tp * dims.pp > 1, "no tensor or pipeline parallelism", f"{dims.tp} x {dims.pp}"),
         (
+            dims.ep > 1 and config.moe_capacity_factor > 0,
+            "no --moe-capacity-factor over several ranks",
+            f"{config.moe_capacity_factor}: they tell each other what they count",
+        ),
+        (
+            dims.ep > 1 and config.moe_dispatcher not in ("auto", "peer"),
+            "--moe-dispatcher peer",
+            f"{config.moe_dispatcher}, whose collectives are not captured",
+        ),
+        (
             dims.ep > 1 and config.moe_row_policy != "worst",
             "--moe-row-policy worst",
             f"{config.moe_row_policy}, with which the host waits",
@@ -93,7 +103,7 @@ def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
             raise ValueError(
                 "Expected experts that are reached through peer memory alone, without a capacity, "
                 f"for --cuda-graph with several ranks, got {type(dispatcher).__name__}, whose "
-                "collectives are not captured."
+                "collectives are not captured. On one host give --moe-dispatcher peer."
             )
     return {one.buffers for one in dispatchers if isinstance(one, PeerDispatcher)}
 

@@ -69,7 +69,7 @@ class Bookkeeping(AbstractContextManager):
         for first, last, message in result.errors:
             message = f"{self._where(block, lines, first, last)}: {message}"
             if not self.skip:
-                raise ValueError(message)
+                raise ValueError(f"{message}; --on-error skip leaves bad lines out")
             reported = self.partial.report(message)
         places = [
             Place(p.tokens + k.tokens, p.sequences + k.sequences, p.counts + k.counts)

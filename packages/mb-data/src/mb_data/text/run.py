@@ -71,7 +71,7 @@ def encode_sources(
             raise
         raise ValueError(
             f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
-            "same command goes on from there, --on-error skip leaves bad lines out"
+            "same command goes on from there, and so does one with --on-error skip"
         ) from error
     return run.saved
 

@@ -12,7 +12,8 @@ class CheckpointingFields:
     """Where a run is kept, and what it goes on from."""
 
     save: str | None = flag(
-        "run folder: checkpoints, log, picture; default with --load its folder, else none",
+        "run folder: checkpoints, log, picture; default with --load its folder, else (and with "
+        "--finetune) none",
         on_load="own",
     )  # fmt: skip
     save_interval: int | None = flag(

@@ -127,6 +127,11 @@ class ParallelFields:
                 f"Expected --pipeline-model-parallel-size of at most --num-layers {num_layers}, "
                 f"got {stages}."
             )
+        if stages > 1 and self.zero_stage == 0:
+            raise ValueError(
+                f"Expected --zero-stage 1, 2 or 3 with --pipeline-model-parallel-size {stages}, "
+                "whose schedules run several backward passes a step, got 0."
+            )
         if chunk is not None and (stages < 2 or num_layers % (stages * whole(chunk))):
             raise ValueError(
                 "Expected --num-layers to be a multiple of --num-layers-per-virtual-pipeline-stage "

@@ -287,7 +287,10 @@ class RateFields:
     def check_rates(self, *, by_samples: bool) -> None:
         """Raise ValueError for settings of the schedule that contradict each other."""
         if self.min_lr > (self.lr or 0):
-            raise ValueError(f"Expected --min-lr of at most --lr {self.lr}, got {self.min_lr}.")
+            raise ValueError(
+                f"Expected --min-lr of at most --lr {self.lr}, got {self.min_lr}. Give both: a "
+                "recipe has both, and so has the run to go on from."
+            )
         if self.lr_warmup_init > (self.lr or 0):
             raise ValueError(
                 f"Expected --lr-warmup-init of at most --lr {self.lr}, got {self.lr_warmup_init}."

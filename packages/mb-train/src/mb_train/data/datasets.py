@@ -77,15 +77,17 @@ def prepare_data(
     prefixes = [
         prefix for words in parts.values() for prefix in _weights_and_prefixes(config, words)[1]
     ]
+    split = f" with --split {config.split}" if "" in parts else ""
     evaluated = config.eval_iters * batch_size or None  # what nobody looks at is not built
     train, valid, test = on_rank_zero_first(
         lambda: task.build_datasets(parts.get("") or parts, (samples, evaluated, evaluated))
     )
     if train is None:
         raise ValueError(
-            f"Expected documents to train on, got none from {' '.join(prefixes)}"
-            + (f" with --split {config.split}." if "" in parts else ".")
+            f"Expected documents to train on, got none from {' '.join(prefixes)}{split}."
         )
+    if valid is None and evaluated:
+        say(f"data: no evaluations, since there is no document for them{split}")
     weights, _ = _weights_and_prefixes(config, parts["" if "" in parts else "train"])
     files = [Path(prefix + _suffixes(config)[0]) for prefix in prefixes]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])

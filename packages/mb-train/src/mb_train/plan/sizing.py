@@ -17,6 +17,7 @@ from mb_parallel.world import ranks_on_host
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
+from mb_train.graphs import check_capturable
 from mb_train.layout import parallel_dims, stage_layers
 from mb_train.machine.device import compute_dtype
 from mb_train.machine.host import host_memory
@@ -79,9 +80,12 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         device: name of the GPU, or "CPU".
 
     Raises:
-        ValueError: parallel sizes that do not divide the ranks or the model.
+        ValueError: parallel sizes that do not divide the ranks or the model, or no passes for
+            --cuda-graph.
     """
     dims = parallel_dims(config, ranks)
+    if config.cuda_graph:
+        check_capturable(config, torch.device("cuda"), dims)
     task = one_process_task(config, None, vocab_size=vocab_size)
     work = task.workload
     if dims.pp > 1:

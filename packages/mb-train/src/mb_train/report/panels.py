@@ -100,7 +100,7 @@ def _load_of(curves: Curves) -> Panel:
         )
         figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="max / mean")
         _layers_on_y(axis, layers)
-        axis.set_xlabel("iteration")
+        _whole_on_x(axis, "iteration")
 
     return panel
 
@@ -119,7 +119,7 @@ def _experts_of(curves: Curves) -> Panel:
         )  # fmt: skip
         figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="load / mean")
         _layers_on_y(axis, range(len(grid)))
-        axis.set_xlabel("expert")
+        _whole_on_x(axis, "expert")
 
     return panel
 
@@ -157,8 +157,15 @@ def _layers_on_y(axis: Axes, layers: range) -> None:
     axis.invert_yaxis()
 
 
+def _whole_on_x(axis: Axes, label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlabel(label)
+    axis.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
 def _finish(axis: Axes, *, legend: bool = False) -> None:
-    axis.set_xlabel("iteration")
+    _whole_on_x(axis, "iteration")
     axis.grid(alpha=0.3)
     if legend:
         axis.legend()

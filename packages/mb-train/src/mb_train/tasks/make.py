@@ -33,8 +33,16 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
         ValueError: sizes or options that do not fit the model.
     """
     if config.model == "gpt":
+        try:
+            eod = tokenizer.eod
+        except ValueError:  # which names a flag of mb-data's
+            raise ValueError(
+                "Expected a tokenizer with a token for the end of a document with --model gpt, got "
+                f"{tokenizer.name}, which has none. Give the one that the data was made with, or "
+                "another --model."
+            ) from None
         fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
-        return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
+        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim)
     kinds: dict[str, Callable[..., Task]] = {
         "bert": BertTask, "t5": T5Task, "classifier": ClassifyTask,
         "ict": partial(ICTTask, mesh=mesh),

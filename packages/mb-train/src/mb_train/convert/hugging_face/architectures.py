@@ -125,8 +125,12 @@ def architecture_for(config: TrainConfig) -> Architecture:
     found = ARCHITECTURES[_nearest(config)]
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
+    # Of experts that it cannot have their number says it all.
+    told = (*back, flag_name("moe_num_experts"))
     differing = [
-        f"{flag} {value}" for flag, value in _settings(config).items() if back.get(flag) != value
+        f"{flag} {value}"
+        for flag, value in _settings(config).items()
+        if back.get(flag) != value and flag in told
     ]
     if differing:
         raise ValueError(

@@ -96,8 +96,9 @@ class Replicas:
         if not self._came:
             return
         came, self._came = self._came, {}
-        self._check_same(tuple(i for i, p in enumerate(model.parameters()) if id(p) in came))
-        self._sum(model, [p for p in model.parameters() if id(p) in came])
+        used = {i: p for i, p in enumerate(model.parameters()) if id(p) in came}
+        self._check_same(tuple(used))
+        self._sum(model, list(used.values()))
 
     def _check_same(self, used: tuple[int, ...]) -> None:
         """Refuse parameters, by number, that are not those of the other ranks: sums would mix."""

@@ -119,8 +119,8 @@ class PeerDispatcher:
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
-    # One break in a compiled layer: between kernels there is nothing to compile, and each piece of
-    # a graph costs the host more than a launch.
+    # One break in a compiled layer, not one for each part: between these kernels there is nothing to
+    # compile, and the host starts each piece of a graph by itself.
     @_disable_dynamo
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Store tokens and routing into the peers' memory; x_RD has room for all of them."""

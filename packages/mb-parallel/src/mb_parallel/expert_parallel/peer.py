@@ -119,7 +119,7 @@ class PeerDispatcher:
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
-    # One break in a compiled layer, not one for each part: between these kernels there is nothing to
+    # One break in a compiled layer, not one for each part: between these kernels is nothing to
     # compile, and the host starts each piece of a graph by itself.
     @_disable_dynamo
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:

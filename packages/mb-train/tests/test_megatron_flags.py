@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.megatron_core import CORES
 from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import SETTLED
@@ -300,6 +300,14 @@ def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
     assert config.moe_mlp_bias == biases
     routers = biases or "--no-moe-mlp-bias" in typed
     assert config.moe_router_bias == routers
+
+
+def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
+    line = parse([*RUN, "--recompute-method", "uniform"])
+    config = resolve(line)
+    assert config.recompute_granularity is None
+    (note,) = without_effect(line, config)
+    assert note == "no effect without --recompute-granularity full: --recompute-method"
 
 
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):

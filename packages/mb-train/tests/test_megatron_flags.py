@@ -302,6 +302,27 @@ def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
     assert config.moe_router_bias == routers
 
 
+@pytest.mark.parametrize(
+    ("typed", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--disable-bias-linear", "gelu"),
+        ("--no-bias-gelu-fusion --num-experts 8", "gelu"),
+        ("--disable-bias-linear --swiglu", "swiglu"),
+        ("--disable-bias-linear --activation gelu_tanh", "gelu_tanh"),
+        ("--no-bias-gelu-fusion --openai-gelu", "gelu_tanh"),
+        ("--no-bias-gelu-fusion --moe-num-experts 8", "gelu_tanh"),  # MegaBlocks' experts
+        ("--disable-bias-linear --recipe dense-46m", "gelu_tanh"),
+    ],
+)
+def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activation):
+    line = parse([*RUN, *typed.split()])
+    assert resolve(line).activation_name == activation
+    assert any("exact GELU, as in Megatron" in note for note in line.notes) == (
+        activation == "gelu"
+    )
+
+
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
     line = parse([*RUN, "--recompute-method", "uniform"])
     config = resolve(line)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 TOPK = "--moe-router-topk"
+NO_FUSED_GELU = "--no-bias-gelu-fusion"
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
@@ -253,6 +254,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
+    - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
+      the kernel that adds a bias before it approximates it. MegaBlocks' experts always do.
 
     Args:
         typed: flags of the command line.
@@ -267,7 +270,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
-    if _is_whole(typed, values):
+    if _is_exact_gelu(typed, values):
+        found["activation"] = "gelu"
+    if _is_whole(values) and "--num-experts" in typed:
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
     top_k = _core_top_k(typed, values)
@@ -282,16 +287,24 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     return found
 
 
-def _is_whole(typed: Container[str], values: Mapping[str, Any]) -> bool:
-    """Whether this is a whole script with Megatron's experts."""
-    return "--num-experts" in typed and "num_layers" in values and "recipe" not in values
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Whether this is a whole script, not a few flags beside a recipe."""
+    return "num_layers" in values and "recipe" not in values
+
+
+def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
+    others = any(name in typed for name in ("--moe-num-experts", "--openai-gelu", "--config"))
+    unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
+    return unfused and _is_whole(values) and not named and not others
 
 
 def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
     if TOPK in typed:
         return values["moe_top_k"]
-    cores = _is_whole(typed, values) and any(flag in typed for flag in CORES)
+    megatrons = _is_whole(values) and "--num-experts" in typed
+    cores = megatrons and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 
 

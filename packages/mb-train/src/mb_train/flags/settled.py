@@ -61,9 +61,9 @@ _ANSWERS: Mapping[str, str] = {
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
     """,
-    "fusion is the kernels' own matter; the exact GELU is --activation gelu": """
-        --no-bias-gelu-fusion
-    """,
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": (
+        megatron_core.NO_FUSED_GELU
+    ),
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
     "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
     "the loss is always computed in fp32": "--fp16-lm-cross-entropy",

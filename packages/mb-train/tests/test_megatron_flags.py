@@ -210,7 +210,10 @@ def test_older_spellings_mean_what_they_meant():
         ("--data-parallel-sharding-strategy no_shard", {}),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", {"zero_stage": 2}),
         ("--num-distributed-optimizer-instances 2", {"data_parallel_replicas": 2}),
-        ("--optimizer dist_muon --muon-momentum 0.95", {"optimizer": "muon"}),
+        (
+            "--optimizer dist_muon --muon-momentum 0.95 --muon-scalar-optimizer adam",
+            {"optimizer": "muon"},
+        ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
         ("--eval-iters -1", {"eval_iters": 0}),
@@ -321,6 +324,21 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
     assert any("exact GELU, as in Megatron" in note for note in line.notes) == (
         activation == "gelu"
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "others"),
+    [
+        ("--optimizer dist_muon", True),
+        ("--optimizer muon --muon-extra-scale-factor 0.2", True),
+        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", False),
+        ("--optimizer muon --recipe dense-46m", False),
+        ("--optimizer adam", False),
+    ],
+)
+def test_a_script_that_leaves_muons_numbers_to_megatron_is_told_of_others(typed, others):
+    notes = parse([*RUN, *typed.split()]).notes
+    assert any("Muon is Moonlight's" in note for note in notes) == others
 
 
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():

@@ -24,6 +24,7 @@ from mb_train.flags.megatron_core import (
     NO_FUSED_GELU,
     TOPK,
     defaults_beside,
+    other_muon,
     spelled_out,
     summed_logits,
     two_moments,
@@ -94,6 +95,7 @@ def parse(
     beside = defaults_beside(typed, values)
     if "activation" in beside:
         values.pop(NO_FUSED_GELU, None)  # it has an effect
+    muons = other_muon(typed, values)
     values, of_every_layer, notes, meaningless = understood(values)
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
@@ -109,6 +111,7 @@ def parse(
         notes.append(f"{beside['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in beside:
         notes.append("the exact GELU, as in Megatron without its fused kernel")
+    notes += muons
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 

@@ -86,6 +86,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--muon-extra-scale-factor": {"0.2": {}},
     "--muon-coefficient-type": {"simple": {}},
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
+    "--muon-scalar-optimizer": {"adam": {}},
 }
 _INSTEAD: Mapping[str, str] = {
     "--moe-router-load-balancing-type": " There is no Sinkhorn in a run.",
@@ -306,6 +307,20 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     megatrons = _is_whole(values) and "--num-experts" in typed
     cores = megatrons and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
+
+
+def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a whole script with Muon that leaves to Megatron what is another number here."""
+    nesterov = "--muon-nesterov" in typed or "--muon-use-nesterov" in typed
+    if values.get("optimizer") != "muon" or not _is_whole(values):
+        return []
+    if nesterov and "--muon-extra-scale-factor" in typed:
+        return []
+    return [
+        "Muon is Moonlight's, with Nesterov's momentum and steps of the size of Adam's: Megatron's "
+        "has neither without --muon-nesterov and --muon-extra-scale-factor 0.2, and needs another "
+        "--lr"
+    ]
 
 
 def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:

@@ -43,6 +43,12 @@ def test_settled_flags_are_answered_in_one_note():
         ("--export-quant-cfg x", r"--export-quant-cfg cannot be .* mb-train convert RUN"),
         ("--train-idx-path x --repeated-dataloader", r"--train-idx-path, --rep.*--data-cache-path"),
         ("--enable-zbh1-pipeline", r"--enable-zbh1-pipeline cannot .* interleaved-zero-bub"),
+        ("--zero-bubble-v-schedule", r"--zero-bubble-v-schedule cannot .* interleaved-zero-bub"),
+        (
+            "--use-fused-rmsnorm --n-shared-experts 1 --first-k-dense-replace 1 --norm-topk-prob",
+            r"--use-fused-rmsnorm .*leave it out.* --n-shared-experts .*: say --moe-shared-expert-i"
+            r".* --first-k-dense-replace .*: say --moe-first-k-dense\. --norm-topk-prob cannot",
+        ),
         ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
         (
             "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",
@@ -127,6 +133,9 @@ def test_older_spellings_mean_what_they_meant():
         "recompute_granularity": "full", "recompute_method": "uniform", "seq_length": 8,
         "bert_binary_head": False,
     }  # fmt: skip
+    fused = "--bias-gelu-fusion --scaled-upper-triang-masked-softmax-fusion --fp32-allreduce"
+    chunks = parse(f"--checkpoint-activations --checkpoint-num-layers 1 {fused}".split())
+    assert chunks.values == {"recompute_granularity": "full", "recompute_num_layers": 1}
     typed = parse(["--recompute-activations", "--recompute-granularity", "full"]).values
     assert typed == {"recompute_granularity": "full"}
     assert parse(["--no-compile"]).values == {"compile": False}
@@ -181,6 +190,7 @@ def test_older_spellings_mean_what_they_meant():
             {"moe_loss_weight": 0.0},
         ),
         ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
+        ("--moe-token-dispatcher-type alltoall_seq", {"moe_dispatcher": "all_to_all"}),
         ("--moe-layer-freq 2", {"moe_layer_freq": 2}),
         ("--moe-layer-freq ([0]*3+[1]*24)", {"moe_first_k_dense": 3, "moe_layer_freq": 1}),
         ("--moe-layer-freq=[0,1,1]", {"moe_first_k_dense": 1, "moe_layer_freq": 1}),

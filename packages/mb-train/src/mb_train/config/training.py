@@ -160,7 +160,7 @@ class TrainingFields:
         "see --recompute-method",
         1,
         bounds=POSITIVE,
-        also=("--activations-checkpoint-num-layers",),
+        also=("--activations-checkpoint-num-layers", "--checkpoint-num-layers"),
         needs=("recompute_method", "block"),
     )
     deterministic_mode: bool = flag(

@@ -50,6 +50,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--moe-token-dispatcher-type": {
         "allgather": {"moe_dispatcher": "all_gather"},
         "alltoall": {"moe_dispatcher": "all_to_all"},
+        "alltoall_seq": {"moe_dispatcher": "all_to_all"},
         "flex": {"moe_dispatcher": "auto"},
     },
     "--moe-token-drop-policy": {
@@ -166,6 +167,7 @@ _NOT_TRANSLATED = """
     --overlap-moe-expert-parallel-comm --moe-enable-deepep --moe-deepep-num-sms
     --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
     --moe-enable-mori --moe-mori-max-tokens-per-rank
+    --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}

@@ -34,16 +34,20 @@ _ANSWERS: Mapping[str, str] = {
     "the ranks always share the optimizer: see --zero-stage": "--use-distributed-optimizer",
     "gradients are always summed in fp32": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
-        --ddp-reduce-scatter-with-fp32-accumulation
+        --ddp-reduce-scatter-with-fp32-accumulation --fp32-allreduce
     """,
     "fusion is the kernels' own matter": """
         --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
         --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --moe-permute-fusion
         --moe-router-fusion --use-te-activation-func --use-fused-weighted-squared-relu
-        --use-transformer-engine-op-fuser --disable-jit-fuser
+        --use-transformer-engine-op-fuser --disable-jit-fuser --moe-router-aux-loss-fusion
+        --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
+        --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
+        --scaled-upper-triang-masked-softmax-fusion=?
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
+        --scatter-gather-tensors-in-pipeline
     """,
     "--sequence-parallel shares them": """
         --distribute-saved-activations --distribute-checkpointed-activations
@@ -242,6 +246,7 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "no code that comes with a model is run": "--trust-remote-code",
     "Muon's momentum is Nesterov's": "--muon-use-nesterov --muon-nesterov",
+    "there is no FP8 here": "--no-fp8-wgrad",
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 

@@ -324,6 +324,9 @@ def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
         ("--disable-bias-linear --swiglu", "swiglu"),
         ("--disable-bias-linear --activation gelu_tanh", "gelu_tanh"),
         ("--no-bias-gelu-fusion --openai-gelu", "gelu_tanh"),
+        ("--disable-bias-linear --use-te-activation-func", "gelu_tanh"),
+        ("--disable-bias-linear --use-transformer-engine-op-fuser", "gelu_tanh"),
+        ("--disable-bias-linear --use-transformer-engine-op-fuser --num-experts 8", "gelu"),
         ("--no-bias-gelu-fusion --moe-num-experts 8", "gelu_tanh"),  # MegaBlocks' experts
         ("--disable-bias-linear --recipe dense-46m", "gelu_tanh"),
     ],

@@ -13,6 +13,9 @@ from typing import Any
 
 TOPK = "--moe-router-topk"
 NO_FUSED_GELU = "--no-bias-gelu-fusion"
+# Transformer Engine's GELU is the approximation by tanh.
+TE_ACTIVATION = "--use-te-activation-func"
+TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
@@ -258,7 +261,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
-      the kernel that adds a bias before it approximates it. MegaBlocks' experts always do.
+      the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
+      Transformer Engine does where a flag asks for its activation.
 
     Args:
         typed: flags of the command line.
@@ -297,9 +301,11 @@ def _is_whole(values: Mapping[str, Any]) -> bool:
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
-    others = any(name in typed for name in ("--moe-num-experts", "--openai-gelu", "--config"))
+    others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
+    if "--num-experts" not in typed:
+        others.append(TE_FUSED_MLP)
     unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
-    return unfused and _is_whole(values) and not named and not others
+    return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
 
 
 def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:

@@ -29,9 +29,12 @@ _ANSWERS: Mapping[str, str] = {
         --use-custom-fsdp --ddp-bucket-size=1 --ddp-num-buckets=1
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
         --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size=1
-        --enable-full-sharding-in-hsdp
+        --enable-full-sharding-in-hsdp --megatron-fsdp-version=1
     """,
-    "the ranks always share the optimizer: see --zero-stage": "--use-distributed-optimizer",
+    "the ranks always share the optimizer: see --zero-stage": """
+        --use-distributed-optimizer --use-layer-wise-distributed-optimizer
+        --use-layer-wise-param-layout --no-use-layer-wise-param-layout
+    """,
     "gradients are always summed in fp32": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
         --ddp-reduce-scatter-with-fp32-accumulation --fp32-allreduce

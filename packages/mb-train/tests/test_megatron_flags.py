@@ -354,6 +354,23 @@ def test_a_script_that_leaves_muons_numbers_to_megatron_is_told_of_others(typed,
     assert any("Muon is Moonlight's" in note for note in notes) == others
 
 
+@pytest.mark.parametrize(
+    ("typed", "others"),
+    [
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4", True),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-aux-loss-coeff 1e-4", True),
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 0", False),
+        ("--moe-router-enable-expert-bias", False),
+        ("--moe-aux-loss-coeff 1e-4", False),
+    ],
+)
+def test_a_balancing_loss_beside_a_bias_or_groups_is_said_to_count_others(typed, others):
+    sigmoid = ["--moe-router-score-function", "sigmoid"]
+    words = ["--num-experts", "8", "--moe-router-topk", "4", *sigmoid, *typed.split()]
+    notes = parse([*RUN, *words]).notes
+    assert any("experts that tokens visit" in note for note in notes) == others
+
+
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
     line = parse([*RUN, "--recompute-method", "uniform"])
     config = resolve(line)

@@ -24,6 +24,7 @@ from mb_train.flags.megatron_core import (
     NO_FUSED_GELU,
     TOPK,
     defaults_beside,
+    other_balance,
     other_muon,
     spelled_out,
     summed_logits,
@@ -111,7 +112,7 @@ def parse(
         notes.append(f"{beside['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in beside:
         notes.append("the exact GELU, as in Megatron without its fused kernel")
-    notes += muons
+    notes += [*muons, *other_balance(typed, values)]
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 

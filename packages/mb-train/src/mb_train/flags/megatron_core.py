@@ -331,6 +331,17 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def other_balance(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a balancing loss, of Core's flag, that counts other experts there."""
+    chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
+    if not chosen or "--moe-aux-loss-coeff" not in typed or not values.get("moe_loss_weight"):
+        return []
+    return [
+        "the balancing loss counts the experts that tokens visit: Megatron Core, since 2025, those "
+        "that they would without bias and groups"
+    ]
+
+
 def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """What is wrong with groups of experts that Core scores by their logits; empty for others."""
     top_k, groups = _core_top_k(typed, values), values.get("moe_router_group_topk")

@@ -328,11 +328,13 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
     (files / "gpt2-merges.txt").write_bytes(merges.encode())
     (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')
     arguments = ["preprocess", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o"]
-    arguments += ["--vocab-file", files / "gpt2-vocab.json"]
     arguments += ["--merge-file", files / "gpt2-merges.txt", "--append-eod", "--workers", "1"]
-    for extra in ([], ["--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap"]):
+    for name, *extra in (
+        ("--vocab-file",),
+        ("--vocab", "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap"),
+    ):
         flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1"]
-        flags += ["--keep-sequential-samples", *extra]
+        flags += ["--keep-sequential-samples", name, str(files / "gpt2-vocab.json"), *extra]
         assert main([*map(str, arguments), *flags]) == 0
         assert "--chunk-size has no effect here" in capsys.readouterr().err
         dataset = mb_data.IndexedDataset(tmp_path / "o_text_document")

@@ -80,7 +80,10 @@ def test_defaults_derive_from_sizes():
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
         ({"rampup_batch_size": [2, 2]}, "3 values of --rampup-batch-size, got 2"),
-        ({"recompute_method": "block"}, "--recompute-granularity full with --recompute-method"),
+        (
+            {"recompute_method": "block", "recompute_granularity": "selective"},
+            "--recompute-granularity full with --recompute-method block, got selective",
+        ),
         ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
         (
             {"pipeline_model_parallel_size": 2, "zero_stage": 0},

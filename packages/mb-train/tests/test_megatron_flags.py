@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.megatron_core import CORES
 from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import SETTLED
@@ -43,6 +43,12 @@ def test_settled_flags_are_answered_in_one_note():
         ("--export-quant-cfg x", r"--export-quant-cfg cannot be .* mb-train convert RUN"),
         ("--train-idx-path x --repeated-dataloader", r"--train-idx-path, --rep.*--data-cache-path"),
         ("--enable-zbh1-pipeline", r"--enable-zbh1-pipeline cannot .* interleaved-zero-bub"),
+        ("--zero-bubble-v-schedule", r"--zero-bubble-v-schedule cannot .* interleaved-zero-bub"),
+        (
+            "--use-fused-rmsnorm --n-shared-experts 1 --first-k-dense-replace 1 --norm-topk-prob",
+            r"--use-fused-rmsnorm .*leave it out.* --n-shared-experts .*: say --moe-shared-expert-i"
+            r".* --first-k-dense-replace .*: say --moe-first-k-dense\. --norm-topk-prob cannot",
+        ),
         ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
         (
             "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",
@@ -127,6 +133,9 @@ def test_older_spellings_mean_what_they_meant():
         "recompute_granularity": "full", "recompute_method": "uniform", "seq_length": 8,
         "bert_binary_head": False,
     }  # fmt: skip
+    fused = "--bias-gelu-fusion --scaled-upper-triang-masked-softmax-fusion --fp32-allreduce"
+    chunks = parse(f"--checkpoint-activations --checkpoint-num-layers 1 {fused}".split())
+    assert chunks.values == {"recompute_granularity": "full", "recompute_num_layers": 1}
     typed = parse(["--recompute-activations", "--recompute-granularity", "full"]).values
     assert typed == {"recompute_granularity": "full"}
     assert parse(["--no-compile"]).values == {"compile": False}
@@ -181,6 +190,7 @@ def test_older_spellings_mean_what_they_meant():
             {"moe_loss_weight": 0.0},
         ),
         ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
+        ("--moe-token-dispatcher-type alltoall_seq", {"moe_dispatcher": "all_to_all"}),
         ("--moe-layer-freq 2", {"moe_layer_freq": 2}),
         ("--moe-layer-freq ([0]*3+[1]*24)", {"moe_first_k_dense": 3, "moe_layer_freq": 1}),
         ("--moe-layer-freq=[0,1,1]", {"moe_first_k_dense": 1, "moe_layer_freq": 1}),
@@ -210,7 +220,10 @@ def test_older_spellings_mean_what_they_meant():
         ("--data-parallel-sharding-strategy no_shard", {}),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", {"zero_stage": 2}),
         ("--num-distributed-optimizer-instances 2", {"data_parallel_replicas": 2}),
-        ("--optimizer dist_muon --muon-momentum 0.95", {"optimizer": "muon"}),
+        (
+            "--optimizer dist_muon --muon-momentum 0.95 --muon-scalar-optimizer adam",
+            {"optimizer": "muon"},
+        ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
         ("--eval-iters -1", {"eval_iters": 0}),
@@ -300,6 +313,70 @@ def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
     assert config.moe_mlp_bias == biases
     routers = biases or "--no-moe-mlp-bias" in typed
     assert config.moe_router_bias == routers
+
+
+@pytest.mark.parametrize(
+    ("typed", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--disable-bias-linear", "gelu"),
+        ("--no-bias-gelu-fusion --num-experts 8", "gelu"),
+        ("--disable-bias-linear --swiglu", "swiglu"),
+        ("--disable-bias-linear --activation gelu_tanh", "gelu_tanh"),
+        ("--no-bias-gelu-fusion --openai-gelu", "gelu_tanh"),
+        ("--disable-bias-linear --use-te-activation-func", "gelu_tanh"),
+        ("--disable-bias-linear --use-transformer-engine-op-fuser", "gelu_tanh"),
+        ("--disable-bias-linear --use-transformer-engine-op-fuser --num-experts 8", "gelu"),
+        ("--no-bias-gelu-fusion --moe-num-experts 8", "gelu_tanh"),  # MegaBlocks' experts
+        ("--disable-bias-linear --recipe dense-46m", "gelu_tanh"),
+    ],
+)
+def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activation):
+    line = parse([*RUN, *typed.split()])
+    assert resolve(line).activation_name == activation
+    assert any("exact GELU, as in Megatron" in note for note in line.notes) == (
+        activation == "gelu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "others"),
+    [
+        ("--optimizer dist_muon", True),
+        ("--optimizer muon --muon-extra-scale-factor 0.2", True),
+        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", False),
+        ("--optimizer muon --recipe dense-46m", False),
+        ("--optimizer adam", False),
+    ],
+)
+def test_a_script_that_leaves_muons_numbers_to_megatron_is_told_of_others(typed, others):
+    notes = parse([*RUN, *typed.split()]).notes
+    assert any("Muon is Moonlight's" in note for note in notes) == others
+
+
+@pytest.mark.parametrize(
+    ("typed", "others"),
+    [
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4", True),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-aux-loss-coeff 1e-4", True),
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 0", False),
+        ("--moe-router-enable-expert-bias", False),
+        ("--moe-aux-loss-coeff 1e-4", False),
+    ],
+)
+def test_a_balancing_loss_beside_a_bias_or_groups_is_said_to_count_others(typed, others):
+    sigmoid = ["--moe-router-score-function", "sigmoid"]
+    words = ["--num-experts", "8", "--moe-router-topk", "4", *sigmoid, *typed.split()]
+    notes = parse([*RUN, *words]).notes
+    assert any("experts that tokens visit" in note for note in notes) == others
+
+
+def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
+    line = parse([*RUN, "--recompute-method", "uniform"])
+    config = resolve(line)
+    assert config.recompute_granularity is None
+    (note,) = without_effect(line, config)
+    assert note == "no effect without --recompute-granularity full: --recompute-method"
 
 
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):

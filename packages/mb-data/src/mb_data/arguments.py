@@ -204,7 +204,8 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("tokenizer")
     group.add_argument("--tokenizer", help=f"{', '.join(NAMES)}, or a file (default: gpt2)")
     group.add_argument("--tokenizer-type", choices=MEGATRON_TYPES, help="Megatron's name of it")
-    group.add_argument("--vocab-file", help="for --tokenizer-type")
+    # The README of Megatron says --vocab, which its parser takes for an abbreviation.
+    group.add_argument("--vocab-file", "--vocab", help="for --tokenizer-type")
     group.add_argument("--merge-file", help="for --tokenizer-type")
     group.add_argument("--tokenizer-model", help="for --tokenizer-type")
     group.add_argument("--vocab-size", type=int, help="of the NullTokenizer, the TikTokenizer")

@@ -154,13 +154,13 @@ class TrainingFields:
     )  # fmt: skip
     recompute_method: str | None = flag(
         "uniform: all layers, each by itself; block: the first --recompute-num-layers of a stage",
-        choices=("uniform", "block"),
+        choices=("uniform", "block"), needs=("recompute_granularity", "full"),
     )  # fmt: skip
     recompute_num_layers: int = flag(
         "see --recompute-method",
         1,
         bounds=POSITIVE,
-        also=("--activations-checkpoint-num-layers",),
+        also=("--activations-checkpoint-num-layers", "--checkpoint-num-layers"),
         needs=("recompute_method", "block"),
     )
     deterministic_mode: bool = flag(
@@ -208,7 +208,7 @@ class TrainingFields:
             raise ValueError(
                 "Expected --train-samples with --rampup-batch-size, got --train-iters."
             )
-        if self.recompute_method is not None and self.recompute_granularity != "full":
+        if self.recompute_method is not None and self.recompute_granularity == "selective":
             raise ValueError(
                 "Expected --recompute-granularity full with --recompute-method "
                 f"{self.recompute_method}, got {self.recompute_granularity}."

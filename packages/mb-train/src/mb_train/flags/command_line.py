@@ -21,8 +21,11 @@ from mb_train.config.model import ModelFields
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.megatron_core import (
+    NO_FUSED_GELU,
     TOPK,
     defaults_beside,
+    other_balance,
+    other_muon,
     spelled_out,
     summed_logits,
     two_moments,
@@ -91,6 +94,9 @@ def parse(
             values[f.name] = None
     wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)
+    if "activation" in beside:
+        values.pop(NO_FUSED_GELU, None)  # it has an effect
+    muons = other_muon(typed, values)
     values, of_every_layer, notes, meaningless = understood(values)
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
@@ -104,6 +110,9 @@ def parse(
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     if "moe_top_k" in beside and "moe_top_k" not in values:
         notes.append(f"{beside['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
+    if "activation" in beside:
+        notes.append("the exact GELU, as in Megatron without its fused kernel")
+    notes += [*muons, *other_balance(typed, values)]
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 

@@ -12,6 +12,10 @@ from functools import partial
 from typing import Any
 
 TOPK = "--moe-router-topk"
+NO_FUSED_GELU = "--no-bias-gelu-fusion"
+# Transformer Engine's GELU is the approximation by tanh.
+TE_ACTIVATION = "--use-te-activation-func"
+TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
@@ -49,6 +53,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--moe-token-dispatcher-type": {
         "allgather": {"moe_dispatcher": "all_gather"},
         "alltoall": {"moe_dispatcher": "all_to_all"},
+        "alltoall_seq": {"moe_dispatcher": "all_to_all"},
         "flex": {"moe_dispatcher": "auto"},
     },
     "--moe-token-drop-policy": {
@@ -85,6 +90,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--muon-extra-scale-factor": {"0.2": {}},
     "--muon-coefficient-type": {"simple": {}},
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
+    "--muon-scalar-optimizer": {"adam": {}},
 }
 _INSTEAD: Mapping[str, str] = {
     "--moe-router-load-balancing-type": " There is no Sinkhorn in a run.",
@@ -164,6 +170,7 @@ _NOT_TRANSLATED = """
     --overlap-moe-expert-parallel-comm --moe-enable-deepep --moe-deepep-num-sms
     --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
     --moe-enable-mori --moe-mori-max-tokens-per-rank
+    --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
@@ -253,6 +260,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
+    - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
+      the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
+      Transformer Engine does where a flag asks for its activation.
 
     Args:
         typed: flags of the command line.
@@ -267,7 +277,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
-    if _is_whole(typed, values):
+    if _is_exact_gelu(typed, values):
+        found["activation"] = "gelu"
+    if _is_whole(values) and "--num-experts" in typed:
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
     top_k = _core_top_k(typed, values)
@@ -282,17 +294,52 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     return found
 
 
-def _is_whole(typed: Container[str], values: Mapping[str, Any]) -> bool:
-    """Whether this is a whole script with Megatron's experts."""
-    return "--num-experts" in typed and "num_layers" in values and "recipe" not in values
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Whether this is a whole script, not a few flags beside a recipe."""
+    return "num_layers" in values and "recipe" not in values
+
+
+def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
+    others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
+    if "--num-experts" not in typed:
+        others.append(TE_FUSED_MLP)
+    unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
+    return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
 
 
 def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
     if TOPK in typed:
         return values["moe_top_k"]
-    cores = _is_whole(typed, values) and any(flag in typed for flag in CORES)
+    megatrons = _is_whole(values) and "--num-experts" in typed
+    cores = megatrons and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
+
+
+def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a whole script with Muon that leaves to Megatron what is another number here."""
+    nesterov = "--muon-nesterov" in typed or "--muon-use-nesterov" in typed
+    if values.get("optimizer") != "muon" or not _is_whole(values):
+        return []
+    if nesterov and "--muon-extra-scale-factor" in typed:
+        return []
+    return [
+        "Muon is Moonlight's, with Nesterov's momentum and steps of the size of Adam's: Megatron's "
+        "has neither without --muon-nesterov and --muon-extra-scale-factor 0.2, and needs another "
+        "--lr"
+    ]
+
+
+def other_balance(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a balancing loss, of Core's flag, that counts other experts there."""
+    chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
+    if not chosen or "--moe-aux-loss-coeff" not in typed or not values.get("moe_loss_weight"):
+        return []
+    return [
+        "the balancing loss counts the experts that tokens visit: Megatron Core, since 2025, those "
+        "that they would without bias and groups"
+    ]
 
 
 def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,9 @@
 
 The latter are errors with a reason, because a model trained without one would be another one.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
-BigScience) and Alibaba's (Pai-Megatron-Patch), and what transformers, torchtitan and torchrun call
-what is called otherwise here. DeepSpeed's and Alibaba's are never translated, because their scripts
-also rely on defaults that are not ours.
+BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), and what transformers,
+torchtitan and torchrun call what is called otherwise here. Those of the three companies are never
+translated, because their scripts also rely on defaults that are not ours.
 """
 
 from __future__ import annotations
@@ -134,10 +134,11 @@ _REASONS: Mapping[str, str] = {
         --synchronize-each-layer --profile-backward --split-transformers
         --memory-centric-tiled-linear --tile-factor --scattered-embeddings
     """,
-    "say --recompute-num-layers": "--checkpoint-num-layers",
     "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
     "say --optimizer-state-dtype bf16, which halves it": "--use-bnb-optimizer",
-    "say --pipeline-schedule interleaved-zero-bubble or zbv-zero-bubble": "--enable-zbh1-*",
+    "say --pipeline-schedule interleaved-zero-bubble or zbv-zero-bubble": """
+        --enable-zbh1-* --enable-zero-bubble --zero-bubble-*
+    """,
     "say --ckpt-step": "--load-iteration",
     "--load RUN --finetune begins at step 0": "--reset-iteration",
     "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state",
@@ -154,7 +155,7 @@ _REASONS: Mapping[str, str] = {
     "leave it out, there is one implementation": """
         --disable-mem-efficient-ln --custom-token-counting --multiprocessing-context
     """,
-    "say --rotary-base": "--rotary-position-embeddings-theta",
+    "say --rotary-base": "--rotary-position-embeddings-theta --rope-theta",
     "leave it out, attention always takes the fastest kernel of torch": """
         --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
     """,
@@ -213,7 +214,21 @@ _REASONS: Mapping[str, str] = {
     "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
     "--data-path reads the files of mb-data preprocess, and Megatron's": "--dataset",
     "say --moe-shared-expert-intermediate-size": "--enable-shared-expert",
-    "say --moe-shared-expert-intermediate-size, of all of them together": "--num-shared-experts",
+    "say --moe-shared-expert-intermediate-size, of all of them together": """
+        --num-shared-experts --n-shared-experts
+    """,
+    "say --moe-shared-expert-gate": "--shared-expert-gate",
+    "say --moe-ffn-hidden-size": "--moe-intermediate-size",
+    "say --moe-first-k-dense": "--first-k-dense-replace",
+    "say --moe-router-topk, which makes a token's weights add up to 1": "--norm-topk-prob",
+    "say --moe-router-load-balancing-type seq_aux_loss": "--seq-aux",
+    "leave it out, fusion is the kernels' own matter": """
+        --use-fused-* --gemm-gradient-accumulation-fusion --use-fast-softmax
+    """,
+    "leave it out, how ranks communicate is the library's own matter": """
+        --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+    """,
+    "say --wandb-exp-name": "--wandb-name",
     "say --moe-router-num-groups and --moe-router-group-topk": """
         --moe-router-topk-limited-devices
     """,

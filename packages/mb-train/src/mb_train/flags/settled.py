@@ -29,21 +29,28 @@ _ANSWERS: Mapping[str, str] = {
         --use-custom-fsdp --ddp-bucket-size=1 --ddp-num-buckets=1
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
         --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size=1
-        --enable-full-sharding-in-hsdp
+        --enable-full-sharding-in-hsdp --megatron-fsdp-version=1
     """,
-    "the ranks always share the optimizer: see --zero-stage": "--use-distributed-optimizer",
+    "the ranks always share the optimizer: see --zero-stage": """
+        --use-distributed-optimizer --use-layer-wise-distributed-optimizer
+        --use-layer-wise-param-layout --no-use-layer-wise-param-layout
+    """,
     "gradients are always summed in fp32": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
-        --ddp-reduce-scatter-with-fp32-accumulation
+        --ddp-reduce-scatter-with-fp32-accumulation --fp32-allreduce
     """,
     "fusion is the kernels' own matter": """
         --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
         --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --moe-permute-fusion
         --moe-router-fusion --use-te-activation-func --use-fused-weighted-squared-relu
-        --use-transformer-engine-op-fuser --disable-jit-fuser
+        --use-transformer-engine-op-fuser --disable-jit-fuser --moe-router-aux-loss-fusion
+        --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
+        --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
+        --scaled-upper-triang-masked-softmax-fusion=?
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
+        --scatter-gather-tensors-in-pipeline
     """,
     "--sequence-parallel shares them": """
         --distribute-saved-activations --distribute-checkpointed-activations
@@ -61,9 +68,9 @@ _ANSWERS: Mapping[str, str] = {
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
     """,
-    "fusion is the kernels' own matter; the exact GELU is --activation gelu": """
-        --no-bias-gelu-fusion
-    """,
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": (
+        megatron_core.NO_FUSED_GELU
+    ),
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
     "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
     "the loss is always computed in fp32": "--fp16-lm-cross-entropy",
@@ -241,7 +248,8 @@ _ANSWERS: Mapping[str, str] = {
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
     "no code that comes with a model is run": "--trust-remote-code",
-    "Muon's momentum is Nesterov's": "--muon-use-nesterov",
+    "Muon's momentum is Nesterov's": "--muon-use-nesterov --muon-nesterov",
+    "there is no FP8 here": "--no-fp8-wgrad",
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 

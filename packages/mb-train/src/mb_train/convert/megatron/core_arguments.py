@@ -120,7 +120,10 @@ def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("swiglu") or given.get("squared_relu"):
         return {}
     fused = given.get("bias_gelu_fusion", True) and given.get("add_bias_linear", True)
-    return {"activation": "gelu_tanh" if fused else "gelu"}  # the fused kernel's approximation
+    engines = given.get(_argument(megatron_core.TE_ACTIVATION)) or (
+        given.get(_argument(megatron_core.TE_FUSED_MLP)) and not given.get("num_experts")
+    )
+    return {"activation": "gelu_tanh" if fused or engines else "gelu"}  # tanh in their kernels
 
 
 def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:

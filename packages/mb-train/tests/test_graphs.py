@@ -6,9 +6,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from mb_layers import MoEConfig, dMoE
+from mb_layers import MoE, MoEConfig, dMoE
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
-from mb_parallel.expert_parallel import AllGatherDispatcher
+from mb_parallel.expert_parallel import (
+    AllGatherDispatcher,
+    GlobalCapacity,
+    PeerBuffers,
+    PeerDispatcher,
+)
 from mb_parallel.optimizer import (
     SGD,
     AdamW,
@@ -34,6 +39,7 @@ SIZES = {
     "hidden_dropout": 0.1, "attention_dropout": 0.0,
 }  # fmt: skip
 MOE = {"moe_num_experts": 4, "moe_top_k": 2, "swiglu": True, "moe_jitter_eps": 0.01}
+DROPPING = {"moe_capacity_factor": 1.0}
 V = 128
 
 
@@ -44,10 +50,10 @@ V = 128
         ({}, "cuda", {"dp_shard": 2}, "--zero-stage 0 with several ranks for --cuda-graph, got 1,"),
         ({"zero_stage": 0}, "cuda", {"tp": 2}, "no tensor or pipeline parallelism"),
         (
-            MOE | {"zero_stage": 0, "moe_capacity_factor": 1.0},
+            MOE | DROPPING | {"zero_stage": 0, "moe_drop_policy": "probability"},
             "cuda",
             {"dp_shard": 2, "ep": 2},
-            "no --moe-capacity-factor over several ranks for --cuda-graph, got 1.0",
+            "--moe-drop-policy position over several ranks for --cuda-graph, got probability",
         ),
         (
             MOE | {"zero_stage": 0, "moe_dispatcher": "all_to_all"},
@@ -77,6 +83,8 @@ def test_what_cannot_be_one_graph_is_refused(change, device, dims, says):
     with pytest.raises(ValueError, match=f"Expected {says}"):
         check_capturable(config, torch.device(device), ParallelDims(**dims))
     check_capturable(TrainConfig(**SIZES | MOE), torch.device("cuda"), ParallelDims())
+    dropping = TrainConfig(**SIZES | MOE | DROPPING, zero_stage=0)
+    check_capturable(dropping, torch.device("cuda"), ParallelDims(dp_shard=2, ep=2))
 
 
 def test_the_command_says_so_before_it_writes(tmp_path, capsys):
@@ -260,7 +268,7 @@ def trained_both_ways_on_gpus(rank, world_size, *options):
     return [trained_on_ranks(rank, world_size, kind, *options, "cuda") for kind in kinds]
 
 
-RANKS = [({}, 1), (MOE, 2), (MOE, 1)]
+RANKS = [({}, 1), (MOE, 2), (MOE, 1), (MOE | DROPPING, 2)]
 
 
 @pytest.mark.parametrize(("fields", "ep"), RANKS, ids=str)
@@ -285,3 +293,25 @@ def test_rows_that_collectives_move_are_not_captured():
     layer.dispatcher = AllGatherDispatcher(2, mock.MagicMock(size=2, rank=0))
     with pytest.raises(ValueError, match=r"memory alone.* got AllGather.* --moe-dispatcher peer"):
         peer_buffers(layer)
+
+
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        ({"equal_tokens": True}, True),
+        ({}, False),
+        ({"equal_tokens": True, "drop_policy": "probability"}, False),
+        ({"equal_tokens": True, "split_over": 2}, False),
+    ],
+)
+def test_a_capacity_is_captured_where_peers_count_through_their_memory(options, captured):
+    place, other = (mock.MagicMock(size=2, rank=0) for _ in range(2))
+    layer = MoE(MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=2, capacity_factor=1.0))
+    peers = PeerDispatcher(2, place, PeerBuffers(place))
+    for ranks, is_captured in ((place, captured), (other, False)):
+        layer.dispatcher = GlobalCapacity(peers, 2, 1.0, ranks, **options)
+        if is_captured:
+            assert peer_buffers(layer) == {peers.buffers}
+        else:
+            with pytest.raises(ValueError, match="got GlobalCapacity, whose collectives"):
+                peer_buffers(layer)

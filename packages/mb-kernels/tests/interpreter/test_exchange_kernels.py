@@ -204,6 +204,8 @@ def test_what_does_not_fit_the_layout_is_refused():
     peers = torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"inverse_N: expected .*\(3,\)"):
         memory.sum_home(memory.rows("home"), peers, order[:2], order)
+    with pytest.raises(ValueError, match="gather: expected a layout of 1 token; got 3"):
+        memory.gather(x[0])
 
 
 def test_layouts_that_cannot_be_are_named():

@@ -11,9 +11,10 @@ import pytest
 import torch
 from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
+from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import dMoE
 from mb_parallel import ParallelDims, ParallelMesh
-from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place, Rows
+from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher, Place, Rows
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.shard import experts_meshes, shard_experts
 from mb_parallel.testing import run_ranks
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     policy: str = "worst"
     bounded: bool = False  # told the most rows that there can be, as by a capacity
     hooked: bool = False  # a hook changes the experts' result
+    capacity: float | None = None
 
     @property
     def stored_home(self) -> bool:
@@ -50,6 +52,8 @@ CASES = [
     Case((3, 4), top_k=1, one_rank=True, policy="budget"),
     Case((2, 2), hooked=True),
     Case((2, 3), experts=1, top_k=1),  # the width is shared
+    Case((5, 4), experts=6, capacity=0.7, depth=3),  # six counts: no multiple of 16 bytes
+    Case((4, 0), capacity=0.5, masked=True),
 ]
 
 
@@ -80,6 +84,8 @@ def _layer(case: Case) -> dMoE:
         init_method_std=0.5,
     )
     layer = dMoE(config)
+    if case.capacity is not None:
+        layer.dispatcher = LocalDispatcher(case.experts, case.capacity)
     if case.hooked:
         layer.experts.register_forward_hook(lambda module, given, y: 3 * y)
     return layer
@@ -139,6 +145,11 @@ def _spread(layer: dMoE, case: Case, mesh: ParallelMesh, buffers: PeerBuffers) -
         rows=rows,
         stores_home=layer.experts.stores_home,
     )
+    if case.capacity is not None:
+        layer.dispatcher = GlobalCapacity(
+            layer.dispatcher, case.experts, case.capacity, place, equal_tokens=False
+        )
+        assert layer.dispatcher._peers is not None
 
 
 def _ranks(rank: int, ranks: int, folder: str):

@@ -25,7 +25,7 @@ import torch
 from mb_layers import MoE, dMoE
 from mb_layers.dispatch import LocalDispatcher
 from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
-from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher
+from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher
 from mb_parallel.optimizer import WorkingCopies
 from mb_parallel.shards import local
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ _Passed = tuple[Losses, dict[str, Tensor]]
 def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
     """Raise ValueError for a run whose micro-batches cannot be one graph."""
     sparse = config.moe_num_experts is not None and config.moe_mlp_impl == "sparse"
+    by_weight = config.moe_drop_policy != "position"
     for there, wanted, got in (
         (device.type != "cuda", "a GPU", f"--device {device.type}"),
         (
@@ -55,9 +56,9 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
         ),
         (dims.tp * dims.pp > 1, "no tensor or pipeline parallelism", f"{dims.tp} x {dims.pp}"),
         (
-            dims.ep > 1 and config.moe_capacity_factor > 0,
-            "no --moe-capacity-factor over several ranks",
-            f"{config.moe_capacity_factor}: they tell each other what they count",
+            dims.ep > 1 and config.moe_capacity_factor > 0 and by_weight,
+            "--moe-drop-policy position over several ranks",
+            f"{config.moe_drop_policy}, for which they tell each other all weights",
         ),
         (
             dims.ep > 1 and config.moe_dispatcher not in ("auto", "peer"),
@@ -97,13 +98,18 @@ def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
         ValueError: rows are exchanged, or counted for a capacity, in another way.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE | dMoE)]
-    dispatchers = [layer.dispatcher for layer in layers]
+    dispatchers = [
+        dispatcher.inner
+        if isinstance(dispatcher, GlobalCapacity) and not dispatcher.has_collectives
+        else dispatcher
+        for dispatcher in (layer.dispatcher for layer in layers)
+    ]
     for dispatcher in dispatchers:
         if not isinstance(dispatcher, LocalDispatcher | PeerDispatcher):
             raise ValueError(
-                "Expected experts that are reached through peer memory alone, without a capacity, "
-                f"for --cuda-graph with several ranks, got {type(dispatcher).__name__}, whose "
-                "collectives are not captured. On one host give --moe-dispatcher peer."
+                "Expected experts that are reached through peer memory alone for --cuda-graph with "
+                f"several ranks, got {type(dispatcher).__name__}, whose collectives are not "
+                "captured. On one host give --moe-dispatcher peer."
             )
     return {one.buffers for one in dispatchers if isinstance(one, PeerDispatcher)}
 

@@ -115,6 +115,8 @@ class PeerMemory:
         self.layout, self.rank, self.arena = layout, rank, arena
         self.table, self.error, self.polls = table, error, polls
         self._done = torch.zeros(1, dtype=torch.int32, device=arena.device)
+        self._one_P = torch.ones(layout.ranks, dtype=torch.int32, device=arena.device)
+        self._peers_P = torch.arange(layout.ranks, dtype=torch.int32, device=arena.device)
         if arena.is_cuda:
             units = torch.cuda.get_device_properties(arena.device).multi_processor_count
             self._programs = 4 * units  # 528 on an H200: what its links take in
@@ -187,7 +189,7 @@ class PeerMemory:
         silent = x is None and payload is None
         with registration.device_of(self.arena):
             _kernels().push(
-                1 if silent else self._programs,
+                1 if silent else max(min(self._programs, rows * layout.ranks), 1),
                 (
                     None if x is None else x.contiguous(),
                     None if payload is None else payload.contiguous(),
@@ -214,6 +216,21 @@ class PeerMemory:
         with registration.device_of(self.arena):
             _kernels().wait(self.table, counts_P, numbers, send_counts=buffer == "tokens")
         return counts_P
+
+    def gather(self, x_D: Tensor, place: int = 0) -> Tensor:
+        """One row of every rank, [P, D] in the order of ranks, a view of this rank's arena.
+
+        For memory of its own, with M = 1. The peers' next rows overwrite it: between two uses every
+        rank has to wait for all others, as it does in the exchange of a layer's tokens.
+
+        x_D: [D] in the layout's dtype; place: as for `wait`. ValueError for another tensor or M.
+        """
+        if self.layout.tokens != 1:
+            raise ValueError(f"gather: expected a layout of 1 token; got {self.layout.tokens}.")
+        ranks = self.layout.ranks
+        self.push("tokens", x_D[None], self._one_P, order_N=self._peers_P, columns=ranks)
+        self.wait("tokens", place)
+        return self.rows("tokens")
 
     def sum_home(
         self, rows: Tensor, peers_TC: Tensor, inverse_N: Tensor, offsets_P1: Tensor

@@ -315,6 +315,8 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         memory.push("home", memory.rows("tokens"), counts)
         memory.push("home", None, counts, payload=memory.payload("tokens"))
         memory.sum_home(memory.rows("home"), slots.view(-1, 8), slots, _int32(9))
+        counted = Layout(ranks=8, tokens=1, hidden=64, words=1, dtype=torch.int32)
+        PeerMemory(counted, 3, arena, table, memory.error).gather(_int32(64))
 
     return {
         "sum of squares": partial(squared, 4096),

@@ -5,6 +5,7 @@ from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher as AllGat
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher as AllToAllDispatcher
 from mb_parallel.expert_parallel.apply import choose_dispatcher as choose_dispatcher
 from mb_parallel.expert_parallel.apply import parallelize_experts as parallelize_experts
+from mb_parallel.expert_parallel.around import GlobalCapacity as GlobalCapacity
 from mb_parallel.expert_parallel.balance import set_micro_batch as set_micro_batch
 from mb_parallel.expert_parallel.balance import step_counts as step_counts
 from mb_parallel.expert_parallel.collectives import Place as Place

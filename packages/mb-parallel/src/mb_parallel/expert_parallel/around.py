@@ -37,6 +37,7 @@ from mb_parallel.expert_parallel.collectives import (
     join_rows,
     share_of_rows,
 )
+from mb_parallel.expert_parallel.peer import PeerDispatcher
 
 
 class GlobalCapacity:
@@ -45,7 +46,8 @@ class GlobalCapacity:
     Slots are counted in the order of the batch: rank by rank or, if neighbouring ranks hold parts
     of the same sequences, sequence by sequence. Rank by rank this takes one exchange of E counts.
     Sequence by sequence, or to drop by weight, it takes one of ids (and weights), 4 to 8 bytes a
-    slot. Without `equal_tokens` the ranks first exchange their numbers of tokens.
+    slot. Without `equal_tokens` the ranks first exchange their numbers of tokens. Where the rows
+    travel through peer memory among the same ranks, counts do so too.
 
     Args:
         inner: moves the slots that are left.
@@ -80,13 +82,21 @@ class GlobalCapacity:
         self.equal_tokens = equal_tokens
         self.split_over = split_over
         self.sequences = 1
+        peers = isinstance(inner, PeerDispatcher) and inner.place.group == place.group
+        self._peers: PeerDispatcher | None = inner if peers else None
+        self._by_counts = drop_policy == "position" and split_over == 1
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether what the ranks tell each other takes collectives, beside those of `inner`."""
+        return self._peers is None or not (self._by_counts and self.equal_tokens)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Dispatch the slots that are kept; the others get expert id -1."""
         bins = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts)
         counts_E = bins.tokens_per_expert_E
         per_rank = self._per_rank(expert_ids_TK)
-        if self.drop_policy == "position" and self.split_over == 1:
+        if self._by_counts:
             kept_TK = self._first_kept(expert_ids_TK, bins)
         else:
             kept_TK = self._kept(weights_TK.detach(), expert_ids_TK, per_rank)
@@ -117,7 +127,11 @@ class GlobalCapacity:
 
     def _first_kept(self, expert_ids_TK: Tensor, bins: Bins) -> Tensor:
         """Which slots are kept where ranks come one after the other, by their places in `bins`."""
-        counts_PE = gathered(bins.tokens_per_expert_E[None], self.place)
+        counts_E, peers = bins.tokens_per_expert_E, self._peers
+        if peers is None:
+            counts_PE = gathered(counts_E[None], self.place)
+        else:
+            counts_PE = peers.buffers.gathered(counts_E, peers.layer)
         limits = (self.num_experts, self._ratio, self.min_capacity)
         limit = capacity_of(counts_PE.sum(), *limits)
         left_E = limit - counts_PE[: self.place.rank].sum(dim=0)

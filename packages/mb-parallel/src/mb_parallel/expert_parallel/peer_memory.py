@@ -14,15 +14,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from mb_kernels.exchange import Layout, PeerMemory
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, longest_of_ranks
 from mb_parallel.world import of_all_ranks
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
 Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
-STEPS = ("dispatch", "combine", "the backward of combine", "the backward of dispatch")
+STEPS = (
+    "dispatch",
+    "combine",
+    "the backward of combine",
+    "the backward of dispatch",
+    "the counts for a capacity",
+)
 
 
 class PeerBuffers:
@@ -94,11 +102,29 @@ class PeerBuffers:
             )
         return memory
 
+    @_disable_dynamo
+    def gathered(self, counts_E: Tensor, layer: int) -> Tensor:
+        """int32 counts [E] of every rank, [P, E], until the next call.
+
+        Rows of the same layer are exchanged after it, by which all ranks have read them.
+        """
+        experts = counts_E.shape[0]
+        counts_W = F.pad(counts_E, (0, -experts % 4))  # rows travel in pieces of 16 bytes
+        key = (counts_W.shape[0], torch.int32, 1)
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = self._allocated(Layout(self.place.size, 1, counts_W.shape[0], 1, torch.int32))
+            self._memories[key] = memory
+        self.check(memory)
+        return memory.gather(counts_W, self.place_of(layer, 4))[:, :experts]
+
     def _make(self, x_TD: Tensor, words: int) -> PeerMemory:
         """New memory. What it takes the place of stays: routes and CUDA graphs refer to it."""
         tokens, hidden = x_TD.shape
         most = longest_of_ranks(self.max_tokens or tokens, self.place, x_TD.device)
-        layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
+        return self._allocated(Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype))
+
+    def _allocated(self, layout: Layout) -> PeerMemory:
         arena, table, error, kept = self._allocate(layout.nbytes, self.place)
         self._kept += [arena, kept]
         polls = min(int(self.timeout_s * 1e6), 2**31 - 1)

@@ -227,6 +227,12 @@ def test_older_spellings_mean_what_they_meant():
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
         ("--eval-iters -1", {"eval_iters": 0}),
+        (
+            "--exit-interval 0 --exit-duration-in-mins 0 --moe-shared-expert-intermediate-size 0",
+            dict.fromkeys(
+                ("exit_interval", "exit_duration_in_mins", "moe_shared_expert_intermediate_size")
+            ),
+        ),
     ],
 )
 def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
@@ -377,6 +383,13 @@ def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
     assert config.recompute_granularity is None
     (note,) = without_effect(line, config)
     assert note == "no effect without --recompute-granularity full: --recompute-method"
+
+
+def test_no_experts_are_a_dense_model():
+    line = parse([*RUN, "--num-experts", "0", "--moe-grouped-gemm"])
+    config = resolve(line)
+    assert (config.moe_num_experts, config.moe_top_k) == (None, 1)
+    assert line.notes == parse([*RUN, "--moe-grouped-gemm"]).notes
 
 
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):

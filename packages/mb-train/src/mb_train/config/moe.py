@@ -14,7 +14,7 @@ class MoEFields:
 
     moe_num_experts: int | None = flag(
         "experts of a feed-forward; default a dense model", bounds=POSITIVE, on_load="model",
-        layer="num_experts", also=("--num-experts",),
+        layer="num_experts", also=("--num-experts",), zero_is_none=True,
     )  # fmt: skip
     moe_top_k: int = flag(
         "experts per token", 1, bounds=POSITIVE, on_load="said", layer="top_k",
@@ -138,7 +138,7 @@ class MoEFields:
     )  # fmt: skip
     moe_shared_expert_intermediate_size: int | None = flag(
         "width of an expert that every token visits; default none", bounds=POSITIVE,
-        on_load="model", layer="shared_expert_hidden_size",
+        on_load="model", layer="shared_expert_hidden_size", zero_is_none=True,
     )  # fmt: skip
     moe_shared_expert_gate: bool = flag(
         "weight the shared expert by a learned gate", False, on_load="model",

@@ -139,11 +139,13 @@ class TrainingFields:
         on_load="said", needs=_ADAMS,
     )  # fmt: skip
     exit_interval: int | None = flag(
-        "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own"
-    )
+        "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own",
+        zero_is_none=True,
+    )  # fmt: skip
     exit_duration_in_mins: float | None = flag(
-        "save and stop this many minutes after the start", bounds=POSITIVE, on_load="own"
-    )
+        "save and stop this many minutes after the start", bounds=POSITIVE, on_load="own",
+        zero_is_none=True,
+    )  # fmt: skip
     nan_limit: int = flag(
         "stop after this many steps in a row whose loss is not a number; 0 goes on (ours)", 10,
         bounds=AT_LEAST_0,

@@ -279,7 +279,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_renormalize"] = False
     if _is_exact_gelu(typed, values):
         found["activation"] = "gelu"
-    if _is_whole(values) and "--num-experts" in typed:
+    if _is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
     top_k = _core_top_k(typed, values)
@@ -299,10 +299,15 @@ def _is_whole(values: Mapping[str, Any]) -> bool:
     return "num_layers" in values and "recipe" not in values
 
 
+def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    """Whether there are experts by Megatron's flag; 0 of them are none."""
+    return "--num-experts" in typed and values.get("moe_num_experts") is not None
+
+
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
     others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
-    if "--num-experts" not in typed:
+    if not _has_experts(typed, values):
         others.append(TE_FUSED_MLP)
     unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
     return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
@@ -312,7 +317,7 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
     if TOPK in typed:
         return values["moe_top_k"]
-    megatrons = _is_whole(values) and "--num-experts" in typed
+    megatrons = _is_whole(values) and _has_experts(typed, values)
     cores = megatrons and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 

@@ -1,5 +1,8 @@
 """Checkpoints: whole or not there, exact, of this model, and no code from strangers."""
 
+import hashlib
+import io
+import math
 import os
 import pickle
 import signal
@@ -7,6 +10,7 @@ import subprocess
 import threading
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +24,7 @@ from mb_train.checkpoint import host_copy, writer
 from mb_train.checkpoint import saver as saver_module
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
-from mb_train.folder.checksums import format_sums, sum_of
+from mb_train.folder.checksums import SummedFile, format_sums, sum_of
 from mb_train.folder.run_folder import SavedRun, checkpoints, find_checkpoint, read_saved_run
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -88,25 +92,20 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_weights(tmp_path):
 
 
 def test_a_state_of_several_files(tmp_path, monkeypatch):
-    """torch's writer keeps in memory what goes into one file."""
+    """Several are written at a time."""
     monkeypatch.setattr(writer, "_FILE_BYTES", 100)
-    held = []
-
-    def write_data(torchs, plan, planner):
-        held.append(sum(writer._bytes_of(item) for item in plan.items))
-        return write(torchs, plan, planner)
-
-    write = dcp.FileSystemWriter.write_data
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
     model, optimizer = make(width=30)
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
     tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+    metadata, held = dcp.FileSystemReader(path).read_metadata(), Counter()
+    for index, place in metadata.storage_data.items():
+        held[place.relative_path] += 4 * math.prod(metadata.state_dict_metadata[index.fqn].size)
     largest = 4 * 90
-    assert sum(held) == sum(tensor.nbytes for tensor in tensors)
+    assert sum(held.values()) == sum(tensor.nbytes for tensor in tensors)
     assert len(held) > 3
-    assert max(held) < 100 + largest
-    assert len(list(path.glob("*.distcp"))) == len(held)
+    assert max(held.values()) < 100 + largest
+    assert sorted(held) == sorted(file.name for file in path.glob("*.distcp"))
 
     other, other_optimizer = make(width=30, seed=1)
     load_checkpoint(path, other, other_optimizer)
@@ -117,6 +116,58 @@ def test_a_state_of_several_files(tmp_path, monkeypatch):
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
     with pytest.raises(CheckpointError, match=damaged.name):
         load_checkpoint(path, other, other_optimizer)
+
+
+def test_the_files_are_those_of_torchs_writer(tmp_path):
+    """Each tensor as `torch.save` writes it, of any size, dtype and layout, for any reader."""
+    model = nn.Module()
+    for name, tensor in {
+        "small": torch.ones(3), "large": torch.rand(700, 801), "none": torch.empty(0, 4),
+        "bf16": torch.rand(5, 7).bfloat16(), "fp8": torch.rand(8).to(torch.float8_e4m3fn),
+        "transposed": torch.rand(6, 9).mT, "of_a_larger": torch.rand(100)[20:30],
+    }.items():  # fmt: skip
+        model.register_buffer(name, tensor)
+    path = save(tmp_path, model, None)
+    state = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+    places = dcp.FileSystemReader(path).read_metadata().storage_data
+    assert {index.fqn for index in places} == state.keys()
+    for index, place in places.items():
+        saved = io.BytesIO()
+        tensor = state[index.fqn]
+        torch.save(tensor.clone() if index.fqn == "model.of_a_larger" else tensor, saved)
+        written = (path / place.relative_path).read_bytes()[place.offset :][: place.length]
+        assert written == saved.getvalue()
+    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name].float(), tensor.float())
+
+
+def test_small_tensors_are_written_together_and_large_ones_whole():
+    """Every call of the system takes the interpreter's lock from the steps beside it."""
+
+    class File(io.RawIOBase):
+        def __init__(self):
+            self.content, self.calls = b"", 0
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            self.content += bytes(data)
+            self.calls += 1
+            return len(data)
+
+    raw = File()
+    with io.BufferedWriter(raw, 2**20) as stream:
+        summed = SummedFile(stream)
+        for _ in range(50):
+            torch.save(torch.ones(3), summed)
+        assert raw.calls == 0
+        torch.save(torch.ones(2**20), summed)
+        assert raw.calls == 2
+    assert summed.size == len(raw.content) > 2**22
+    assert summed.sum() == hashlib.sha256(raw.content).hexdigest()
 
 
 def test_stages_on_one_rank_that_share_a_name_both_get_it(tmp_path):
@@ -150,7 +201,7 @@ def full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["mkdir", "write_data", "finish", "rename"])
+@pytest.mark.parametrize("where", ["mkdir", "write_data", "fsync", "finish", "rename"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_failed_save_is_said_and_leaves_nothing_behind(
     tmp_path, monkeypatch, where, asynchronous
@@ -162,7 +213,7 @@ def test_a_failed_save_is_said_and_leaves_nothing_behind(
     said = []
     saver = Saver(tmp_path, asynchronous=asynchronous, say=said.append)
     with monkeypatch.context() as patch:
-        owner = {"mkdir": Path, "rename": os}.get(where, dcp.FileSystemWriter)
+        owner = {"mkdir": Path, "rename": os, "fsync": os}.get(where, writer.Writer)
         patch.setattr(owner, where, full)
         begin(saver, model, optimizer, 8)
         saver.wait()
@@ -291,7 +342,7 @@ def test_tensors_that_cannot_be_read_are_no_checkpoint(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
-    shards = path / "__0_0_0.distcp"
+    shards = path / "__0_0.distcp"
     shards.write_bytes(bytes(len(shards.read_bytes())))
     sum_again(path)
     with pytest.raises(CheckpointError, match=f"{path.name} is damaged: .*Error"):
@@ -304,7 +355,7 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
     path = save(tmp_path, model, optimizer)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for key, info in metadata.storage_data.items():
-        metadata.storage_data[key] = replace(info, relative_path="../other/__0_0_0.distcp")
+        metadata.storage_data[key] = replace(info, relative_path="../other/__0_0.distcp")
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     sum_again(path)
     with pytest.raises(CheckpointError, match="points outside its folder"):
@@ -312,7 +363,7 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed", "flipped"])
-@pytest.mark.parametrize("name", ["__0_0_0.distcp", ".metadata", "run.json", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json", "SHA256SUMS"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, damage, name):
     model, optimizer = make()
     step(model, optimizer)
@@ -437,13 +488,13 @@ def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch
     step(model, optimizer)
     saver = Saver(tmp_path, asynchronous=True)
     release = threading.Event()
-    write = dcp.FileSystemWriter.write_data
+    write = writer.Writer.write_data
 
     def slow(*arguments):
         assert release.wait(30)
         return write(*arguments)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", slow)
+    monkeypatch.setattr(writer.Writer, "write_data", slow)
     begin(saver, model, optimizer, 3)
     assert not saver.poll()
     assert find_checkpoint(tmp_path) is None

@@ -246,9 +246,9 @@ def test_loading_from_elsewhere_sets_an_earlier_run_aside(run, tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous):
-    import torch.distributed.checkpoint as dcp
+    from mb_train.checkpoint.writer import Writer
 
-    write, calls = dcp.FileSystemWriter.write_data, 0
+    write, calls = Writer.write_data, 0
 
     def full(*arguments):
         nonlocal calls
@@ -257,7 +257,7 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
             raise OSError(28, "No space left on device")
         return write(*arguments)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(Writer, "write_data", full)
     words = ["--async-save"] if asynchronous else []
     assert run("--train-iters", 3, "--save-interval", 1, *words) == 0
     out = capsys.readouterr().out
@@ -287,13 +287,13 @@ def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, cap
 
 def test_a_run_whose_end_is_not_saved_says_so(run, monkeypatch, capsys):
     """torch's writer, on a disk that is really full, says `unexpected pos 704 vs 598`."""
-    import torch.distributed.checkpoint as dcp
+    from mb_train.checkpoint.writer import Writer
 
     def full(*arguments):
         raise RuntimeError("unexpected pos 704 vs 598")
 
     assert run("--train-iters", 1) == 0
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(Writer, "write_data", full)
     room = shutil.disk_usage(run.folder)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
     assert go_on(run.folder, "--train-iters", 2) == 1
@@ -511,7 +511,7 @@ def test_a_log_torn_by_a_kill_is_no_obstacle(run, capsys):
 
 def test_a_damaged_checkpoint_offers_the_one_before(run, capsys):
     assert run("--train-iters", 2, "--save-interval", 1) == 0
-    shard = run.folder / "iter_0000002" / "__0_0_0.distcp"
+    shard = run.folder / "iter_0000002" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 4
     shard.write_bytes(content)

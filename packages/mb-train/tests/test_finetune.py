@@ -195,9 +195,9 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
 
 
 def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsys):
-    import torch.distributed.checkpoint as dcp
+    from mb_train.checkpoint.writer import Writer
 
-    write_data, saves = dcp.FileSystemWriter.write_data, []
+    write_data, saves = Writer.write_data, []
 
     def full_later(*arguments):
         saves.append(1)
@@ -205,7 +205,7 @@ def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsy
             raise OSError(28, "No space left on device")
         return write_data(*arguments)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full_later)
+    monkeypatch.setattr(Writer, "write_data", full_later)
     file = tmp_path / "pairs.tsv"
     write(file, "qqp", 4)
     words = ["--train-data", str(file), "--valid-data", str(file), "--save", str(tmp_path / "out")]

@@ -185,7 +185,7 @@ def test_names_are_accounted_for_over_all_stages(tmp_path):
 
 def test_a_damaged_shard_is_said_on_all_ranks(tmp_path):
     save(tmp_path, Layout(), 0, 1, asynchronous=False)
-    shard = tmp_path / "iter_0000001" / "__0_0_0.distcp"
+    shard = tmp_path / "iter_0000001" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     results = run_ranks(_damaged, 2, tmp_path)
     assert results[0] == results[1]

@@ -66,6 +66,13 @@ class HostCopier:
         target.copy_(pinned)
 
 
+def use_stream(stream: torch.cuda.Stream | None) -> None:
+    """A thread begins on the first GPU and on the training's stream, where its copies would stand
+    between the kernels of the steps; this one goes on in another, on the rank's GPU."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
 @contextlib.contextmanager
 def allocating() -> Generator[None]:
     """Raise MemoryError where memory runs short; torch raises a RuntimeError without a class."""

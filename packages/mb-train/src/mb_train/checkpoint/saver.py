@@ -28,7 +28,7 @@ from mb_parallel import any_rank, rank, world_size
 from mb_parallel.optimizer import local
 from torch import Tensor
 
-from mb_train.checkpoint.host_copy import HostCopier, allocating
+from mb_train.checkpoint.host_copy import HostCopier, allocating, use_stream
 from mb_train.checkpoint.read import Progress, cause_of, quiet
 from mb_train.checkpoint.tensors import Modules, Optimizers, as_list, tensors_of
 from mb_train.folder.history import withdraw
@@ -81,7 +81,7 @@ class Saver:
             import mb_train.checkpoint.writer  # noqa: F401 (now, and not beside the steps)
 
             self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="saver", initializer=_use_stream, initargs=(_stream(),)
+                1, thread_name_prefix="saver", initializer=use_stream, initargs=(_stream(),)
             )
             if world_size() > 1:
                 # The writing thread's messages must not mix with the training's.
@@ -316,13 +316,6 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 def _stream() -> torch.cuda.Stream | None:
     return torch.cuda.Stream() if torch.cuda.is_available() else None
-
-
-def _use_stream(stream: torch.cuda.Stream | None) -> None:
-    """A thread begins on the first GPU and on the training's stream, where its copies would stand
-    between the kernels of the steps; this one gets a stream of its own on the rank's GPU."""
-    if stream is not None:
-        torch.cuda.set_stream(stream)
 
 
 def _fits_on_device(shards: Iterable[Tensor]) -> bool:

@@ -3,23 +3,66 @@
     cd RUN/iter_0000100 && sha256sum --check SHA256SUMS
 
 SHA-256 because every processor of the last years has instructions for it (1 to 2 GB/s a core) and
-every machine has the command. Each rank sums what it wrote; the files are checked by all ranks
+every machine has the command. Each rank sums what it writes; the files are checked by all ranks
 together, each its share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 SUMS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
+_BUFFER_BYTES = 2**20
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded, and why."""
+
+
+class SummedFile:
+    """A stream of bytes into a buffered file, summed on their way.
+
+    A thread that writes beside the training asks it for the interpreter's lock after every write
+    and every sum. So there are few of them: small pieces gather in the buffer whatever `flush`
+    asks for, and a large one is written and summed whole (benchmarks/writing.py).
+
+    Attributes:
+        size: bytes written so far.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._sum = file, hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of it."""
+        self._sum.update(data)
+        written = self._file.write(data)
+        self.size += written
+        return written
+
+    def flush(self) -> None:
+        """Nothing: torch asks for it after every tensor."""
+
+    def sum(self) -> str:
+        """SHA-256 of what was written, 64 hexadecimal digits."""
+        return self._sum.hexdigest()
+
+
+@contextlib.contextmanager
+def summed_file(path: Path) -> Generator[SummedFile]:
+    """Yield a new file to write, which is on the disk at the end of the block."""
+    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        yield SummedFile(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sum_of(path: Path) -> str:

@@ -188,10 +188,11 @@ def test_a_model_of_another_size(tmp_path):
         read_megatron(folder)
 
 
-def test_integers_are_no_weights(tmp_path):
-    norm = {"decoder.layers.9.x": torch.ones(HIDDEN, dtype=torch.int8)}
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_weights_are_no_weights(tmp_path, dtype):
+    norm = {"decoder.layers.9.x": torch.ones(HIDDEN).to(dtype)}
     folder = write(tmp_path / "checkpoints", our_model(), more=norm)
-    with pytest.raises(ValueError, match=r"layers\.9\.x to be in fp32, .* got torch\.int8"):
+    with pytest.raises(ValueError, match=rf"layers\.9\.x to be in fp32, .* got {dtype}"):
         read_megatron(folder)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.megatron.core_arguments import config_of
 from mb_train.convert.megatron.layout import Layout
+from mb_train.convert.megatron.safe_pickle import Opaque
 from mb_train.convert.new_run import shapes_of
 
 # Names of the several kinds of layers, and the one of each tensor here.
@@ -121,7 +122,12 @@ def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, T
         if name.endswith("_extra_state"):  # of FP8
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"Expected {name} to be a tensor, got a {type(tensor).__name__}.")
+            foreign = "an object of another library, as Transformer Engine's fp8 weights are"
+            found = foreign if isinstance(tensor, Opaque) else f"a {type(tensor).__name__}"
+            raise ValueError(
+                f"Expected {name} to be a tensor of torch's, got {found}. Save the model's weights "
+                "in bf16 or fp32."
+            )
         match = re.fullmatch(r"(.+\.mlp\.experts\.)weight([12])", name)
         if match is None:
             yield name, tensor

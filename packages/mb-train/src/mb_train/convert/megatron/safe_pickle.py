@@ -24,6 +24,9 @@ from mb_train.untrusted import Unpickler
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    # Of dtypes that have no storage of their own, such as fp8.
+    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("argparse", "Namespace"): argparse.Namespace,
 }

@@ -146,7 +146,11 @@ def _renamed(
     if len(wholes) > 1:  # else it may be one that reads its tensors when they are asked for
         source = {name: tensor for whole in wholes for name, tensor in whole.items()}
     names = shapes_of(config, vocab_size)
-    return translate(source, [_rule(name, config, source) for name in names], names)
+    # As they lie there: a shard of a distributed checkpoint may hold those of all layers.
+    place = {name: number for number, name in enumerate(source)}
+    rules = [_rule(name, config, source) for name in names]
+    rules.sort(key=lambda rule: place.get(rule.sources[0], 0))
+    return translate(source, rules, names)
 
 
 def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mb_train.untrusted import Unpickler
+from mb_train.untrusted import Unpickler, dtype_named
 
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
@@ -56,9 +56,7 @@ class Opaque:
 
 class _Unpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _HARMLESS.get((module, name), Opaque)
+        return dtype_named(module, name) or _HARMLESS.get((module, name), Opaque)
 
 
 # torch.load asks a module for its Unpickler.

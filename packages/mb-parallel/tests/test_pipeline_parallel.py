@@ -18,6 +18,7 @@ from mb_parallel.pipeline_parallel import (
     stage_indices,
 )
 from mb_parallel.pipeline_parallel.engine import Stage
+from mb_parallel.pipeline_parallel.placement import rank_of_stage
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 
@@ -108,6 +109,28 @@ def test_every_stage_has_one_rank(schedule, ranks):
     assert sorted(stage for stages in held for stage in stages) == list(range(ranks * per_rank))
     assert held[0][0] == 0
     assert ranks * per_rank - 1 in held[0 if SCHEDULES[schedule].v else -1]
+    for rank, stages in enumerate(held):
+        assert {rank_of_stage(schedule, stage, pp_size=ranks) for stage in stages} == {rank}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "train", "name"),
+    [
+        ("gpipe", 8, True, "ScheduleGPipe"),
+        ("1f1b", 4, True, "Schedule1F1B"),
+        ("1f1b", 3, True, "ScheduleGPipe"),
+        ("1f1b", 8, False, "ScheduleGPipe"),
+        ("interleaved-1f1b", 2, True, "ScheduleInterleaved1F1B"),
+        ("interleaved-1f1b", 8, False, "ScheduleLoopedBFS"),
+        ("interleaved-zero-bubble", 2, True, "ScheduleInterleavedZeroBubble"),
+        ("zbv-zero-bubble", 2, True, "ScheduleZBVZeroBubble"),
+        ("zbv-zero-bubble", 8, False, "ScheduleZBVZeroBubble"),
+    ],
+)
+def test_a_pass_is_run_by_the_schedule_that_was_asked_for(schedule, micro_batches, train, name):
+    """Another one would have the same numbers, and keep more activations or wait longer."""
+    kind = SCHEDULES[schedule].load(micro_batches=micro_batches, num_stages=4, train=train)
+    assert kind.__name__ == name
 
 
 def test_bad_places_are_named():

@@ -290,6 +290,13 @@ def test_states_of_another_dtype_are_not_sent():
         run_ranks(_announced_otherwise, 2)
 
 
+def test_a_stage_without_states_for_the_next_is_told_so():
+    stage = Stage.__new__(Stage)
+    stage.stage_index, stage.leaving = 0, (torch.empty(2, 8, 16, device="meta"),)
+    with _refused("stage 0 to return x [2, 8, 16] in torch.float32, by the pipeline's hidden_size"):
+        stage._checked(None)
+
+
 class Seq2Seq(torch.nn.Module):
     """Two layers of an encoder, two of a decoder, one embedding for both and for the head."""
 

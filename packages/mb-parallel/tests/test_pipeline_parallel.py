@@ -191,6 +191,7 @@ def _pieces(rank, world_size):
     assert torch.equal(parameter.grad, twice)
     for bad, message in (
         ({"embedding.words": "head.words"}, f"{('embedding', 'head')[rank]}.words' in the stage"),
+        ({"embedding.tokens.weight": "head.words"}, "'head.words' in the stage"),  # on both ranks
         ({"embedding.tokens.weight": "stack.norm.weight"}, "got parts of [16] in torch.float32"),
         ({"embedding.tokens.weight": {2: "head.weight"}}, "on stages up to 1, got 2"),
     ):

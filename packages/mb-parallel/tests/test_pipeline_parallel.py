@@ -225,6 +225,9 @@ def _pieces(rank, world_size):
     parameter.requires_grad_(False)
     with _refused("requires_grad=True, as when the pipeline was made, got False"):
         pipeline.step(batches)
+    parameter.grad = None
+    Pipeline([stage], mesh, tied=names, **arguments).step(batches)
+    assert parameter.grad is None
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))

@@ -154,9 +154,15 @@ def test_bad_places_are_named():
         check_micro_batches("interleaved-zero-bubble", 5, pp_size=2)
     with pytest.raises(ValueError, match="pp_rank from 0 up to but not 2, got 2"):
         stage_indices("1f1b", pp_size=2, pp_rank=2)
-    with pytest.raises(ValueError, match="mesh with pp > 1"):
-        Pipeline([torch.nn.Linear(1, 1)], ParallelDims().build("cpu"), schedule="1f1b",
-                 first_input="tokens", hidden_size=4)  # fmt: skip
+    mesh, settings = ParallelDims().build("cpu"), {"schedule": "1f1b", "first_input": "x"}
+    for given, change, message in (
+        (mesh, {}, "mesh with pp > 1"),
+        (None, {}, "Expected a ParallelMesh, got NoneType"),
+        (mesh, {"hidden_size": 0}, "hidden_size to be an integer >= 1"),
+        (mesh, {"dtype": torch.int64}, "dtype to be .*got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pipeline([torch.nn.Linear(1, 1)], given, **{"hidden_size": 1} | settings | change)
 
 
 def _pieces(rank, world_size):

@@ -54,6 +54,9 @@ SP, A2A, GATHER = (
 PLACES = "--moe-rebalance-interval 2"
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 FOUR = "--num-layers 4"  # for four stages; the others make do with two
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample's, not the rank's
+# What a layout's run of one process needs too.
+ALONE = {"deep": FOUR, "dropout": DROPOUT}
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero0": (2, "--zero-stage 0", True),
@@ -61,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero2": (2, "--zero-stage 2", True),
     "dp2 zero3": (2, "--zero-stage 3", True),
     "dp2 dense": (2, "", False),
+    "dp2 dropout": (2, DROPOUT, False),
     "tp2 dense": (2, f"{TP} 2", False),
     "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
     "tp2": (2, f"{TP} 2", True),
@@ -252,9 +256,10 @@ def _batch(ranks: int) -> int:
 
 
 def _expected(layout: str) -> str:
-    """Name of the run of one process: its kind, its global batch, its layers if they are four."""
+    """Name of the run of one process: its kind, its global batch, what else it has of `ALONE`."""
     ranks, more, moe = LAYOUTS[layout]
-    return f"one {'moe' if moe else 'dense'} {_batch(ranks)}{' deep' if FOUR in more else ''}"
+    also = [name for name, flags in ALONE.items() if flags in more]
+    return " ".join(["one", "moe" if moe else "dense", str(_batch(ranks)), *also])
 
 
 def _all_runs(folder: Path) -> dict[str, Path]:
@@ -263,8 +268,9 @@ def _all_runs(folder: Path) -> dict[str, Path]:
     ones = {_expected(layout) for layout in LAYOUTS}
     runs = {name: folder / name.replace(" ", "-") for name in (*LAYOUTS, *ones)}
     for one in ones:
-        _, kind, batch, *deep = one.split()
-        line = _flags(tokens, runs[one], FOUR if deep else "", moe=kind == "moe", batch=int(batch))
+        _, kind, batch, *also = one.split()
+        more = " ".join(ALONE[name] for name in also)
+        line = _flags(tokens, runs[one], more, moe=kind == "moe", batch=int(batch))
         assert _train(0, 1, [line]) == [""]
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]

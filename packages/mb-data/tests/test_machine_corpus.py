@@ -104,8 +104,8 @@ def test_nothing_to_take_leaves_no_file(tmp_path, capsys):
     for words, problem in (
         (["--add", f"m={tmp_path / 'empty'}"], "no text in"),
         (["--add", f"m={tmp_path / 'none'}"], "which is none"),
-        (["--add", "folder"], "Expected NAME=FOLDER"),
-        (["--add", "m="], "Expected NAME=FOLDER"),
+        (["--add", "folder"], "expected NAME=FOLDER"),
+        (["--add", "m="], "expected NAME=FOLDER"),
         (["--add", "m=a", "--add", "m=b"], "m is a already"),
         ([], "give one at least"),
     ):

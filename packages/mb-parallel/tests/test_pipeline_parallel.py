@@ -18,6 +18,7 @@ from mb_parallel.pipeline_parallel import (
     stage_indices,
 )
 from mb_parallel.pipeline_parallel.engine import Stage
+from mb_parallel.pipeline_parallel.placement import rank_of_stage
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 
@@ -108,6 +109,28 @@ def test_every_stage_has_one_rank(schedule, ranks):
     assert sorted(stage for stages in held for stage in stages) == list(range(ranks * per_rank))
     assert held[0][0] == 0
     assert ranks * per_rank - 1 in held[0 if SCHEDULES[schedule].v else -1]
+    for rank, stages in enumerate(held):
+        assert {rank_of_stage(schedule, stage, pp_size=ranks) for stage in stages} == {rank}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "train", "name"),
+    [
+        ("gpipe", 8, True, "ScheduleGPipe"),
+        ("1f1b", 4, True, "Schedule1F1B"),
+        ("1f1b", 3, True, "ScheduleGPipe"),
+        ("1f1b", 8, False, "ScheduleGPipe"),
+        ("interleaved-1f1b", 2, True, "ScheduleInterleaved1F1B"),
+        ("interleaved-1f1b", 8, False, "ScheduleLoopedBFS"),
+        ("interleaved-zero-bubble", 2, True, "ScheduleInterleavedZeroBubble"),
+        ("zbv-zero-bubble", 2, True, "ScheduleZBVZeroBubble"),
+        ("zbv-zero-bubble", 8, False, "ScheduleZBVZeroBubble"),
+    ],
+)
+def test_a_pass_is_run_by_the_schedule_that_was_asked_for(schedule, micro_batches, train, name):
+    """Another one would have the same numbers, and keep more activations or wait longer."""
+    kind = SCHEDULES[schedule].load(micro_batches=micro_batches, num_stages=4, train=train)
+    assert kind.__name__ == name
 
 
 def test_bad_places_are_named():
@@ -131,9 +154,15 @@ def test_bad_places_are_named():
         check_micro_batches("interleaved-zero-bubble", 5, pp_size=2)
     with pytest.raises(ValueError, match="pp_rank from 0 up to but not 2, got 2"):
         stage_indices("1f1b", pp_size=2, pp_rank=2)
-    with pytest.raises(ValueError, match="mesh with pp > 1"):
-        Pipeline([torch.nn.Linear(1, 1)], ParallelDims().build("cpu"), schedule="1f1b",
-                 first_input="tokens", hidden_size=4)  # fmt: skip
+    mesh, settings = ParallelDims().build("cpu"), {"schedule": "1f1b", "first_input": "x"}
+    for given, change, message in (
+        (mesh, {}, "mesh with pp > 1"),
+        (None, {}, "Expected a ParallelMesh, got NoneType"),
+        (mesh, {"hidden_size": 0}, "hidden_size to be an integer >= 1"),
+        (mesh, {"dtype": torch.int64}, "dtype to be .*got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pipeline([torch.nn.Linear(1, 1)], given, **{"hidden_size": 1} | settings | change)
 
 
 def _pieces(rank, world_size):
@@ -168,6 +197,7 @@ def _pieces(rank, world_size):
     assert torch.equal(parameter.grad, twice)
     for bad, message in (
         ({"embedding.words": "head.words"}, f"{('embedding', 'head')[rank]}.words' in the stage"),
+        ({"embedding.tokens.weight": "head.words"}, "'head.words' in the stage"),  # on both ranks
         ({"embedding.tokens.weight": "stack.norm.weight"}, "got parts of [16] in torch.float32"),
         ({"embedding.tokens.weight": {2: "head.weight"}}, "on stages up to 1, got 2"),
     ):
@@ -201,6 +231,9 @@ def _pieces(rank, world_size):
     parameter.requires_grad_(False)
     with _refused("requires_grad=True, as when the pipeline was made, got False"):
         pipeline.step(batches)
+    parameter.grad = None
+    Pipeline([stage], mesh, tied=names, **arguments).step(batches)
+    assert parameter.grad is None
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
@@ -265,6 +298,13 @@ def test_states_of_another_dtype_are_not_sent():
     )
     with pytest.raises(RuntimeError, match=expected):
         run_ranks(_announced_otherwise, 2)
+
+
+def test_a_stage_without_states_for_the_next_is_told_so():
+    stage = Stage.__new__(Stage)
+    stage.stage_index, stage.leaving = 0, (torch.empty(2, 8, 16, device="meta"),)
+    with _refused("stage 0 to return x [2, 8, 16] in torch.float32, by the pipeline's hidden_size"):
+        stage._checked(None)
 
 
 class Seq2Seq(torch.nn.Module):

@@ -79,6 +79,11 @@ def test_mistakes_are_named(arguments, says):
         parse(arguments)
 
 
+def test_a_run_folder_without_a_flag_is_one_to_go_on_from(tmp_path):
+    with pytest.raises(UsageError, match=f"Unknown argument {tmp_path}. .*: --load {tmp_path}"):
+        parse([str(tmp_path), "--train-iters", "9"])
+
+
 def test_a_value_of_several_words_may_begin_like_a_flag():
     assert parse(["--wandb-exp-name", "-a b"]).values == {"wandb_exp_name": "-a b"}
 

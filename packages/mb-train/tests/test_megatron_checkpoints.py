@@ -398,8 +398,12 @@ def test_a_pickle_runs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "named", [b"cargparse\nNamespace\n", b"ctorch._utils\n_rebuild_tensor_v2\n"]
-)
+    "named",
+    [
+        b"cargparse\nNamespace\n", b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctorch.storage\nUntypedStorage\n",
+    ],
+)  # fmt: skip
 def test_a_pickle_changes_nothing_that_others_use(tmp_path, named):
     path = tmp_path / "model_optim_rng.pt"
     torch.save({"x": torch.ones(3)}, path)
@@ -414,6 +418,7 @@ def test_a_pickle_changes_nothing_that_others_use(tmp_path, named):
         safe_pickle.load(path)
     assert not hasattr(argparse.Namespace, "changed")
     assert not hasattr(torch._utils._rebuild_tensor_v2, "changed")
+    assert not hasattr(torch.UntypedStorage, "changed")
 
 
 @pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle", "id"])

@@ -1,6 +1,7 @@
 """Checkpoints of Megatron Core's format torch: layers and experts of each kind, on any ranks."""
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -173,12 +174,27 @@ def test_both_kinds_of_a_norm_are_one_too_many(tmp_path):
         read_megatron(folder)
 
 
-def test_quantized_weights_are_no_weights(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_weights_are_no_weights(tmp_path, dtype):
     folder = write(tmp_path / "checkpoints", our_model())
-    norm = {"decoder.final_layernorm.weight": torch.ones(HIDDEN, dtype=torch.int8)}
+    norm = {"decoder.final_layernorm.weight": torch.ones(HIDDEN).to(dtype)}
     change_each(folder, lambda c: c["model"].update(norm))
-    with pytest.raises(ValueError, match=r"final_layernorm\.weight in .* got torch\.int8"):
+    with pytest.raises(ValueError, match=rf"final_layernorm\.weight in .* got {dtype}"):
         read_megatron(folder)
+
+
+def test_a_weight_of_another_library_is_named(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model())
+    change_each(folder, lambda c: c["model"].update({"decoder.layers.1.x": Fraction(1)}))
+    with pytest.raises(ValueError, match=r"decoder\.layers\.1\.x .* got an object of another"):
+        read_megatron(folder)
+
+
+def test_moments_in_fp8_are_left_out(tmp_path):
+    model = our_model()
+    folder = write(tmp_path / "checkpoints", model)
+    change_each(folder, lambda c: c.update(optimizer=torch.ones(3).to(torch.float8_e4m3fn)))
+    assert read_megatron(folder)[1].keys() == model.state_dict().keys()
 
 
 def test_a_head_that_differs_from_its_embedding(tmp_path):

@@ -125,8 +125,11 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_that_torch_read_and_wrote_again(tmp_path):
-    """Its reader finds the same tensors, and of whole ones a shard holds all layers."""
+def test_a_folder_that_torch_read_and_wrote_again(tmp_path, monkeypatch):
+    """Its reader finds the same tensors, and of whole ones a shard holds all layers.
+
+    So it is read once, not for every layer.
+    """
     model = our_model(**ALIKE)
     folder = write(tmp_path / "checkpoints", model, stacked=True, tp=2, ep=2, **ALIKE_ARGS)
     path, again = folder / "iter_0000050", tmp_path / "again"
@@ -140,8 +143,12 @@ def test_a_folder_that_torch_read_and_wrote_again(tmp_path):
     dcp.save(tensors, checkpoint_id=again, no_dist=True)
     for name in ("metadata.json", "common.pt"):
         shutil.copyfile(path / name, again / name)
+    loaded, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda f, **kw: loaded.append(load(f, **kw)) or loaded[-1])
     _, weights = read_megatron(again)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    read = [tensor for tensor in loaded if isinstance(tensor, torch.Tensor)]
+    assert len(read) == sum(not name.startswith(OPTIMIZERS) for name in tensors)
 
 
 @pytest.mark.parametrize("digits", [100, 5000])
@@ -188,10 +195,11 @@ def test_a_model_of_another_size(tmp_path):
         read_megatron(folder)
 
 
-def test_integers_are_no_weights(tmp_path):
-    norm = {"decoder.layers.9.x": torch.ones(HIDDEN, dtype=torch.int8)}
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_weights_are_no_weights(tmp_path, dtype):
+    norm = {"decoder.layers.9.x": torch.ones(HIDDEN).to(dtype)}
     folder = write(tmp_path / "checkpoints", our_model(), more=norm)
-    with pytest.raises(ValueError, match=r"layers\.9\.x to be in fp32, .* got torch\.int8"):
+    with pytest.raises(ValueError, match=rf"layers\.9\.x to be in fp32, .* got {dtype}"):
         read_megatron(folder)
 
 

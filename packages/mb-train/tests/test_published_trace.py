@@ -48,7 +48,7 @@ class Overflowing:
 def test_the_posts_rates_and_scales():
     device, mesh = torch.device("cpu"), ParallelDims().build("cpu")
     part, said, task = nn.Linear(1, 1, bias=False), [], GPTTask(CONFIG, vocab_size=128, eod=0)
-    steps = []
+    steps, rates = [], []
     model = SimpleNamespace(
         parts=[part],
         train=lambda mode=True: None,
@@ -71,11 +71,14 @@ def test_the_posts_rates_and_scales():
     accumulator, stream = Accumulator(mesh), iter(lambda: {"weights": torch.ones(1)}, None)
     for step in range(1, 1101):
         done = train_step(run, stream, accumulator)
+        rates.append(run.optimizer.param_groups[0]["lr"])
         if step % 100 == 0:
             stats = accumulator.collect(done.grad_norm)
             scale = run.scaler.state_dict()["scale"]
             report_interval(run, stats, seconds=1.0, samples=51_200, loss_scale=scale)
     assert steps == [*range(1, 1101)]
+    # What the optimizer stepped with: the schedule does not count the 18 steps that were skipped.
+    assert rates[199] == run.schedule.lr((199 - 18) * 512) != rates[200]
     fields = r"learning rate: (\S+) .*loss scale: (\S+) .*skipped iterations: +(\d+) "
     logged = {}
     for line in said:

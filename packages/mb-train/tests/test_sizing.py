@@ -523,6 +523,24 @@ def test_a_run_that_will_not_fit_is_warned_of(kind):
     assert f"there are {host_memory() / GIB:.1f} GiB" in said or "available memory" in said
 
 
+@pytest.mark.parametrize(
+    ("device", "gib"),
+    [
+        ("NVIDIA H200", 141), ("NVIDIA A100-SXM4-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80),
+        ("AMD Instinct MI250X", 64), ("CPU", None), ("Some GPU", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_has_too_little_is_said_to(device, gib):
+    found = sizes(config_of(), 64, 1, device)
+    fits = dataclasses.replace(found, weights=int((gib or 1) * GIB / 1.06), optimizer=0)
+    more = dataclasses.replace(found, weights=int((gib or 1e6) * GIB / 1.04), optimizer=0)
+    for one, said in ((fits, False), (more, gib is not None)):
+        lines = describe(config_of(), one, ranks=1, device=device)
+        warning = f" warning: {device} has {gib} GiB. Lower --micro-batch-size"
+        assert any(warning in line for line in lines) == said
+        assert any("warning" in line for line in lines) == said
+
+
 @pytest.mark.parametrize("ranks", ["", "0", "$SLURM_NTASKS"])
 def test_a_launcher_that_says_no_number_of_ranks_is_taken_for_one_rank(monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

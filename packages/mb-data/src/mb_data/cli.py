@@ -194,7 +194,7 @@ def _machine_corpus(options: argparse.Namespace) -> None:
     for word in options.add:
         name, equals, folder = word.partition("=")
         if not (equals and name and folder and "/" not in name):
-            raise ValueError(f"Expected NAME=FOLDER for --add, got {word!r}.")
+            raise ValueError(f"expected NAME=FOLDER for --add, got {word!r}")
         if name in folders:
             raise ValueError(f"--add {word}: {name} is {folders[name]} already; give another name")
         folders[name] = Path(folder)

@@ -205,8 +205,10 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
     gradients. Replicas add up their gradients at the last one. Optimizers, torch's too, and norms
     of this package refuse (ValueError) what ranks have not added up, and `zero_grad` of an
-    optimizer or of the model drops it. Nothing happens to a model that `apply_data_parallel` left
-    alone.
+    optimizer or of the model drops it. Replicas refuse a backward onto gradients that are summed
+    already, so call `zero_grad` of every model that the last one reached: a GAN's discriminator has
+    gradients of the generator's loss, and needs it before each of the two backwards. Nothing
+    happens to a model that `apply_data_parallel` left alone.
     """
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:

@@ -90,8 +90,8 @@ def build_scaler(config: TrainConfig) -> GradScaler | None:
     )
 
 
-def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> float:
-    """Set the rates of the step that begins after `samples` samples; return its learning rate.
+def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:
+    """Set the rates of the step that begins after `samples` samples.
 
     A group's `lr_mult` multiplies its own.
     """
@@ -99,4 +99,3 @@ def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
-    return lr

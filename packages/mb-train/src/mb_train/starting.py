@@ -12,8 +12,8 @@ from mb_train.flags.command_line import CommandLine, resolve
 from mb_train.folder.run_folder import (
     SavedRun,
     checkpoint_in,
+    checkpoint_of,
     find_checkpoint,
-    iteration_folder,
     read_saved_run,
 )
 
@@ -105,7 +105,7 @@ def find_start(config: TrainConfig) -> Resolved:
 def _checkpoint(load: str, save: str | None, step: int | None, must_exist: bool) -> Path | None:
     """The checkpoint to go on from; None for a run that begins where it will go on from later."""
     if step is not None:
-        return checkpoint_in(Path(load) / iteration_folder(step))
+        return checkpoint_of(Path(load), step)
     # Scripts that restart themselves load from where they save, the first time as well.
     may_begin = save is not None and Path(save) == Path(load) and not must_exist
     return (find_checkpoint if may_begin else checkpoint_in)(Path(load))

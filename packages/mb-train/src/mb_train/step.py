@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from mb_parallel.optimizer import clip_and_step, weight_norm, zeros_in_grad
 from mb_parallel.random import seed_micro_batch
 from torch import Tensor
@@ -76,7 +75,6 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
     return Step(done.grad_norm, zeros)
 
 
-@torch.no_grad()
 def params_norm(run: Run) -> Tensor:
     """The L2 norm of all weights, as `grad_norm` takes it of gradients."""
     return weight_norm(_weights(run), run.mesh, uncounted=run.model.copies)

@@ -34,6 +34,7 @@ from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
+from mb_train.plan.sizing import LESS_MEMORY
 from mb_train.profiling import Profiler
 from mb_train.run import Run, only_writer
 from mb_train.starting import Start, find_start
@@ -127,10 +128,7 @@ def _less_memory_named() -> Generator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.add_note(
-            "Lower --micro-batch-size, compute again with --recompute-granularity full, or spread "
-            "the model over more GPUs; mb-train plan says what a run's flags take."
-        )
+        error.add_note(f"{LESS_MEMORY}; mb-train plan shows what takes how much.")
         raise
 
 

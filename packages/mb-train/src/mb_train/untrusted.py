@@ -1,7 +1,7 @@
 """What strangers wrote, read and shown.
 
 `mb_data.untrusted` is imported by the first call, not with this module: NumPy comes with it, which
-takes as long as all else that `mb-train --help` imports.
+takes as long as all else that `mb-train --help` imports. So is torch, which takes longer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ def printable(text: str) -> str:
     from mb_data import untrusted
 
     return untrusted.printable(text)
+
+
+def dtype_named(module: str, name: str) -> Any:
+    """The dtype of torch that a pickle names so; None for what is none."""
+    import torch
+
+    found = getattr(torch, name, None) if module == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
 
 
 _InPython: Any = vars(pickle)["_Unpickler"]

@@ -111,11 +111,11 @@ def write_machine_corpus(
         ValueError: a folder that does not exist, no text in any, or no worker.
     """
     if workers < 1:
-        raise ValueError(f"Expected workers of at least 1, got {workers}.")
+        raise ValueError(f"expected workers of at least 1, got {workers}")
     named = machine_folders() if folders is None else {n: Path(f) for n, f in folders.items()}
     for folder in named.values():
         if not folder.is_dir():
-            raise ValueError(f"Expected a folder of text, got {folder}, which is none.")
+            raise ValueError(f"expected a folder of text, got {folder}, which is none")
     facts, seen = CorpusFacts(), set[int]()
     compressor = zlib.compressobj(6)
     with written_whole(path) as file, _mapper(workers) as mapped:

@@ -59,8 +59,8 @@ def adamw_step(
     lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
     if any(len(other) != len(weights) for other in lists):
         raise ValueError(
-            f"Expected lists of one length, got {len(weights)} weights and "
-            f"{', '.join(str(len(other)) for other in lists)} of the rest."
+            f"expected lists of one length, got {len(weights)} weights and "
+            f"{', '.join(str(len(other)) for other in lists)} of the rest"
         )
     if not weights:
         return

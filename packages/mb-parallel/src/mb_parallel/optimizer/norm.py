@@ -233,15 +233,15 @@ def clip_and_step(
             "Expected each parameter in one optimizer, got some in two, which would step twice. "
             "Give each optimizer parameters of its own."
         )
+    refuse_apart(parameters)
     trained = [p for p in parameters if p.requires_grad]
-    refuse_apart(trained)
     if trained and all(p.grad is None for p in trained):
         raise ValueError(
             "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
             "and make the optimizer after what replaces parameters: parallelize_tensors, "
             "parallelize_experts, apply_data_parallel."
         )
-    norm = grad_norm(parameters, mesh, uncounted=uncounted)
+    norm = _joint_norm(parameters, _grad, mesh, uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)
     if scale is not None:
         norm = norm / scale

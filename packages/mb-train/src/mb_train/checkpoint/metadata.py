@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from mb_train.folder.checksums import CheckpointError
-from mb_train.untrusted import Unpickler
+from mb_train.untrusted import Unpickler, dtype_named
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -73,10 +72,9 @@ class _MetadataUnpickler(Unpickler):
         self._also = also
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _METADATA_CLASSES.get(module, ()):
+        if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
-        if (found := self._also(module, name)) is not None:
+        if (found := dtype_named(module, name) or self._also(module, name)) is not None:
             return found
         raise CheckpointError(
             f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -83,7 +84,9 @@ def parse(
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        raise UsageError(f"Unknown argument {unknown[0]}.{nearest(unknown[0], commands)}")
+        go_on = f" To go on with the run in this folder: --load {unknown[0]}."
+        hint = go_on if Path(unknown[0]).is_dir() else nearest(unknown[0], commands)
+        raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
     values = vars(namespace)

@@ -140,6 +140,20 @@ def checkpoint_in(path: Path) -> Path:
     return checkpoint
 
 
+def checkpoint_of(folder: Path, iteration: int) -> Path:
+    """The checkpoint of an iteration in a run folder.
+
+    Raises:
+        ValueError: there is none; says which iterations have one.
+    """
+    path, whole = folder / iteration_folder(iteration), _whole(folder)
+    if path in whole:
+        return path
+    there = ", ".join(str(iteration_of(one)) for one in whole)
+    hint = f" --ckpt-step takes one of {there}." if whole else _whose(path)
+    raise ValueError(f"Expected a checkpoint in {path}, found none.{hint}")
+
+
 def _whose(path: Path) -> str:
     megatron = ["mp_rank_*", "iter_*/mp_rank_*", "metadata.json", "iter_*/metadata.json"]
     there = {"Hugging Face": ["config.json"], "Megatron": megatron}

@@ -24,6 +24,7 @@ from torch import Tensor
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.megatron.core_arguments import config_of
 from mb_train.convert.megatron.layout import Layout
+from mb_train.convert.megatron.safe_pickle import Opaque
 from mb_train.convert.new_run import shapes_of
 
 # Names of the several kinds of layers, and the one of each tensor here.
@@ -121,7 +122,12 @@ def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, T
         if name.endswith("_extra_state"):  # of FP8
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"Expected {name} to be a tensor, got a {type(tensor).__name__}.")
+            foreign = "an object of another library, as Transformer Engine's fp8 weights are"
+            found = foreign if isinstance(tensor, Opaque) else f"a {type(tensor).__name__}"
+            raise ValueError(
+                f"Expected {name} to be a tensor of torch's, got {found}. Save the model's weights "
+                "in bf16 or fp32."
+            )
         match = re.fullmatch(r"(.+\.mlp\.experts\.)weight([12])", name)
         if match is None:
             yield name, tensor
@@ -140,7 +146,11 @@ def _renamed(
     if len(wholes) > 1:  # else it may be one that reads its tensors when they are asked for
         source = {name: tensor for whole in wholes for name, tensor in whole.items()}
     names = shapes_of(config, vocab_size)
-    return translate(source, [_rule(name, config, source) for name in names], names)
+    # As they lie there: a shard of a distributed checkpoint may hold those of all layers.
+    place = {name: number for number, name in enumerate(source)}
+    rules = [_rule(name, config, source) for name in names]
+    rules.sort(key=lambda rule: place.get(rule.sources[0], 0))
+    return translate(source, rules, names)
 
 
 def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:

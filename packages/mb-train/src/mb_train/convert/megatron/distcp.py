@@ -14,7 +14,7 @@ import io
 import pickle
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,9 +75,14 @@ class SavedTensor:
     """
 
     def __init__(
-        self, name: str, size: Sequence[int], dtype: torch.dtype, shards: Sequence[Shard]
+        self,
+        name: str,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        shards: Sequence[Shard],
+        load: Callable[[Shard, str], Tensor],
     ) -> None:
-        self.name, self.size, self.dtype = name, tuple(size), dtype
+        self.name, self.size, self.dtype, self._load = name, tuple(size), dtype, load
         check_dtype(dtype, name)
         for shard in shards:
             self._check(shard)
@@ -119,30 +124,33 @@ class SavedTensor:
                 continue
             source = [slice(a - o, b - o) for (a, b), o in zip(common, shard.offsets, strict=True)]
             target = [slice(a - r, b - r) for (a, b), (r, _) in zip(common, ranges, strict=True)]
-            found[tuple(target)] = self._load(shard)[tuple(source)]
+            loaded = self._load(shard, self.name)
+            if (tuple(loaded.shape), loaded.dtype) != (shard.sizes, self.dtype):
+                raise ValueError(
+                    f"Expected {list(shard.sizes)} of {self.dtype} in {shard.file} for "
+                    f"{self.name}, got {list(loaded.shape)} of {loaded.dtype}."
+                )
+            found[tuple(target)] = loaded[tuple(source)]
         return found
 
-    def _load(self, shard: Shard) -> Tensor:
-        content = io.BytesIO(shard.content(self.name))
-        try:
-            found = torch.load(content, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:  # torch's own text says how to run it
-            raise ValueError(
-                f"Expected a tensor in {shard.file} at {shard.start:,}, for {self.name}; its "
-                "pickle is damaged or names something else, which may be meant to run code."
-            ) from None
-        except Exception as error:  # a damaged one may raise any
-            raise ValueError(
-                f"Cannot read {self.name} in {shard.file} at {shard.start:,}: {str(error)[:200]}."
-            ) from None
-        if not isinstance(found, Tensor) or found.device.type != "cpu":
-            raise ValueError(f"Expected a tensor in {shard.file} for {self.name}, got none.")
-        if (tuple(found.shape), found.dtype) != (shard.sizes, self.dtype):
-            raise ValueError(
-                f"Expected {list(shard.sizes)} of {self.dtype} in {shard.file} for {self.name}, "
-                f"got {list(found.shape)} of {found.dtype}."
-            )
-        return found.detach()
+
+def _load(shard: Shard, name: str) -> Tensor:
+    """What is in a shard of the tensor of this name."""
+    content = io.BytesIO(shard.content(name))
+    try:
+        found = torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch's own text says how to run it
+        raise ValueError(
+            f"Expected a tensor in {shard.file} at {shard.start:,}, for {name}; its pickle is "
+            "damaged or names something else, which may be meant to run code."
+        ) from None
+    except Exception as error:  # a damaged one may raise any
+        raise ValueError(
+            f"Cannot read {name} in {shard.file} at {shard.start:,}: {str(error)[:200]}."
+        ) from None
+    if not isinstance(found, Tensor) or found.device.type != "cpu":
+        raise ValueError(f"Expected a tensor in {shard.file} for {name}, got none.")
+    return found.detach()
 
 
 def read_folder(
@@ -162,6 +170,7 @@ def read_folder(
     metadata = read_metadata(path, _also)
     where = metadata.storage_data or {}
     lengths = cache(_bytes_of)  # a file has thousands of shards
+    load = lru_cache(maxsize=1)(_load)  # of one that holds all layers, they are asked for in turn
 
     def shard(name: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Shard:
         info = where[MetadataIndex(name, offsets)]
@@ -181,7 +190,8 @@ def read_folder(
                 continue
             if isinstance(entry, TensorStorageMetadata):
                 shards = [shard(name, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-                tensors[name] = SavedTensor(name, entry.size, entry.properties.dtype, shards)
+                dtype = entry.properties.dtype
+                tensors[name] = SavedTensor(name, entry.size, dtype, shards, load)
             else:
                 objects[name] = shard(name)
     except KeyError as error:

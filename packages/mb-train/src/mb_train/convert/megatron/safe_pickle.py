@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
-from mb_train.untrusted import Unpickler
+from mb_train.untrusted import Unpickler, dtype_named
 
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    # Of dtypes that have no storage of their own, such as fp8.
+    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("argparse", "Namespace"): argparse.Namespace,
 }
@@ -53,9 +56,7 @@ class Opaque:
 
 class _Unpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _HARMLESS.get((module, name), Opaque)
+        return dtype_named(module, name) or _HARMLESS.get((module, name), Opaque)
 
 
 # torch.load asks a module for its Unpickler.

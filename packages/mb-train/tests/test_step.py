@@ -45,3 +45,14 @@ def test_a_step_trains_on_the_mean_over_the_tokens_that_count(run):
     done = train_step(run, iter(batches), Accumulator(run.mesh))
     torch.testing.assert_close(run.last_losses["lm loss"], loss.detach())
     torch.testing.assert_close(done.grad_norm, norm)
+
+
+def test_each_micro_batch_of_each_step_draws_numbers_of_its_own(run):
+    (part,), seeds = run.model.parts, []
+    part.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
+    text_MBS = np.random.default_rng(0).integers(0, 60, (2, 1, 9))
+    arrays = [run.task.collate([*text_BS]) for text_BS in text_MBS]
+    for _ in range(2):
+        batches = [{name: torch.from_numpy(a) for name, a in batch.items()} for batch in arrays]
+        train_step(run, iter(batches), Accumulator(run.mesh))
+    assert len(set(seeds)) == len(seeds) == 4

@@ -20,8 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import host_copy, writer
-from mb_train.checkpoint import saver as saver_module
+from mb_train.checkpoint import host_copy, snapshot, writer
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder.checksums import SummedFile, format_sums, sum_of
@@ -587,7 +586,7 @@ def test_a_copy_on_the_device_has_to_fit_beside_the_largest_step(monkeypatch):
 
     def fits(*sizes):
         shards = [SimpleNamespace(is_cuda=n > 1, nbytes=n, device="cuda") for n in sizes]
-        return saver_module._fits_on_device(shards)
+        return snapshot.fits_on_device(shards)
 
     assert fits(100, 1, 23)
     assert not fits(100, 24)  # 1.05 x 124 of 130
@@ -610,7 +609,7 @@ def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device,
     model(x).square().sum().backward()
     optimizer.step()
     if not room:
-        monkeypatch.setattr(saver_module, "_fits_on_device", lambda tensors: False)
+        monkeypatch.setattr(snapshot, "fits_on_device", lambda shards: False)
     monkeypatch.setattr(host_copy, "_BUFFER_BYTES", 1024)
     saver = Saver(tmp_path, asynchronous=True)
     for iteration in (1, 2, 3):  # the second reuses what the first has allocated
@@ -625,5 +624,6 @@ def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device,
         other = make(width=1000, seed=1)[0].to(device)
         load_checkpoint(tmp_path / f"iter_{iteration:07d}", other, None)
         assert all(map(torch.equal, before, other.parameters()))
-    assert bool(saver._host) == (device == "cuda" and not room)
     saver.close()
+    copies = snapshot.Snapshots().take(model.state_dict())
+    assert {copy.device.type for copy in copies.values()} == {"cuda" if room else "cpu"}

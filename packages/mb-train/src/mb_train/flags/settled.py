@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mb_train.config import flag_name
 from mb_train.flags import megatron_core
+from mb_train.flags.megatron_defaults import NO_FUSED_GELU
 
 _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
@@ -68,9 +69,7 @@ _ANSWERS: Mapping[str, str] = {
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
     """,
-    "fusion is the kernels' own matter; the exact GELU is --activation gelu": (
-        megatron_core.NO_FUSED_GELU
-    ),
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": NO_FUSED_GELU,
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
     "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
     "the loss is always computed in fp32": "--fp16-lm-cross-entropy",
@@ -269,7 +268,7 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),  # see `megatron_core.defaults_beside`
+    "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
     **megatron_core.TRANSLATED,
 }
 

@@ -58,7 +58,7 @@ def save(folder, model, optimizer, iteration=7):
     return folder / f"iter_{iteration:07d}"
 
 
-def test_round_trip(tmp_path):
+def test_a_loaded_run_takes_the_step_that_the_saved_one_takes(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_weights(tmp_path):
     assert all(map(torch.equal, other.parameters(), before))
 
 
-def test_a_state_of_several_files(tmp_path, monkeypatch):
+def test_a_large_state_is_spread_over_files_and_read_back(tmp_path, monkeypatch):
     """Several are written at a time."""
     monkeypatch.setattr(writer, "_FILE_BYTES", 100)
     model, optimizer = make(width=30)
@@ -255,7 +255,7 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_for_good(tmp_path):
+def test_what_the_kernel_refuses_to_write_is_no_checkpoint(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)
     assert "could not save iteration 2" in said[-1]
@@ -298,7 +298,7 @@ def test_another_model_is_refused_by_name(tmp_path):
         read_saved_run(path).check_model({"width": 6})
 
 
-def test_weights_alone(tmp_path):
+def test_weights_can_be_loaded_without_the_optimizer(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, None)
@@ -549,7 +549,7 @@ class _Counting(torch.optim.Optimizer):
                     state["sum"] += p.grad
 
 
-def test_an_optimizer_with_numbers_and_gaps_in_its_state(tmp_path):
+def test_numbers_and_gaps_in_an_optimizers_state_are_kept(tmp_path):
     model, _ = make()
     optimizer = _Counting(model.parameters())
     model[0](torch.ones(1, 3)).sum().backward()

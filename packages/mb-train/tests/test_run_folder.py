@@ -240,7 +240,7 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_runs_in_one_folder(tmp_path):
+def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path):
     run = tmp_path / "run"
     script = """
 import sys
@@ -287,7 +287,7 @@ def test_no_run_is_written_into_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_refuses_no_run(tmp_path, monkeypatch, number):
     """As NFS or Lustre may be mounted: a run there is not refused, nor is the one after a kill."""
     fcntl = pytest.importorskip("fcntl")
 

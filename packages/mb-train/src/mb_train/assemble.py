@@ -6,6 +6,7 @@ sharding of data parallelism. A model's own text knows of none of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -198,7 +199,7 @@ def _spread(
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     _recompute(blocks, config)
     if config.compile and device.type == "cuda":
-        _compile(blocks, config, mesh.tp_size)
+        compile_blocks(blocks, config, tp_size=mesh.tp_size)
     apply_data_parallel(
         model,
         mesh,
@@ -211,7 +212,12 @@ def _spread(
     return notes
 
 
-def _compile(blocks: list[Block], config: TrainConfig, tp_size: int) -> None:
+def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int) -> None:
+    """Let each block be compiled when it first runs.
+
+    Raises:
+        ValueError: this torch's compiler cannot, beside another flag of the run.
+    """
     release = torch_release()
     # It saves the mesh of DTensors among the tensors (mb-parallel's test_tensor_parallel.py); those
     # of 2.11, 2.14 and 2.15 do not.

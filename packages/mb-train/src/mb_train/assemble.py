@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from mb_layers.router import Router
@@ -97,13 +98,7 @@ def assemble(
     parts, total = [], 0
     notes: dict[int, list[str]] = {}
     for index in indices:
-        torch.manual_seed(config.seed)
-        with device:
-            model = task.build_model(compute_dtype=compute_dtype)
-            if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
-                from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
-
-                begin_from_bert(model, config.bert_load)
+        model = _initialized(task, config, device, compute_dtype)
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
@@ -129,6 +124,20 @@ def assemble(
     if config.moe_rebalance_interval and mesh.ep_size == 1:
         said.append("--moe-rebalance-interval: nothing to share out, all ranks hold all experts")
     return Assembled(parts, executor, total, copies, said, working_copies)
+
+
+def _initialized(
+    task: Task, config: TrainConfig, device: torch.device, compute_dtype: torch.dtype
+) -> Any:
+    """As `Task.build_model`, drawn from the seed, or begun from a BERT by `--bert-load`."""
+    torch.manual_seed(config.seed)
+    with device:
+        model = task.build_model(compute_dtype=compute_dtype)
+        if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
+            from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
+
+            begin_from_bert(model, config.bert_load)
+    return model
 
 
 def _pipeline(

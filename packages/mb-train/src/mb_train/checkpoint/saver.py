@@ -129,10 +129,15 @@ class Saver:
         )
         tensors = tensors_of(model, optimizer)
         self._bytes = sum(map(_local_bytes, tensors.values()))
-        copies: dict[str, Tensor] = {}
-        problem = _attempt(lambda: self._begin(iteration) if rank() == 0 else None)
-        if problem is None and self._thread is not None:
-            problem = _attempt(lambda: copies.update(self._snapshots.take(tensors)))
+        snapshot: dict[str, Tensor] = {}
+
+        def prepare() -> None:
+            if rank() == 0:
+                self._begin(iteration)
+            if self._thread is not None:
+                snapshot.update(self._snapshots.take(tensors))
+
+        problem = _attempt(prepare)
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
@@ -143,7 +148,7 @@ class Saver:
                 raise
             return self._finish(iteration, problem)
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        self._pending = iteration, self._thread.submit(self._write, run, tensors, copies, copied)
+        self._pending = iteration, self._thread.submit(self._write, run, tensors, snapshot, copied)
         return True
 
     def poll(self) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -238,6 +239,21 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with pytest.raises(OSError, match="bad input"), locked(tmp_path / "runs" / "new"):
         raise OSError("bad input")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_hides_no_error_and_ends_no_run(tmp_path):
+    run = tmp_path / "runs" / "new"
+
+    def fail():
+        shutil.rmtree(run)
+        raise ValueError("bad input")
+
+    with locked(run):
+        shutil.rmtree(run)
+    with pytest.raises(ValueError, match="bad input"), locked(run):
+        fail()
+    with locked(run):  # nobody holds it
+        assert tree(run) == [".lock", ".lock-holder.json"]
 
 
 def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path):

@@ -47,10 +47,11 @@ def locked(folder: Path) -> Generator[None]:
         note.write_text(json.dumps(about) + "\n")
         yield
     finally:
-        note.unlink(missing_ok=True)
-        if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            with suppress(PermissionError):  # Windows: it is open
-                (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
+        with suppress(OSError):  # the folder is gone, or cannot be reached
+            note.unlink(missing_ok=True)
+            if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                # Nothing came of the run: as if it had not been. On Windows it is open, and stays.
+                (folder / LOCK_FILE).unlink()
         held.close()
         with suppress(OSError):
             for path in made:

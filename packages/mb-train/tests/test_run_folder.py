@@ -275,6 +275,9 @@ with locked(Path(sys.argv[1])):
             with pytest.raises(ValueError, match=f"process {first.pid} on .* is writing it"), \
                  locked(run):  # fmt: skip
                 pass
+        (run / ".lock-holder.json").write_text("[" * 100_000)
+        with pytest.raises(ValueError, match="another run is writing it"), locked(run):
+            pass
         first.kill()  # kill -9 lets go of the lock
         first.wait()
         with locked(run):

@@ -19,6 +19,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from mb_data.system import try_lock
 
+from mb_train.untrusted import json_of
+
 LOCK_FILE = ".lock"
 HOLDER_FILE = ".lock-holder.json"
 
@@ -81,7 +83,7 @@ def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]
 
 def _holder(folder: Path) -> str:
     try:
-        about = json.loads((folder / HOLDER_FILE).read_text())
+        about = json_of((folder / HOLDER_FILE).read_text())
         return f"process {about['pid']} on {about['host']}, since {about['since']},"
     except (OSError, ValueError, TypeError, KeyError):
         return "another run"

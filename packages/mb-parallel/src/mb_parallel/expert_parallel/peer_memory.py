@@ -64,7 +64,7 @@ class PeerBuffers:
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
         self._kept: list[Any] = []
         self._layers: list[str] = []
-        self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
+        self.uses = 0  # sends of "tokens" and "grads" so far: a later one overwrites the rows
 
     def __deepcopy__(self, memo: Any) -> PeerBuffers:
         return self  # the layers of a model's copy run beside the model's, one after the other

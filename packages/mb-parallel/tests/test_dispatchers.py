@@ -22,7 +22,7 @@ from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import apply, choose_dispatcher
 from mb_parallel.expert_parallel.apply import keeps_rows_anyway
-from mb_parallel.expert_parallel.around import GlobalCapacity
+from mb_parallel.expert_parallel.around import batch_order
 from mb_parallel.expert_parallel.collectives import (
     Place,
     exchange_rows,
@@ -94,6 +94,8 @@ THREE = {
     "one-expert": Case((4, 0, 7), experts=1, top_k=1, config={"mlp_bias": True}),
 }
 CASES |= THREE
+WIDE = ["random", "bias", "plain-activation", "top-1", "a-rank-without-tokens", "capacity",
+        "capacity-recompute", "capacity-without-tokens"]  # fmt: skip
 
 
 def _layer(case: Case) -> MoE | dMoE:
@@ -206,7 +208,20 @@ def _in_one_process(case: Case, ranks: int, *, by_rank: bool) -> dict[str, torch
     return whole
 
 
-def _check(ranks: int, cases: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, [name for name in CASES if name not in THREE], id="two"),
+        pytest.param(3, list(THREE), id="three"),
+        pytest.param(
+            4,
+            ["random", "top-1", "all-experts", "chosen-twice", "masked", "capacity"],
+            id="four, with an expert each",
+        ),
+        pytest.param(8, WIDE, id="eight, which share the width of four experts"),
+    ],
+)
+def test_ranks_compute_and_learn_as_one_process(ranks, cases):
     pairs = [(case, name) for case in cases for name in _names(CASES[case], ranks)]
     results = run_ranks(_all_cases, ranks, pairs)
     for number, (case_name, name) in enumerate(pairs):
@@ -231,24 +246,6 @@ def _check(ranks: int, cases: list[str]) -> None:
             assert dropped or not sum(lengths), "nothing was dropped"
 
 
-def test_two_ranks():
-    _check(2, [name for name in CASES if name not in THREE])
-
-
-def test_four_ranks_for_four_experts():
-    _check(4, ["random", "top-1", "all-experts", "chosen-twice", "masked", "capacity"])
-
-
-def test_more_ranks_than_experts_share_the_width():
-    wide = ["random", "bias", "plain-activation", "top-1", "a-rank-without-tokens"]
-    wide += ["capacity", "capacity-recompute", "capacity-without-tokens"]
-    _check(8, wide)
-
-
-def test_three_ranks():
-    _check(3, list(THREE))
-
-
 @pytest.mark.parametrize(
     ("experts", "ranks", "ids", "expected"),
     [
@@ -266,9 +263,8 @@ def test_a_token_goes_to_a_rank_once(experts, ranks, ids, expected):
 
 def test_a_batch_is_in_the_order_of_its_sequences():
     """Two ranks have halves of two sequences, two of one, two none; padding is in between."""
-    capacity = GlobalCapacity(LocalDispatcher(4), 4, 1.0, Place(dist.group.WORLD), split_over=2)
     per_rank = [[4, 2], [4, 2], [2, 1], [2, 1], [0, 0], [0, 0]]
-    rows = capacity._batch_order(per_rank, 4, torch.device("cpu")).tolist()
+    rows = batch_order(per_rank, 4, 2, torch.device("cpu")).tolist()
     assert sorted(rows) == list(range(24))
     padding = {10, 11, 14, 15, *range(16, 24)}
     expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13]

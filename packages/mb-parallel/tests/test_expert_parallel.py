@@ -172,7 +172,17 @@ def _worker(rank, ranks, sizes, cases):
     return histories
 
 
-def _check(ranks: int, sizes: dict[str, int], cases: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "cases"),
+    [
+        (2, {"dp_shard": 2, "ep": 2}, list(CASES)),
+        (4, {"dp_shard": 4, "ep": 2}, ["all_gather", "unequal"]),
+        (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}, ["all_to_all", "a-rank-without-tokens"]),
+        (8, {"dp_shard": 8, "ep": 8}, ["all_gather", "unequal"]),  # of four experts
+    ],
+    ids=["ep2", "dp2 ep2", "ep4", "ep8"],
+)
+def test_ranks_train_as_one_process(ranks, sizes, cases):
     results = run_ranks(_worker, ranks, sizes, cases)
     for number, case in enumerate(cases):
         _, overrides, lengths = CASES[case]
@@ -184,22 +194,6 @@ def _check(ranks: int, sizes: dict[str, int], cases: list[str]) -> None:
                 assert got.keys() == want.keys()
                 for name, value in want.items():
                     assert_close(f"{case}, step {step}: {name}", got[name], value)
-
-
-def test_ep2():
-    _check(2, {"dp_shard": 2, "ep": 2}, list(CASES))
-
-
-def test_dp2_ep2():
-    _check(4, {"dp_shard": 4, "ep": 2}, ["all_gather", "unequal"])
-
-
-def test_ep4():
-    _check(4, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}, ["all_to_all", "a-rank-without-tokens"])
-
-
-def test_ep8_on_four_experts():
-    _check(8, {"dp_shard": 8, "ep": 8}, ["all_gather", "unequal"])
 
 
 def _sequence_parallel(rank, ranks):
@@ -270,7 +264,7 @@ def _compiled(rank, ranks):
     return _train(model, mesh, [5, 3])
 
 
-def test_compiled_layers():
+def test_compiled_layers_train_as_one_process():
     expected = _train(_alone({}), ParallelDims().build("cpu"), [8])
     for result in run_ranks(_compiled, 2):
         for got, want in zip(result, expected, strict=True):

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from mb_train import train as loop
-from mb_train.checkpoint import saver
+from mb_train.checkpoint import snapshot
 from mb_train.folder.run_folder import LATEST, read_saved_run
 from mb_train.logs.run_log import read_log
 from small_runs import end_at_sigterm, random_tokens, train
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=AT + 11)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options, rest = parser.parse_known_args()
-    fits, save = saver._fits_on_device, loop.save
+    fits, save = snapshot.fits_on_device, loop.save
 
     def save_once(run: Any, **how: Any) -> Any:
         """At the end the thread may still be writing: what the steps took is known already."""
@@ -122,7 +122,7 @@ def main() -> None:
         print(f"{head}{'lost':>8}{'of all':>8}{'steps':>7}{'GB':>8}", flush=True)
         for name in options.ways:
             flags, on_device = WAYS[name]
-            saver._fits_on_device = fits if on_device else lambda tensors: False
+            snapshot.fits_on_device = fits if on_device else lambda tensors: False
             run = Path(folder) / name
             words = [f"--recipe={options.recipe}", *data, f"--train-iters={options.steps}"]
             words += [*flags, *rest]

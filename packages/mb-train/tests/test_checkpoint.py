@@ -20,8 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import host_copy, writer
-from mb_train.checkpoint import saver as saver_module
+from mb_train.checkpoint import host_copy, snapshot, writer
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder.checksums import SummedFile, format_sums, sum_of
@@ -59,7 +58,7 @@ def save(folder, model, optimizer, iteration=7):
     return folder / f"iter_{iteration:07d}"
 
 
-def test_round_trip(tmp_path):
+def test_a_loaded_run_takes_the_step_that_the_saved_one_takes(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, optimizer)
@@ -91,7 +90,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_weights(tmp_path):
     assert all(map(torch.equal, other.parameters(), before))
 
 
-def test_a_state_of_several_files(tmp_path, monkeypatch):
+def test_a_large_state_is_spread_over_files_and_read_back(tmp_path, monkeypatch):
     """Several are written at a time."""
     monkeypatch.setattr(writer, "_FILE_BYTES", 100)
     model, optimizer = make(width=30)
@@ -256,7 +255,7 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_for_good(tmp_path):
+def test_what_the_kernel_refuses_to_write_is_no_checkpoint(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)
     assert "could not save iteration 2" in said[-1]
@@ -299,7 +298,7 @@ def test_another_model_is_refused_by_name(tmp_path):
         read_saved_run(path).check_model({"width": 6})
 
 
-def test_weights_alone(tmp_path):
+def test_weights_can_be_loaded_without_the_optimizer(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     path = save(tmp_path, model, None)
@@ -550,7 +549,7 @@ class _Counting(torch.optim.Optimizer):
                     state["sum"] += p.grad
 
 
-def test_an_optimizer_with_numbers_and_gaps_in_its_state(tmp_path):
+def test_numbers_and_gaps_in_an_optimizers_state_are_kept(tmp_path):
     model, _ = make()
     optimizer = _Counting(model.parameters())
     model[0](torch.ones(1, 3)).sum().backward()
@@ -587,7 +586,7 @@ def test_a_copy_on_the_device_has_to_fit_beside_the_largest_step(monkeypatch):
 
     def fits(*sizes):
         shards = [SimpleNamespace(is_cuda=n > 1, nbytes=n, device="cuda") for n in sizes]
-        return saver_module._fits_on_device(shards)
+        return snapshot.fits_on_device(shards)
 
     assert fits(100, 1, 23)
     assert not fits(100, 24)  # 1.05 x 124 of 130
@@ -610,7 +609,7 @@ def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device,
     model(x).square().sum().backward()
     optimizer.step()
     if not room:
-        monkeypatch.setattr(saver_module, "_fits_on_device", lambda tensors: False)
+        monkeypatch.setattr(snapshot, "fits_on_device", lambda shards: False)
     monkeypatch.setattr(host_copy, "_BUFFER_BYTES", 1024)
     saver = Saver(tmp_path, asynchronous=True)
     for iteration in (1, 2, 3):  # the second reuses what the first has allocated
@@ -625,5 +624,6 @@ def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device,
         other = make(width=1000, seed=1)[0].to(device)
         load_checkpoint(tmp_path / f"iter_{iteration:07d}", other, None)
         assert all(map(torch.equal, before, other.parameters()))
-    assert bool(saver._host) == (device == "cuda" and not room)
     saver.close()
+    copies = snapshot.Snapshots().take(model.state_dict())
+    assert {copy.device.type for copy in copies.values()} == {"cuda" if room else "cpu"}

@@ -303,7 +303,7 @@ def test_a_run_of_muon_from_before_its_matrices_were_split_goes_on_as_it_was():
     assert "muon_split_qkv" not in inherited({**saved, "optimizer": "adam"}, "run.json")
 
 
-def test_what_is_taken_over():
+def test_fields_of_one_start_and_of_earlier_versions_are_not_taken_over():
     gone = {"retriever_seq_length": 256, "pipeline_model_parallel_split_rank": None}
     taken = inherited(SAVED | gone | {"load": "a", "finetune": True}, "run.json")
     assert not {"save", "load", "finetune", "exit_interval", "no_load_optim", *gone} & taken.keys()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from mb_parallel.testing import run_ranks
 from mb_train import train as loop
-from mb_train.checkpoint import saver
+from mb_train.checkpoint import snapshot
 from mb_train.cli import main
 from mb_train.data.batches import DataError, check_tokens
 from mb_train.data.datasets import on_rank_zero_first
@@ -267,7 +267,7 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
 
 
 def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, capsys):
-    saves, allocating = itertools.count(1), saver.allocating
+    saves, allocating = itertools.count(1), snapshot.allocating
 
     @contextlib.contextmanager
     def short():
@@ -276,7 +276,7 @@ def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, cap
                 torch.empty(2**60, dtype=torch.uint8)
             yield
 
-    monkeypatch.setattr(saver, "allocating", short)
+    monkeypatch.setattr(snapshot, "allocating", short)
     assert run("--train-iters", 3, "--save-interval", 1, "--async-save") == 0
     out = capsys.readouterr().out
     assert re.search(r"could not save iteration 2: MemoryError: .*allocate", out)

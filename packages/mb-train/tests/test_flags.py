@@ -95,11 +95,12 @@ def test_a_value_of_several_words_may_begin_like_a_flag():
         ("hidden_size = 'x'", "run.toml: Expected --hidden-size to be int, got 'x'"),
         ("bf16 = 1", "run.toml: Expected --bf16 to be bool, got 1"),
         ("hidden_size = = 3", "is not TOML"),
+        ("data_path = " + "[" * 100_000, "is not TOML"),
         ("[a]\nlr = 1\n[b]\nlr = 2", "Expected lr once in .*, got it twice"),
         ("rampup_batch_size = ['a']", "to be a list of int, got"),
         ("recipe = 3", "Expected recipe in .* to be a name, got 3"),
     ],
-    ids=["unknown", "kind", "bool", "syntax", "twice", "list", "recipe"],
+    ids=["unknown", "kind", "bool", "syntax", "depth", "twice", "list", "recipe"],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, text, says):
     file = tmp_path / "run.toml"

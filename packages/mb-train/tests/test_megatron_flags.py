@@ -4,7 +4,7 @@ import re
 
 import pytest
 from mb_train.flags.command_line import parse, resolve, without_effect
-from mb_train.flags.megatron_core import CORES
+from mb_train.flags.megatron_defaults import CORES
 from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import SETTLED
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from mb_train.folder.history import recover, set_aside, set_later_aside, withdra
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
 from mb_train.folder.whole_files import replaced, replaced_folder, write_text
-from mb_train.run import only_writer
+from mb_train.only_writer import only_writer
 
 
 def fill(folder, iterations, text="old"):
@@ -240,7 +241,22 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_runs_in_one_folder(tmp_path):
+def test_a_folder_that_is_gone_hides_no_error_and_ends_no_run(tmp_path):
+    run = tmp_path / "runs" / "new"
+
+    def fail():
+        shutil.rmtree(run)
+        raise ValueError("bad input")
+
+    with locked(run):
+        shutil.rmtree(run)
+    with pytest.raises(ValueError, match="bad input"), locked(run):
+        fail()
+    with locked(run):  # nobody holds it
+        assert tree(run) == [".lock", ".lock-holder.json"]
+
+
+def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path):
     run = tmp_path / "run"
     script = """
 import sys
@@ -259,6 +275,9 @@ with locked(Path(sys.argv[1])):
             with pytest.raises(ValueError, match=f"process {first.pid} on .* is writing it"), \
                  locked(run):  # fmt: skip
                 pass
+        (run / ".lock-holder.json").write_text("[" * 100_000)
+        with pytest.raises(ValueError, match="another run is writing it"), locked(run):
+            pass
         first.kill()  # kill -9 lets go of the lock
         first.wait()
         with locked(run):
@@ -287,7 +306,7 @@ def test_no_run_is_written_into_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_refuses_no_run(tmp_path, monkeypatch, number):
     """As NFS or Lustre may be mounted: a run there is not refused, nor is the one after a kill."""
     fcntl = pytest.importorskip("fcntl")
 

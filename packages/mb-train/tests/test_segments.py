@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
-from mb_train import assemble
-from mb_train.config import TrainConfig
+from mb_parallel.recompute import apply_recompute
 from mb_train.models import gpt, segments
 from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.config import TransformerConfig
@@ -139,11 +138,8 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     torch.testing.assert_close(packed, masked)
     other = model(x, **batch, ends_BN=torch.full((3, 1), 12))
     assert (other.losses["lm loss"] - masked).abs() > 1e-4
-    recompute = TrainConfig(
-        seq_length=12, lr=1e-3, micro_batch_size=1, num_layers=2, hidden_size=32,
-        num_attention_heads=4, train_iters=1, recompute_granularity="selective",
-    )  # fmt: skip
-    assemble._recompute(list(model.stack.blocks.values()), recompute)
+    cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
+    apply_recompute(cores, "full")
     grads = [torch.autograd.grad(packed, list(model.parameters()))]
     calls.clear()
     again = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]

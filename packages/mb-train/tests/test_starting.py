@@ -327,6 +327,9 @@ def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     (tmp_path / "parts.json").write_text('{"train": []}')
     with pytest.raises(ValueError, match="Expected lists of train, valid and test in"):
         named.data_by_part()
+    (tmp_path / "parts.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"Expected JSON in .*parts\.json, got It is nested"):
+        named.data_by_part()
     with pytest.raises(ValueError, match="one of the ways to name data, got --data-path and --dat"):
         TrainConfig(**recipe("quickstart"), data_path=["a"], data_args_path="b")
     (tmp_path / "words").write_bytes(b"\xff")

@@ -9,7 +9,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from mb_train import assemble
+from mb_train.assemble import compile_blocks
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig
@@ -180,7 +180,7 @@ def test_what_the_compiler_of_a_release_cannot_do_is_refused(monkeypatch, releas
         blocks = [mock.Mock(), mock.Mock()]
         if (config, tp_size) == refused:
             with pytest.raises(ValueError, match=r"of torch 2\.13\.1|on torch 2\.11\.0"):
-                assemble._compile(blocks, config, tp_size=tp_size)
+                compile_blocks(blocks, config, tp_size=tp_size)
         else:
-            assemble._compile(blocks, config, tp_size=tp_size)
+            compile_blocks(blocks, config, tp_size=tp_size)
         assert all(block.compile.called == ((config, tp_size) != refused) for block in blocks)

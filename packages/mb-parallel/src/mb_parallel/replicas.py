@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Replicas:
         # Shards of gradients that are sums, likewise, and how often they had been written.
         self._sums: dict[int, tuple[TensorWeakRef, int]] = {}
         self._used: tuple[int, ...] | None = None  # numbers of the parameters that came last,
-        self._name = torch.empty(0)  # and their name
+        self._checksum = torch.empty(0)  # and [2], a checksum of these and its negative
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         return Replicas(self._mesh)  # for the copy of a model, which runs its own hooks
@@ -59,10 +59,11 @@ class Replicas:
     def follow(self, model: nn.Module, *_: Any) -> None:
         """A hook before forward, for one: watch parameters that `to` or `assign` put there."""
         watch(model)
+        arrival = _Arrival(self, model)
         for parameter in model.parameters():
             # What `functional_call` puts in a parameter's place is none.
             if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
-                _follow(parameter, lambda: _Arrival(self, model))
+                _follow(parameter, arrival)
 
     def arrived(self, model: nn.Module, parameter: Tensor) -> None:
         """Note a gradient; sum all of this backward pass when it ends, if it is the last."""
@@ -109,13 +110,13 @@ class Replicas:
             return  # nothing can be read
         changed = used != self._used
         if changed:
-            name = zlib.crc32(repr(used).encode())
-            self._used, self._name = used, torch.tensor([name, -name], device=axis.device_type)
-        names = self._name.clone()
-        dist.all_reduce(names, op=dist.ReduceOp.MAX, group=axis.get_group())
+            crc = zlib.crc32(repr(used).encode())
+            self._used, self._checksum = used, torch.tensor([crc, -crc], device=axis.device_type)
+        extremes = self._checksum.clone()
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.get_group())
         # Of ranks that agreed some have to change before they differ. So no other host has to wait
         # for its GPU's backward pass.
-        if (changed or not names.is_cuda) and bool(names.sum()):  # the largest less the smallest
+        if (changed or not extremes.is_cuda) and bool(extremes.sum()):  # largest less smallest
             self._used = None
             raise ValueError(
                 "Expected all ranks to use the same parameters in a step, got gradients of others "
@@ -268,7 +269,7 @@ def _summed_in(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def _follow(parameter: Tensor, arrival: Callable[[], _Arrival]) -> None:
+def _follow(parameter: Tensor, arrival: _Arrival) -> None:
     """Let a hook be called when a gradient comes, one for all models, also if it is frozen yet."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooks is not None:
@@ -277,5 +278,5 @@ def _follow(parameter: Tensor, arrival: Callable[[], _Arrival]) -> None:
         if any(isinstance(hook, _Arrival) and hook.matters for hook in hooks.values()):
             return
     trains = parameter.requires_grad
-    parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrival())
+    parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrival)
     parameter.requires_grad_(trains)

@@ -6,7 +6,9 @@ sharding of data parallelism. A model's own text knows of none of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from mb_layers.router import Router
@@ -96,13 +98,7 @@ def assemble(
     parts, total = [], 0
     notes: dict[int, list[str]] = {}
     for index in indices:
-        torch.manual_seed(config.seed)
-        with device:
-            model = task.build_model(compute_dtype=compute_dtype)
-            if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
-                from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
-
-                begin_from_bert(model, config.bert_load)
+        model = _initialized(task, config, device, compute_dtype)
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
@@ -128,6 +124,20 @@ def assemble(
     if config.moe_rebalance_interval and mesh.ep_size == 1:
         said.append("--moe-rebalance-interval: nothing to share out, all ranks hold all experts")
     return Assembled(parts, executor, total, copies, said, working_copies)
+
+
+def _initialized(
+    task: Task, config: TrainConfig, device: torch.device, compute_dtype: torch.dtype
+) -> Any:
+    """As `Task.build_model`, drawn from the seed, or begun from a BERT by `--bert-load`."""
+    torch.manual_seed(config.seed)
+    with device:
+        model = task.build_model(compute_dtype=compute_dtype)
+        if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
+            from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
+
+            begin_from_bert(model, config.bert_load)
+    return model
 
 
 def _pipeline(
@@ -198,7 +208,7 @@ def _spread(
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     _recompute(blocks, config)
     if config.compile and device.type == "cuda":
-        _compile(blocks, config, mesh.tp_size)
+        compile_blocks(blocks, config, tp_size=mesh.tp_size)
     apply_data_parallel(
         model,
         mesh,
@@ -211,7 +221,12 @@ def _spread(
     return notes
 
 
-def _compile(blocks: list[Block], config: TrainConfig, tp_size: int) -> None:
+def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int) -> None:
+    """Let each block be compiled when it first runs.
+
+    Raises:
+        ValueError: this torch's compiler cannot, beside another flag of the run.
+    """
     release = torch_release()
     # It saves the mesh of DTensors among the tensors (mb-parallel's test_tensor_parallel.py); those
     # of 2.11, 2.14 and 2.15 do not.

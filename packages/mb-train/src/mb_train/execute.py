@@ -18,6 +18,7 @@ from mb_parallel.expert_parallel import step_counts
 from mb_parallel.pipeline_parallel import Pipeline
 from torch import Tensor, nn
 
+from mb_train.models.output import ModelOutput
 from mb_train.tasks import Batch, Task
 
 Losses = dict[str, Tensor]
@@ -93,7 +94,7 @@ class Sequential:
     """Micro-batches one after the other through a whole model; gradients accumulate.
 
     Args:
-        model: called as `model(batch[first_input], **the rest)`, returns `models.output`'s.
+        model: called as `model(batch[first_input], **the rest)`, returns a `ModelOutput`.
         first_input: the entry of a batch that is passed by position.
         dp_size: data-parallel ranks; auxiliary losses are averaged over the passes of all.
     """
@@ -126,7 +127,7 @@ class Sequential:
             add_losses(totals, self._call(batch).losses)
         return totals
 
-    def _call(self, batch: Batch):
+    def _call(self, batch: Batch) -> ModelOutput:
         rest = {name: value for name, value in batch.items() if name != self._first_input}
         return self._model(batch[self._first_input], **rest)
 

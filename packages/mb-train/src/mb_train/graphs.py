@@ -26,8 +26,7 @@ from mb_layers import MoE, dMoE
 from mb_layers.dispatch import LocalDispatcher
 from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
 from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher
-from mb_parallel.optimizer import WorkingCopies
-from mb_parallel.shards import local
+from mb_parallel.optimizer import WorkingCopies, local
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig
@@ -139,10 +138,15 @@ class Graphed(Sequential):
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: Counter[_Shapes] = Counter()
-        self._graphs: dict[_Shapes, _MicroBatchGraph] = {}
+        self._graphs: dict[_Shapes, MicroBatchGraph] = {}
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._grads: list[Tensor] = []
         self._scale, self._share = torch.ones(2, device=self._parameters[0].device).unbind()
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are, one for each shape that came often enough."""
+        return len(self._graphs)
 
     def step(self, work: Work) -> Losses:
         """See `Executor.step`."""
@@ -181,7 +185,7 @@ class Graphed(Sequential):
             self._seen[shapes] += 1
             if self._seen[shapes] <= WARM_UP or len(self._graphs) == MOST_GRAPHS:
                 return self._as_it_is(batch)
-            graph = _MicroBatchGraph(self._passes, batch, self._stream, self._pool)
+            graph = MicroBatchGraph(self._passes, batch, self._stream, self._pool)
             self._graphs[shapes] = graph
         return self._graphs[shapes].run(batch)
 
@@ -200,7 +204,7 @@ class Graphed(Sequential):
         return losses, {name: value.detach() for name, value in output.metrics.items()}
 
 
-class _MicroBatchGraph:
+class MicroBatchGraph:
     """The captured passes over one micro-batch, and the tensors they read and write.
 
     Args:

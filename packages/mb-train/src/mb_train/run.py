@@ -6,15 +6,14 @@ not fit the ranks, a checkpoint of another model, missing or damaged data.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from mb_data import Tokenizer
 from mb_data.samples.readers import made_by_python
 from mb_parallel import ParallelMesh, check_same, rank, world_size
@@ -41,7 +40,6 @@ from mb_train.data.tokenizers import (
     vocabulary_rows,
 )
 from mb_train.folder import history, run_folder
-from mb_train.folder.lock import locked
 from mb_train.folder.whole_files import write_text
 from mb_train.logs.boards import check_boards, open_boards
 from mb_train.logs.console import Console
@@ -201,6 +199,16 @@ class Run:
         if self.scaler is not None and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])
 
+    def state(self) -> dict[str, Any]:
+        """What a run goes on with beside its tensors and its progress, see `SavedRun.state`."""
+        state: dict[str, Any] = {
+            "skipped_samples": self.skipped_samples,
+            "directory": self.directory,
+        }
+        if self.scaler is not None:
+            state["loss_scale"] = self.scaler.state_dict()
+        return state
+
     def _prepare_data(self, start: Start | None, tokenizer: Tokenizer) -> Data:
         folder = (self.folder or Path("runs")) / "data"
         batch_size = self.batch_sizes.full
@@ -309,34 +317,3 @@ def _laid_out(
     sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.dp_size)
     layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
     return config, mesh, sizes
-
-
-@contextlib.contextmanager
-def only_writer(save: str | None) -> Generator[list[str]]:
-    """Hold the lock of the run folder, on rank 0 for all; yield what had to be put right in it.
-
-    Raises:
-        ValueError: on all ranks, if another run holds it, or it is no run's.
-        OSError: on all ranks, if it cannot be written.
-    """
-    with contextlib.ExitStack() as held:
-        done: list[str] = []
-        failure: list[Exception | None] = [None]
-        if save is not None and rank() == 0:
-            try:
-                if (Path(save) / run_folder.RUN_FILE).is_file():
-                    raise ValueError(
-                        f"Expected --save to be the folder of a run, got {save}, which is a "
-                        "checkpoint. Give the folder around it, or a new one."
-                    )
-                held.enter_context(locked(Path(save)))
-                done = history.recover(Path(save))
-            except ValueError as error:
-                failure = [error]
-            except OSError as error:
-                failure = [OSError(f"Cannot write into --save {save}: {error.strerror or error}.")]
-        if world_size() > 1:
-            dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise failure[0]
-        yield done

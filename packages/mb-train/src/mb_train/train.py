@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from mb_parallel import any_rank, distributed, rank, world_size
@@ -34,9 +33,10 @@ from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
+from mb_train.only_writer import only_writer
 from mb_train.plan.sizing import LESS_MEMORY
 from mb_train.profiling import Profiler
-from mb_train.run import Run, only_writer
+from mb_train.run import Run
 from mb_train.starting import Start, find_start
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
@@ -266,20 +266,12 @@ def save(run: Run) -> None:
             config=dataclasses.asdict(run.config),
             identity=run.identity,
             data=run.data.identity,
-            state=state_of(run),
+            state=run.state(),
         )
     run.say(run.timers.lines("save-checkpoint"))
     if saved:
         seconds = time.monotonic() - begun
         run.log.write("save", iteration=run.progress.iteration, seconds=seconds)
-
-
-def state_of(run: Run) -> dict[str, Any]:
-    """Small values that a run goes on with beside its tensors."""
-    state: dict[str, Any] = {"skipped_samples": run.skipped_samples, "directory": run.directory}
-    if run.scaler is not None:
-        state["loss_scale"] = run.scaler.state_dict()
-    return state
 
 
 def _training_stream(run: Run, stop: StopFlag) -> Generator[Batch]:

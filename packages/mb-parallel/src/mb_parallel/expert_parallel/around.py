@@ -148,7 +148,7 @@ class GlobalCapacity:
         padding = (0, 0, 0, longest - tokens)
         order_G = None
         if self.split_over > 1:
-            order_G = self._batch_order(per_rank, longest, expert_ids_TK.device)
+            order_G = batch_order(per_rank, longest, self.split_over, expert_ids_TK.device)
 
         def of_batch(values_TK: Tensor, pad: float) -> Tensor:
             values_GK = gathered(F.pad(values_TK, padding, value=pad), self.place)
@@ -170,18 +170,24 @@ class GlobalCapacity:
             kept_GK = torch.empty_like(kept_GK).index_copy_(0, order_G, kept_GK)
         return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
 
-    def _batch_order(
-        self, per_rank: Sequence[Sequence[int]], longest: int, device: torch.device
-    ) -> Tensor:
-        """All ranks' rows, padded to the longest, in the batch's order; padding is anywhere."""
-        row_PT = torch.arange(len(per_rank) * longest, device=device).view(-1, longest)
-        order = []
-        for first in range(0, len(per_rank), self.split_over):
-            tokens, sequences = per_rank[first]
-            row_pT = row_PT[first : first + self.split_over]
-            runs_pBS = row_pT[:, :tokens].unflatten(1, (max(sequences, 1), -1))
-            order += [runs_pBS.transpose(0, 1).flatten(), row_pT[:, tokens:].flatten()]
-        return torch.cat(order)
+
+def batch_order(
+    per_rank: Sequence[Sequence[int]], longest: int, split_over: int, device: torch.device
+) -> Tensor:
+    """All ranks' rows, padded to the longest, in the batch's order; padding is anywhere.
+
+    Args:
+        per_rank: tokens and sequences of each rank.
+        split_over: as for `GlobalCapacity`.
+    """
+    row_PT = torch.arange(len(per_rank) * longest, device=device).view(-1, longest)
+    order = []
+    for first in range(0, len(per_rank), split_over):
+        tokens, sequences = per_rank[first]
+        row_pT = row_PT[first : first + split_over]
+        runs_pBS = row_pT[:, :tokens].unflatten(1, (max(sequences, 1), -1))
+        order += [runs_pBS.transpose(0, 1).flatten(), row_pT[:, tokens:].flatten()]
+    return torch.cat(order)
 
 
 class SharedTokens:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mb_kernels
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place
-from mb_parallel.expert_parallel.peer_memory import PeerBuffers
+from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 
@@ -52,7 +52,14 @@ class _Route:
     ids_RJ: Tensor | None = None  # local ids of the choices that came
     use: int = 0  # the buffers' `uses` when they were filled for this route
 
-    def send(self, x_TD: Tensor, payload_TW: Tensor | None, buffer: Any, step: int) -> Tensor:
+    def send(
+        self,
+        x_TD: Tensor,
+        payload_TW: Tensor | None,
+        buffer: Literal["tokens", "grads"],
+        step: Step,
+    ) -> Tensor:
+        """Send rows, and with them payload; returns how many came from each rank, counts_P."""
         self.memory.push(
             buffer,
             x_TD,
@@ -65,7 +72,7 @@ class _Route:
         self.use = self.buffers.uses
         return self.memory.wait(buffer, self.buffers.place_of(self.layer, step))
 
-    def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: int) -> list[Tensor]:
+    def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: Step) -> list[Tensor]:
         """Send payload and, unless the experts have, rows home; returns each token's sums."""
         if self.use != self.buffers.uses:
             raise RuntimeError(
@@ -132,17 +139,27 @@ class PeerDispatcher:
         bins = mb_kernels.bin_tokens(peers_TC, self.place.size)
         memory = self.buffers.memory(x_TD, 2 * top_k)
         route = _Route(
-            *(self.buffers, memory, self.layer, self.placement, peers_TC, bins, self.keep_rows),
+            buffers=self.buffers,
+            memory=memory,
+            layer=self.layer,
+            placement=self.placement,
+            peers_TC=peers_TC,
+            bins=bins,
+            keep_rows=self.keep_rows,
             home_P=self._home(memory),
         )
         x_RD, weights_RJ = _Send.apply(x_TD, weights_TK, words_TW, route)
         assert route.ids_RJ is not None
         local_bins = mb_kernels.bin_tokens(route.ids_RJ, self.placement.experts_per_rank)
-        most = self.rows.most(local_bins, self.placement, memory.layout.rows, top_k)
-        state, stays = (route, x_TD.detach()), not self.keep_rows
         return Dispatched(
-            *(x_RD, weights_RJ, local_bins, counts_E, slots, state, most),
-            x_stays=stays,
+            x_RD=x_RD,
+            weights_RK=weights_RJ,
+            bins=local_bins,
+            tokens_per_expert_E=counts_E,
+            kept_slots=slots,
+            state=(route, x_TD.detach()),
+            max_rows=self.rows.most(local_bins, self.placement, memory.layout.rows, top_k),
+            x_stays=not self.keep_rows,
             home_P=route.home_P,
         )
 
@@ -184,7 +201,7 @@ class _Send(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.route, memory = route, route.memory
         ctx.weights_dtype = weights_TK.dtype
-        route.counts_P = route.send(x_TD, words_TW, "tokens", step=0)
+        route.counts_P = route.send(x_TD, words_TW, "tokens", "dispatch")
         unpacked = route.placement.unpack(memory.payload("tokens"), route.counts_P)
         weights_RJ, route.ids_RJ, columns_RK = unpacked
         ctx.save_for_backward(columns_RK)
@@ -193,7 +210,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx_RD: Tensor, d_weights_RJ: Tensor) -> tuple[Any, ...]:  # ty: ignore[incompatible-method-override]
         d_words_RK = unpack_routing_backward(d_weights_RJ, *ctx.saved_tensors)
-        dx_TD, d_weights_TK = ctx.route.collect(dx_RD, d_words_RK, step=3)
+        dx_TD, d_weights_TK = ctx.route.collect(dx_RD, d_words_RK, "the backward of dispatch")
         return dx_TD, d_weights_TK.to(ctx.weights_dtype), None, None
 
 
@@ -207,14 +224,14 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
         ctx.route = route
         ctx.save_for_backward(*(() if route.keep_rows else (x_TD,)))
-        return route.collect(y_RD, None, step=1)[0]
+        return route.collect(y_RD, None, "combine")[0]
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
         route: _Route = ctx.route
         route.buffers.check(route.memory)
-        route.send(dy_TD, None, "grads", step=2)
+        route.send(dy_TD, None, "grads", "the backward of combine")
         if not route.keep_rows:
             (x_TD,) = ctx.saved_tensors
-            route.send(x_TD, None, "tokens", step=2)
+            route.send(x_TD, None, "tokens", "the backward of combine")
         return route.memory.rows("grads"), None, None

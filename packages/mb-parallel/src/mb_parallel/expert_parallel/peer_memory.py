@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ from mb_parallel.world import of_all_ranks
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
 Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
-STEPS = (
+# What ranks wait for each other in, as messages name it.
+Step = Literal[
     "dispatch",
     "combine",
     "the backward of combine",
     "the backward of dispatch",
     "the counts for a capacity",
-)
+]
+_STEPS: tuple[Step, ...] = get_args(Step)
 
 
 class PeerBuffers:
@@ -62,7 +64,7 @@ class PeerBuffers:
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
         self._kept: list[Any] = []
         self._layers: list[str] = []
-        self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
+        self.uses = 0  # sends of "tokens" and "grads" so far: a later one overwrites the rows
 
     def __deepcopy__(self, memo: Any) -> PeerBuffers:
         return self  # the layers of a model's copy run beside the model's, one after the other
@@ -76,9 +78,9 @@ class PeerBuffers:
         """The name that the layer of this number was registered with."""
         return self._layers[layer]
 
-    def place_of(self, layer: int, step: int) -> int:
-        """The number by which a kernel that gives up reports a layer and one of its `STEPS`."""
-        return layer * len(STEPS) + step
+    def place_of(self, layer: int, step: Step) -> int:
+        """The number by which a kernel that gives up reports a layer and a step of it."""
+        return layer * len(_STEPS) + _STEPS.index(step)
 
     def memory(self, x_TD: Tensor, words: int) -> PeerMemory:
         """The memory for rows of x's width and dtype, made if there is none yet.
@@ -116,7 +118,8 @@ class PeerBuffers:
             memory = self._allocated(Layout(self.place.size, 1, counts_W.shape[0], 1, torch.int32))
             self._memories[key] = memory
         self.check(memory)
-        return memory.gather(counts_W, self.place_of(layer, 4))[:, :experts]
+        place = self.place_of(layer, "the counts for a capacity")
+        return memory.gather(counts_W, place)[:, :experts]
 
     def _make(self, x_TD: Tensor, words: int) -> PeerMemory:
         """New memory. What it takes the place of stays: routes and CUDA graphs refer to it."""
@@ -137,14 +140,14 @@ class PeerBuffers:
 
     def check(self, memory: PeerMemory) -> None:
         """Raise if a kernel has given up waiting for a peer. Reads only host memory."""
-        failed, where, peer = memory.error.tolist()
+        failed, place, peer = memory.error.tolist()
         if not failed:
             return
-        layer, step = divmod(where, len(STEPS))
+        layer, step = divmod(place, len(_STEPS))
         ranks = dist.get_process_group_ranks(self.place.group)
         raise RuntimeError(
             f"rank {dist.get_rank()} waited {self.timeout_s:g} s in vain for rank {ranks[peer]} in "
-            f"{STEPS[step]} of {self.name_of(layer)}. If that rank died, its own error is the "
+            f"{_STEPS[step]} of {self.name_of(layer)}. If that rank died, its own error is the "
             "cause; what this rank has computed since is worthless."
         )
 

@@ -148,10 +148,8 @@ def _over_ranks(shapes: dict[str, tuple[int, ...]], *, alone: bool) -> dict[str,
 
 
 def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    missing, surplus = (
-        sorted(expected.keys() - found.keys()),
-        sorted(found.keys() - expected.keys()),
-    )
+    missing = sorted(expected.keys() - found.keys())
+    surplus = sorted(found.keys() - expected.keys())
     other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
     if not (missing or surplus or other):
         return

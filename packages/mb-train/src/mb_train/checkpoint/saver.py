@@ -6,10 +6,9 @@ checkpoint in force. A save that fails (the disk is full, there is no memory for
 leaves nothing behind, and does not end the run. Weights that are not numbers are not saved: the
 latest checkpoint is always one to go on from.
 
-Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
-beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
-a disk: the syncs of a checkpoint take seconds on some. The loop's `poll` tells when every rank is
-done.
+Asynchronous, the training waits only for a copy of the state (`snapshot`). A thread does the rest,
+and whatever waits for a disk: the syncs of a checkpoint take seconds on some. The loop's `poll`
+tells when every rank is done.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from mb_parallel import any_rank, rank, world_size
 from mb_parallel.optimizer import local
 from torch import Tensor
 
-from mb_train.checkpoint.host_copy import HostCopier, allocating, use_stream
+from mb_train.checkpoint.host_copy import use_stream
 from mb_train.checkpoint.read import Progress, cause_of, quiet
+from mb_train.checkpoint.snapshot import Snapshots
 from mb_train.checkpoint.tensors import Modules, Optimizers, as_list, tensors_of
 from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
@@ -42,10 +42,6 @@ from mb_train.folder.run_folder import (
 )
 from mb_train.health import all_finite
 from mb_train.logs.megatron_lines import saved_line, saving_line
-
-# That fill a snapshot in host memory: 44 GB in 7.0 s beside one H100, other numbers were not tried
-# (benchmarks/results/2026-11-26-h100.md).
-_COPYING_THREADS = 8
 
 
 class Saver:
@@ -75,8 +71,7 @@ class Saver:
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._copier = HostCopier(_COPYING_THREADS)
-        self._host: dict[str, Tensor] = {}  # of the last snapshot, which the next one reuses
+        self._snapshots = Snapshots()
         if asynchronous:
             import mb_train.checkpoint.writer  # noqa: F401 (now, and not beside the steps)
 
@@ -134,10 +129,15 @@ class Saver:
         )
         tensors = tensors_of(model, optimizer)
         self._bytes = sum(map(_local_bytes, tensors.values()))
-        copies: dict[str, Tensor] = {}
-        problem = _attempt(lambda: self._begin(iteration) if rank() == 0 else None)
-        if problem is None and self._thread is not None:
-            problem = _attempt(lambda: copies.update(self._snapshot(tensors)))
+        snapshot: dict[str, Tensor] = {}
+
+        def prepare() -> None:
+            if rank() == 0:
+                self._begin(iteration)
+            if self._thread is not None:
+                snapshot.update(self._snapshots.take(tensors))
+
+        problem = _attempt(prepare)
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
@@ -148,7 +148,7 @@ class Saver:
                 raise
             return self._finish(iteration, problem)
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        self._pending = iteration, self._thread.submit(self._write, run, tensors, copies, copied)
+        self._pending = iteration, self._thread.submit(self._write, run, tensors, snapshot, copied)
         return True
 
     def poll(self) -> bool:
@@ -181,32 +181,6 @@ class Saver:
     def _discard(self, iteration: int) -> None:
         if rank() == 0:
             shutil.rmtree(self._draft(iteration), ignore_errors=True)
-
-    def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's shards, on the device if there is room, else on the host.
-
-        Raises:
-            MemoryError: there is none for them.
-        """
-        shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
-        away = {}
-        if not _fits_on_device(shards.values()):
-            away = {name: shard for name, shard in shards.items() if shard.is_cuda}
-        with allocating():
-            host = {name: self._memory_for(name, shard) for name, shard in away.items()}
-            here = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}
-        self._host = {}  # if copying fails, some of it may still be under way
-        self._copier.fill((shard, host[name]) for name, shard in away.items())
-        self._host = host
-        for name, clone in here.items():
-            clone.copy_(shards[name])
-        return here | host
-
-    def _memory_for(self, name: str, shard: Tensor) -> Tensor:
-        kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")
-        if kept is not None and _kind(kept) == _kind(needed):
-            return kept
-        return torch.empty_like(needed, device="cpu")
 
     def _write(
         self,
@@ -310,21 +284,5 @@ def _local_bytes(tensor: Tensor) -> int:
     return shard.numel() * shard.element_size()
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
-
-
 def _stream() -> torch.cuda.Stream | None:
     return torch.cuda.Stream() if torch.cuda.is_available() else None
-
-
-def _fits_on_device(shards: Iterable[Tensor]) -> bool:
-    """Whether the GPU holds a copy beside the most that training has ever used."""
-    on_gpu = [shard for shard in shards if shard.is_cuda]
-    if not on_gpu:
-        return False
-    device = on_gpu[0].device
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    # A twentieth more, for what the allocator cannot put into the holes there are.
-    return 1.05 * sum(shard.nbytes for shard in on_gpu) < free + unused

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
+from mb_train.untrusted import json_of
 
 TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
@@ -230,7 +230,7 @@ def _read_parts(path: str) -> dict[str, list[str] | None]:
     """The lists of a JSON file by their part; an empty one is none."""
     names = ("train", "valid", "test")
     try:
-        parts = json.loads(Path(path).read_text("utf-8"))
+        parts = json_of(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"Expected JSON in {path}, got {error}.") from error
     if not isinstance(parts, dict) or not all(isinstance(parts.get(n), list) for n in names):

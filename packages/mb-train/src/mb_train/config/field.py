@@ -2,7 +2,7 @@
 
 A field's own metadata says everything that is particular to it: its help, what values it takes,
 what becomes of it when a run goes on from a checkpoint, and which argument of an MoE layer it is.
-Nothing else in the package lists fields by name.
+No command line, file or check of a single value has a list of fields of its own.
 """
 
 from __future__ import annotations

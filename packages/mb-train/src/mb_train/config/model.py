@@ -85,9 +85,8 @@ class ModelFields:
         on_load="said", in_force="rope_scaling", needs=("use_rope_scaling",),
     )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
-        "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE,
-        on_load="free",
-    )  # fmt: skip
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE
+    )
     untie_embeddings_and_output_weights: bool = flag(
         "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )

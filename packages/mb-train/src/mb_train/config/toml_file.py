@@ -31,7 +31,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
             document = tomllib.load(file)
     except OSError as error:
         raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # it may be nested too deeply
         raise UsageError(f"--config {path} is not TOML: {error}.") from None
     flat: dict[str, Any] = {}
     for key, value in document.items():

@@ -21,15 +21,14 @@ from mb_train.config.field import Bounds, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
-from mb_train.flags.megatron_core import (
+from mb_train.flags.megatron_core import spelled_out, two_moments, with_means
+from mb_train.flags.megatron_defaults import (
     NO_FUSED_GELU,
-    TOPK,
     defaults_beside,
     other_balance,
     other_muon,
-    spelled_out,
+    remarks_on,
     summed_logits,
-    two_moments,
 )
 from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
@@ -109,13 +108,7 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
-        notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
-    if "moe_top_k" in beside and "moe_top_k" not in values:
-        notes.append(f"{beside['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
-    if "activation" in beside:
-        notes.append("the exact GELU, as in Megatron without its fused kernel")
-    notes += [*muons, *other_balance(typed, values)]
+    notes += [*remarks_on(beside, values), *muons, *other_balance(typed, values)]
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 
@@ -191,7 +184,4 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
         values |= layer
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
         values |= schedules(loaded, values)
-    config = TrainConfig(**values)
-    layers = config.moe_layers
-    weights = {name: layers * getattr(config, name) for name in command.of_every_layer if layers}
-    return dataclasses.replace(config, **weights) if weights else config
+    return with_means(TrainConfig(**values), command.of_every_layer)

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 from mb_train.config import flag_name
 from mb_train.flags import megatron_core
+from mb_train.flags.megatron_defaults import NO_FUSED_GELU
 
 _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
     "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
-_TYPED_WINS = "a flag that is typed always wins over --load"
+_OVERRIDING = """
+    --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
+"""
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
 # The answer, and the flags it is for. "=1" behind a flag: a value follows it; "=?": one or none;
@@ -68,9 +71,7 @@ _ANSWERS: Mapping[str, str] = {
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
     """,
-    "fusion is the kernels' own matter; the exact GELU is --activation gelu": (
-        megatron_core.NO_FUSED_GELU
-    ),
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": NO_FUSED_GELU,
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
     "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
     "the loss is always computed in fp32": "--fp16-lm-cross-entropy",
@@ -101,9 +102,7 @@ _ANSWERS: Mapping[str, str] = {
     "--load always takes over what the run was started with": """
         --use-checkpoint-args --use-mp-args-from-checkpoint-args
     """,
-    _TYPED_WINS: """
-        --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
-    """,
+    "a flag that is typed always wins over --load": _OVERRIDING,
     "random numbers follow from the seed and the step, there is no state to keep": """
         --no-save-rng --no-load-rng
     """,
@@ -269,7 +268,7 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),  # see `megatron_core.defaults_beside`
+    "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
     **megatron_core.TRANSLATED,
 }
 
@@ -310,7 +309,7 @@ def understood(said: Mapping[str, Any]) -> Understood:
             if field in said and (said[field] != value or sums_layers):
                 notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
         values = {**meant, **values}
-    overriding = [name for name in settled if SETTLED[name][1] == _TYPED_WINS]
+    overriding = [name for name in settled if name in _OVERRIDING.split()]
     if overriding and said.get("use_checkpoint_opt_param_scheduler"):
         wrong.append(
             f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "

@@ -19,6 +19,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from mb_data.system import try_lock
 
+from mb_train.untrusted import json_of
+
 LOCK_FILE = ".lock"
 HOLDER_FILE = ".lock-holder.json"
 
@@ -47,10 +49,11 @@ def locked(folder: Path) -> Generator[None]:
         note.write_text(json.dumps(about) + "\n")
         yield
     finally:
-        note.unlink(missing_ok=True)
-        if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            with suppress(PermissionError):  # Windows: it is open
-                (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
+        with suppress(OSError):  # the folder is gone, or cannot be reached
+            note.unlink(missing_ok=True)
+            if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                # Nothing came of the run: as if it had not been. On Windows it is open, and stays.
+                (folder / LOCK_FILE).unlink()
         held.close()
         with suppress(OSError):
             for path in made:
@@ -80,7 +83,7 @@ def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]
 
 def _holder(folder: Path) -> str:
     try:
-        about = json.loads((folder / HOLDER_FILE).read_text())
+        about = json_of((folder / HOLDER_FILE).read_text())
         return f"process {about['pid']} on {about['host']}, since {about['since']},"
     except (OSError, ValueError, TypeError, KeyError):
         return "another run"

@@ -199,19 +199,25 @@ def _bert_special(tokenizer: Any) -> dict[str, Any]:
 def _llama_like(
     kind: str,
     name: str,
-    fields: Callable[[Json], dict[str, Any]],
-    config: Callable[[TrainConfig], dict[str, Any]],
+    fields_of: Callable[[Json], dict[str, Any]],
+    config_of: Callable[[TrainConfig], dict[str, Any]],
     names: ExpertNames = LLAMA,
     aliases: Mapping[str, str] | None = None,
 ) -> Architecture:
     return Architecture(
-        kind, name, fields, config, lambda _, c: llama_like_rules(c, names),
-        lambda _, c: llama_like_rules(c, None), llama.LLAMA_DEFAULTS[kind], aliases or {},
+        kind,
+        name,
+        fields_of,
+        config_of,
+        rules=lambda _, c: llama_like_rules(c, names),
+        stacked=lambda _, c: llama_like_rules(c, None),
+        defaults=llama.LLAMA_DEFAULTS[kind],
+        aliases=aliases or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
         renamed={r"^(?!model\.|lm_head\.)": "model."},
-    )  # fmt: skip
+    )
 
 
 ARCHITECTURES = {

@@ -16,7 +16,7 @@ from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.convert.new_run import imported_config
-from mb_train.flags import megatron_core
+from mb_train.flags import megatron_core, megatron_defaults
 from mb_train.flags.refused import refusal
 from mb_train.flags.settled import understood
 
@@ -60,8 +60,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
     said |= _activation(given) | _experts_every(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
-    wrong = megatron_core.summed_logits(typed, said)
-    beside = megatron_core.defaults_beside(typed, said)
+    wrong = megatron_defaults.summed_logits(typed, said)
+    beside = megatron_defaults.defaults_beside(typed, said)
     for flag in (flag_name(name) for name in _TRANSLATED if flag_name(name) in typed):
         value = given[_argument(flag)]
         words = list(map(str, value if isinstance(value, list) else [value]))
@@ -74,8 +74,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     if experts:  # in older versions routers have none, whatever the other maps have
         fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)
     config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer)
-    summed = {name: config.moe_layers * getattr(config, name) for name in meant.of_every_layer}
-    return dataclasses.replace(config, **summed)
+    return megatron_core.with_means(config, meant.of_every_layer)
 
 
 def _argument(flag: str) -> str:
@@ -120,8 +119,8 @@ def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("swiglu") or given.get("squared_relu"):
         return {}
     fused = given.get("bias_gelu_fusion", True) and given.get("add_bias_linear", True)
-    engines = given.get(_argument(megatron_core.TE_ACTIVATION)) or (
-        given.get(_argument(megatron_core.TE_FUSED_MLP)) and not given.get("num_experts")
+    engines = given.get(_argument(megatron_defaults.TE_ACTIVATION)) or (
+        given.get(_argument(megatron_defaults.TE_FUSED_MLP)) and not given.get("num_experts")
     )
     return {"activation": "gelu_tanh" if fused or engines else "gelu"}  # tanh in their kernels
 

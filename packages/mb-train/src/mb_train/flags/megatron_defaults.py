@@ -1,0 +1,162 @@
+"""What Megatron's scripts leave unsaid: its defaults where they are others, and remarks on them.
+
+They hold beside flags that Megatron alone has, and in whole scripts, which say the number of layers
+and no recipe. Other flags beside a recipe keep the defaults of the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from mb_train.flags.megatron_core import TRANSLATED
+
+TOPK = "--moe-router-topk"
+NO_FUSED_GELU = "--no-bias-gelu-fusion"
+# Transformer Engine's GELU is the approximation by tanh.
+TE_ACTIVATION = "--use-te-activation-func"
+TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
+
+_NOT_TRANSLATED = """
+    --expert-model-parallel-size --expert-tensor-parallel-size
+    --moe-ffn-hidden-size --moe-layer-freq --moe-input-jitter-eps --moe-apply-probs-on-input
+    --moe-router-score-function --moe-router-topk-scaling-factor --moe-router-num-groups
+    --moe-router-group-topk --moe-router-enable-expert-bias --moe-router-bias-update-rate
+    --moe-shared-expert-intermediate-size --moe-shared-expert-gate
+    --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-router-fusion
+    --moe-pad-expert-input-to-capacity --moe-per-layer-logging --moe-shared-expert-overlap
+    --overlap-moe-expert-parallel-comm --moe-enable-deepep --moe-deepep-num-sms
+    --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
+    --moe-enable-mori --moe-mori-max-tokens-per-rank
+    --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion
+"""
+# A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
+CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
+
+
+def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Other defaults that fields have where certain flags of Megatron's are typed, as there.
+
+    - The loss of a balancing type has weight 0 unless `--moe-aux-loss-coeff` is given.
+    - A capacity factor drops an expert's least probable tokens.
+    - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
+      biases if linear maps have them, and a token has two experts if the script is one of Core's.
+    - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
+      a softmax over all experts; a group of experts is scored by as many of its best as a token
+      could choose there.
+    - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
+      the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
+      Transformer Engine does where a flag asks for its activation.
+
+    Args:
+        typed: flags of the command line.
+        values: the fields that they set.
+    """
+    found: dict[str, Any] = {}
+    if "--no-position-embedding" in typed:  # scripts have it beside rotary positions too
+        found["position_embedding_type"] = "none"
+    if "--moe-router-load-balancing-type" in typed:
+        found["moe_loss_weight"] = 0.0
+    if "--moe-expert-capacity-factor" in typed:
+        found["moe_drop_policy"] = "probability"
+    if "--moe-router-pre-softmax" in typed:
+        found["moe_renormalize"] = False
+    if _is_exact_gelu(typed, values):
+        found["activation"] = "gelu"
+    if _is_whole(values) and _has_experts(typed, values):
+        found["moe_loss_weight"] = 0.0
+        found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
+    top_k = _core_top_k(typed, values)
+    if top_k is None:
+        return found
+    found["moe_top_k"] = top_k
+    if top_k > 1:
+        sigmoid = values.get("moe_router_score_function") == "sigmoid"
+        found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in typed
+    if groups := values.get("moe_router_group_topk"):
+        found["moe_router_group_score_top"] = max(top_k // groups, 1)
+    return found
+
+
+def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """What is said of the `defaults_beside` certain flags that no flag or file overrules."""
+    unsaid = {name: value for name, value in beside.items() if name not in values}
+    notes = []
+    if "moe_loss_weight" in unsaid:
+        notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
+    if "moe_top_k" in unsaid:
+        notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
+    if "activation" in unsaid:
+        notes.append("the exact GELU, as in Megatron without its fused kernel")
+    return notes
+
+
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Whether this is a whole script, not a few flags beside a recipe."""
+    return "num_layers" in values and "recipe" not in values
+
+
+def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    """Whether there are experts by Megatron's flag; 0 of them are none."""
+    return "--num-experts" in typed and values.get("moe_num_experts") is not None
+
+
+def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
+    others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
+    if not _has_experts(typed, values):
+        others.append(TE_FUSED_MLP)
+    unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
+    return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
+
+
+def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
+    """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
+    if TOPK in typed:
+        return values["moe_top_k"]
+    megatrons = _is_whole(values) and _has_experts(typed, values)
+    cores = megatrons and any(flag in typed for flag in CORES)
+    return 2 if cores and "moe_top_k" not in values else None
+
+
+def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a whole script with Muon that leaves to Megatron what is another number here."""
+    nesterov = "--muon-nesterov" in typed or "--muon-use-nesterov" in typed
+    if values.get("optimizer") != "muon" or not _is_whole(values):
+        return []
+    if nesterov and "--muon-extra-scale-factor" in typed:
+        return []
+    return [
+        "Muon is Moonlight's, with Nesterov's momentum and steps of the size of Adam's: Megatron's "
+        "has neither without --muon-nesterov and --muon-extra-scale-factor 0.2, and needs another "
+        "--lr"
+    ]
+
+
+def other_balance(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on a balancing loss, of Core's flag, that counts other experts there."""
+    chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
+    if not chosen or "--moe-aux-loss-coeff" not in typed or not values.get("moe_loss_weight"):
+        return []
+    return [
+        "the balancing loss counts the experts that tokens visit: Megatron Core, since 2025, those "
+        "that they would without bias and groups"
+    ]
+
+
+def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with groups of experts that Core scores by their logits; empty for others."""
+    top_k, groups = _core_top_k(typed, values), values.get("moe_router_group_topk")
+    scores = (
+        "--moe-router-pre-softmax" in typed
+        or values.get("moe_router_score_function") == "sigmoid"
+        or "moe_router_group_score_top" in values
+    )
+    if top_k is None or not groups or top_k // groups < 2 or scores:
+        return []
+    return [
+        f"Expected --moe-router-pre-softmax with {TOPK} {top_k} and --moe-router-group-topk "
+        f"{groups}, or --moe-router-score-function sigmoid: without them Megatron scores a group "
+        f"by the sum of its best {top_k // groups} logits. --moe-router-group-score-top "
+        f"{top_k // groups} scores it by their probabilities."
+    ]

@@ -147,3 +147,20 @@ def test_a_printed_command_is_taken(words: list[str], tmp_path, monkeypatch, cap
         assert "nknown" not in capsys.readouterr().err
     elif "--load" not in arguments:  # which takes the rest from a run
         resolve(parse(arguments))
+
+
+def test_the_first_page_predicts_what_the_plan_does(capsys) -> None:
+    """Of the run that it prints: GiB, and minutes on two GPUs."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    (run,) = (words for words in commands("README.md") if "dmoe-46m" in words)
+    said = re.search(r"here (\d+) GiB and (\w+) minutes, on an H100 (\w+)\.", page)
+    assert said is not None
+    found = []
+    for gpu in ("H200", "H100"):
+        mb_train(["plan", *run[1:], "--gpu", gpu])
+        plan = capsys.readouterr().out
+        found += re.findall(r"memory +([\d.]+) GiB|steps, (\d+) seconds", plan)
+    (gib, _), (_, on_h200), _, (_, on_h100) = found
+    number = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+    minutes = [number[round(int(seconds) / 60)] for seconds in (on_h200, on_h100)]
+    assert [f"{float(gib):.0f}", *minutes] == list(said.groups())

@@ -49,8 +49,9 @@ def test_a_run_learns_and_names_what_it_left(finished):
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1
     assert float(lines[0][6]) == pytest.approx(sum(losses[:2]) / 2, rel=1e-6)
-    places = [place for _, place, *_ in VALID_LINE.findall(out)]
-    assert places == ["iteration 4", "iteration 8", "the end of training for val data"]
+    _, places, *measured = zip(*VALID_LINE.findall(out), strict=True)
+    assert places == ("iteration 4", "iteration 8", "the end of training for val data")
+    assert all(value[1] == value[2] for value in measured)  # the same weights on the same batches
     for left in ("iter_0000008", "loss.png", "log.jsonl"):
         assert str(folder / left) in out
         assert (folder / left).exists()

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 from mb_kernels import compile_ahead, sum_of_squares, warm_up
-from mb_kernels.runtime import direct, tables
+from mb_kernels.runtime import direct, plan, tables
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.recording import record
@@ -258,6 +258,28 @@ def test_the_switch_turns_direct_launches_off(value, expected, monkeypatch):
     afresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(afresh)
     assert afresh._on is expected
+
+
+def test_multiprocessors_and_time_are_left_to_collectives_as_the_variables_say(monkeypatch):
+    sizes = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+    monkeypatch.setattr(plan, "current_target", lambda device: plan.TARGETS["sm90"])
+    monkeypatch.setattr(plan, "_hopper", lambda device: False)
+
+    def found(**variables):
+        for name in ("MB_FREE_SMS", "MB_TILES_PER_PROGRAM"):
+            monkeypatch.setenv(name, variables.get(name, ""))
+        return plan.plan_on.__wrapped__(torch.device("cuda"), torch.bfloat16)
+
+    alone, tile = found(), plan.INTERPRETER_TILE
+    assert alone.programs(1000, tile) == alone.parts == 132
+    beside = found(MB_FREE_SMS="16")
+    assert (beside.programs(1000, tile), beside.parts) == (116, 132)
+    assert found(MB_FREE_SMS="500").programs(1000, tile) == 1
+    assert found(MB_TILES_PER_PROGRAM="5").programs(1000, tile) == 2 * 132
+    for name, wrong in (("MB_FREE_SMS", "-16"), ("MB_TILES_PER_PROGRAM", "few")):
+        with pytest.raises(ValueError, match=f"{name}: expected a whole number from 0 on; got"):
+            found(**{name: wrong})
 
 
 def test_a_private_name_that_is_gone_falls_back_to_the_public_call(launches, monkeypatch):

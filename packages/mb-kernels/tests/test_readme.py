@@ -24,6 +24,16 @@ def test_table_names_every_op():
     assert all(hasattr(mb_kernels, name) for name in named)
 
 
+def test_the_tree_names_every_room_and_module():
+    """But for an op, its twin and its kernels, which every room has."""
+    (tree,) = re.findall(r"```text\nmb_kernels/\n(.*?)```", README, flags=re.DOTALL)
+    source = pathlib.Path(mb_kernels.__file__).parent
+    there = {path.name for path in source.iterdir() if any(path.glob("*.py"))}
+    there |= {path.stem for path in source.rglob("*.py")} - {"__init__", "__main__", "op"}
+    missing = there - set(re.findall(r"\w+", tree))
+    assert {name for name in missing if not name.endswith(("kernels", "reference"))} == set()
+
+
 def test_each_fault_names_tests_that_there_are():
     page = (TESTS.parent / "docs/faults.md").read_text()
     rows = re.findall(r"^\| (?!fault|gap)[^|]+\|(.*)\|$", page, flags=re.MULTILINE)

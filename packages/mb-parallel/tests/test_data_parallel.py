@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 2, 4, 6, 7  # odd width: shards are uneven
 
@@ -642,6 +643,9 @@ def refused_by_replicas(rank, world_size):
     fully_shard(sharded[0], mesh=mesh.dp)
     with pytest.raises(ValueError, match="no part is replicated or sharded yet"):
         apply_data_parallel(sharded, mesh, blocks=[], zero_stage=0)
+    stages = ParallelDims(pp=world_size).build("cpu")
+    with pytest.raises(ValueError, match="zero_stage 1, 2 or 3 for a stage of a pipeline"):
+        apply_data_parallel(nn.Linear(1, 1), stages, blocks=[], zero_stage=0)
     wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
     spread = nn.Linear(WIDTH, 2, bias=False)
     spread.weight = nn.Parameter(distribute_tensor(spread.weight.detach(), mesh.dp, [Shard(0)]))
@@ -672,6 +676,12 @@ def refused_by_replicas(rank, world_size):
         set_gradient_sync(model, enabled)
         model(x).sum().backward()
     bias = model[1].bias.grad.clone()
+    model.zero_grad()
+    again = x.clone().requires_grad_()
+    for _ in range(2):  # a backward pass for each, inside that of the whole
+        again = checkpoint(model[0], again, use_reentrant=True)
+    with pytest.raises(ValueError, match="no gradient that is summed over the ranks already"):
+        model[1](again).sum().backward()
     model.zero_grad()
     with pytest.raises(ValueError, match="Expected all ranks to use the same parameters"):
         (model[rank].bias.sum()).backward()

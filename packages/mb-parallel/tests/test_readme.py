@@ -1,7 +1,9 @@
 """The pages' examples run as printed; the example of a test is collected with the tests."""
 
+import contextlib
 import copy
 import inspect
+import io
 import re
 from pathlib import Path
 
@@ -82,11 +84,16 @@ def _own_units(rank, world_size):
 
 def _plan_and_units(rank, world_size):
     _own_units(rank, world_size)
-    return _plan(rank, world_size)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _run_example("README.md", {})
+    return _plan(rank, world_size), printed.getvalue()
 
 
-def test_plan_and_units():
-    for shared in run_ranks(_plan_and_units, 2):
+def test_examples_on_two_ranks():
+    results = run_ranks(_plan_and_units, 2)
+    (printed,) = {text for _, text in results}  # alike, with one norm of all gradients
+    assert printed.startswith("expert parallelism over ep = 2: 1 layer: 4 of 8 experts a rank by ")
+    for shared, _ in results:
         assert shared == sorted(
             ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj",
              "gate_proj", "up_proj", "down_proj"]

@@ -139,6 +139,17 @@ def test_what_has_no_effect_is_said():
         "no effect without --tensor-model-parallel-size above 1: --sequence-parallel",
         "no effect without --tokenizer-type NullTokenizer or TikTokenizer: --vocab-size",
     ]
+    words = (
+        "--save-interval 9 --async-save --no-save-optim --profile-step-end 20 "
+        "--pipeline-schedule gpipe --use-checkpoint-opt_param-scheduler"
+    )
+    command = parse([*RUN, *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --save: --save-interval, --async-save, --no-save-optim",
+        "no effect without --load: --use-checkpoint-opt-param-scheduler",
+        "no effect without --pipeline-model-parallel-size above 1: --pipeline-schedule",
+        "no effect without --profile: --profile-step-end",
+    ]
 
 
 def test_what_a_field_needs_is_there():

@@ -62,6 +62,12 @@ V = 128
             "--moe-dispatcher peer for --cuda-graph, got all_to_all",
         ),
         (
+            MOE | {"zero_stage": 0},
+            "cuda",
+            {"dp_shard": 8, "ep": 8},
+            "--moe-dispatcher peer for --cuda-graph, got auto, which takes all_to_all on 8 ranks,",
+        ),
+        (
             MOE | {"zero_stage": 0, "moe_row_policy": "exact"},
             "cuda",
             {"dp_shard": 2, "ep": 2},
@@ -84,7 +90,8 @@ def test_what_cannot_be_one_graph_is_refused(change, device, dims, says):
         check_capturable(config, torch.device(device), ParallelDims(**dims))
     check_capturable(TrainConfig(**SIZES | MOE), torch.device("cuda"), ParallelDims())
     dropping = TrainConfig(**SIZES | MOE | DROPPING, zero_stage=0)
-    check_capturable(dropping, torch.device("cuda"), ParallelDims(dp_shard=2, ep=2))
+    for ranks in (2, 8):  # whose rows a capacity bounds
+        check_capturable(dropping, torch.device("cuda"), ParallelDims(dp_shard=ranks, ep=ranks))
 
 
 def test_the_command_says_so_before_it_writes(tmp_path, capsys):

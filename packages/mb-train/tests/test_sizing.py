@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -414,6 +415,16 @@ def test_the_time_with_dropout(name):
     assert 0.1 == config.attention_dropout == config.hidden_dropout
     found = sizes(config, vocab_size, 1, "NVIDIA H200")
     assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1)
+
+
+def test_the_page_counts_these_cases():
+    page = (Path(__file__).parents[1] / "docs" / "speed.md").read_text("utf-8")
+    sized = [case for case in MEASURED.values() if case[4] is not None]
+    on_four = sum(case[0] == 4 for case in sized)
+    timed = sum(case[3] is not None for case in MEASURED.values())
+    timed += len(FRONTIER) + len(WITH_DROPOUT)
+    assert f"within 8 % of {len(sized)} measured cases, {on_four} of them on four H200s" in page
+    assert f"within 10 % of {timed} cases" in page
 
 
 @pytest.mark.parametrize(("fused", "steps"), [((), 5), ((2, 1, 1), 5), ((), 4), ((), 1)])

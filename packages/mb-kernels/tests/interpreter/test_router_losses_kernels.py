@@ -1,8 +1,11 @@
 """The kernels of the router losses against the fp64 reference."""
 
+import dataclasses
+
 import pytest
 import torch
 from mb_kernels import reference, router_losses, topk_softmax
+from mb_kernels.runtime.plan import assume, plan_on
 from mb_kernels.testing import assert_close
 
 WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
@@ -71,3 +74,19 @@ def test_padding_other_divisors_and_meant_slots(kept_share, divide, score_functi
     (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
     (d_want,) = torch.autograd.grad(2 * alone.aux_loss, exact)
     assert_close("d_logits", d_got, d_want, dtype=torch.float32)
+
+
+def test_units_left_to_others_change_no_bit():
+    """`MB_FREE_SMS`: sums are cut into as many parts as without it."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2100, 5, generator=generator).mul(3)
+    _, ids, probs = topk_softmax(logits, 2)
+    bins = reference.bin_tokens(ids, 5)
+    plan = dataclasses.replace(plan_on(logits.device, logits.dtype), units=7)
+    results = []
+    for each in (plan, dataclasses.replace(plan, units=4, free_units=3)):
+        with assume(lambda dtype, each=each: each):
+            counts = bins.tokens_per_expert_E, bins.offsets_E1[-1]
+            results.append(router_losses(logits, probs, *counts, **WEIGHTS))
+    for name, one, other in zip(results[0]._fields, *results, strict=True):
+        assert torch.equal(one, other), name

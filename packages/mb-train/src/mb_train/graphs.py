@@ -25,7 +25,12 @@ import torch
 from mb_layers import MoE, dMoE
 from mb_layers.dispatch import LocalDispatcher
 from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
-from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher
+from mb_parallel.expert_parallel import (
+    GlobalCapacity,
+    PeerBuffers,
+    PeerDispatcher,
+    choose_dispatcher,
+)
 from mb_parallel.optimizer import WorkingCopies, local
 from torch import Tensor, nn
 
@@ -46,6 +51,9 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
     """Raise ValueError for a run whose micro-batches cannot be one graph."""
     sparse = config.moe_num_experts is not None and config.moe_mlp_impl == "sparse"
     by_weight = config.moe_drop_policy != "position"
+    asked, bounded = config.moe_dispatcher, config.moe_capacity_factor > 0
+    chosen, _ = choose_dispatcher(asked, config.moe_top_k, dims.ep, None, bounded=bounded)
+    taken = f"which takes {chosen} on {dims.ep} ranks, " if asked == "auto" else ""
     for there, wanted, got in (
         (device.type != "cuda", "a GPU", f"--device {device.type}"),
         (
@@ -60,9 +68,9 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
             f"{config.moe_drop_policy}, for which they tell each other all weights",
         ),
         (
-            dims.ep > 1 and config.moe_dispatcher not in ("auto", "peer"),
+            dims.ep > 1 and chosen != "peer",
             "--moe-dispatcher peer",
-            f"{config.moe_dispatcher}, whose collectives are not captured",
+            f"{asked}, {taken}whose collectives are not captured",
         ),
         (
             dims.ep > 1 and config.moe_row_policy != "worst",

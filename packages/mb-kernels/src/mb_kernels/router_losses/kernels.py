@@ -197,7 +197,7 @@ def router_losses(
     tokens, experts = logits.shape
     require_countable("tokens of logits_TE", tokens)
     block_t, block_e = _blocks(experts)
-    parts = min(cdiv(tokens, block_t), plan_of(logits).units)
+    parts = min(cdiv(tokens, block_t), plan_of(logits).parts)
     sums = logits.new_empty((parts, block_e), dtype=torch.float32)
     scalars = sums.new_empty((parts, 3))
     lse = sums.new_empty(tokens)

@@ -28,7 +28,8 @@ class Plan:
     persistent programs are distributed; descriptors: operands are loaded through tensor descriptors
     (TMA); specialized: the expert MLP runs the Gluon kernels, in which some warps do nothing but
     the epilogue, see ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter;
-    tiles_per_program: see ``programs``.
+    tiles_per_program: see ``programs``; free_units: what the chip has beside ``units``, left to
+    others' kernels.
     """
 
     target: Target
@@ -38,6 +39,12 @@ class Plan:
     specialized: bool
     interpreted: bool = False
     tiles_per_program: int | None = None
+    free_units: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a sum is cut: the same, whatever is left free, for the same bits."""
+        return self.units + self.free_units
 
     def tile(self, op: str) -> Tile:
         """The tile of ``op``, a key of ``TILES``."""
@@ -117,10 +124,21 @@ def plan_on(device: torch.device, dtype: torch.dtype) -> Plan:
     units = torch.cuda.get_device_properties(device).multi_processor_count
     # A persistent kernel whose last program waits for a multiprocessor that a collective holds
     # takes twice as long, or as long as the collective waits for its peer.
-    units = max(units - int(os.environ.get("MB_FREE_SMS", "0")), 1)
-    plan = plan_for(current_target(device), dtype, units, _hopper(device))
-    tiles = int(os.environ.get("MB_TILES_PER_PROGRAM", "0"))
-    return replace(plan, tiles_per_program=tiles or None)
+    free = min(_number("MB_FREE_SMS"), units - 1)
+    plan = plan_for(current_target(device), dtype, units - free, _hopper(device))
+    tiles = _number("MB_TILES_PER_PROGRAM")
+    return replace(plan, tiles_per_program=tiles or None, free_units=free)
+
+
+def _number(variable: str) -> int:
+    """What a variable of the environment says, 0 if it is not set."""
+    value = os.environ.get(variable, "") or "0"
+    if not value.isdecimal():
+        raise ValueError(
+            f"{variable}: expected a whole number from 0 on; got {value!r}. Set it to one, or to "
+            "nothing."
+        )
+    return int(value)
 
 
 def plan_for(target: Target, dtype: torch.dtype, units: int, hopper: bool) -> Plan:

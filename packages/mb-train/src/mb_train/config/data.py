@@ -37,7 +37,8 @@ class DataFields:
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
     )
     split_rounding: str = flag(
-        "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's",
+        "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's "
+        "(ours)",
         "shares", choices=("shares", "cumulative"), on_load="fixed",
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
@@ -75,7 +76,7 @@ class DataFields:
         "leave the end of a document out of the loss", False, on_load="said", needs=("model", "gpt")
     )
     document_packing: str = flag(
-        "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits",
+        "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits (ours)",
         "end_to_end", choices=("end_to_end", "best_fit"), on_load="fixed",
     )  # fmt: skip
     fim_data: bool = flag(

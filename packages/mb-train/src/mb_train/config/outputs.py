@@ -21,11 +21,12 @@ class CheckpointingFields:
         "gets the log alone",
         bounds=AT_LEAST_0,
         also=("--persistent-save-interval",),
+        needs=("save",),
     )
     keep_checkpoints: int | None = flag(
-        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE
+        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE, needs=("save",)
     )
-    async_save: bool = flag("write checkpoints beside the training", False)
+    async_save: bool = flag("write checkpoints beside the training", False, needs=("save",))
     load: str | None = flag("run folder or iteration folder to go on from", on_load="own")
     ckpt_step: int | None = flag(
         "go on from this iteration of --load, not from its latest", bounds=AT_LEAST_0,
@@ -44,12 +45,15 @@ class CheckpointingFields:
         False,
         on_load="own",
         also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+        needs=("load",),
     )  # fmt: skip
     no_load_optim: bool = flag(
         "do not take the optimizer state of --load: rates and loss scale begin anew as well", False,
         on_load="own", needs=("load",),
     )  # fmt: skip
-    no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False)
+    no_save_optim: bool = flag(
+        "leave the optimizer state out of checkpoints", False, needs=("save",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +90,11 @@ class LoggingFields:
     )  # fmt: skip
     profile_step_start: int = flag(
         "steps of this start before the first that is profiled", 10, bounds=AT_LEAST_0,
-        on_load="own",
+        on_load="own", needs=("profile",),
     )  # fmt: skip
     profile_step_end: int = flag(
         "steps of this start before the first that no longer is", 12, bounds=POSITIVE,
-        on_load="own",
+        on_load="own", needs=("profile",),
     )  # fmt: skip
     tensorboard_dir: str | None = flag(
         "write TensorBoard scalars here (needs mb-train[tensorboard])"

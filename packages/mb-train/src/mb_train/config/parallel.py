@@ -31,6 +31,7 @@ class ParallelFields:
         choices=(
             "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble",
         ),
+        needs=("pipeline_model_parallel_size", ABOVE_1),
     )  # fmt: skip
     expert_model_parallel_size: int = flag(
         "ranks that share the experts of a layer",

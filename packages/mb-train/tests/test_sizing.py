@@ -17,7 +17,8 @@ from mb_train.layout import parallel_dims
 from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.plan.flops import flops, peak_flops
+from mb_train.plan.devices import data_sheet
+from mb_train.plan.flops import flops
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.sizing import GIB, _parts, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
@@ -464,11 +465,12 @@ def test_ranks_share_out_the_matrices_of_muon(ranks, sizes_of, dense, experts):
     ("device", "tflops"),
     [
         ("NVIDIA H100 PCIe", 756), ("nvidia h100 80gb hbm3", 989), ("NVIDIA GB200", 2500),
-        ("AMD Instinct MI250X", 191.5), ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 NVL", 835), ("AMD Instinct MI250X", 191.5), ("NVIDIA RTX A1000", None),
     ],
 )  # fmt: skip
 def test_a_gpu_is_known_by_a_part_of_its_name(device, tflops):
-    assert peak_flops(device) == (tflops and 1e12 * tflops)
+    sheet = data_sheet(device)
+    assert (sheet and sheet.peak_tflops) == tflops
 
 
 def test_a_block_that_is_computed_again_takes_a_third_more():

@@ -14,7 +14,8 @@ from mb_train.logs.metrics import IntervalStats
 from mb_train.logs.timers import timer_lines
 from mb_train.machine.device import device_name
 from mb_train.models.workload import Workload
-from mb_train.plan.flops import flops, peak_flops
+from mb_train.plan.devices import data_sheet
+from mb_train.plan.flops import flops
 from mb_train.run import Run
 
 
@@ -37,9 +38,9 @@ class Speed:
 
 def speed(work: Workload, *, samples_per_s: float, ranks: int, device: str) -> Speed:
     """Throughput beside what the device could do at most."""
-    done, peak = sum(flops(work)) * samples_per_s / ranks, peak_flops(device)
-    tokens_per_s = samples_per_s * work.tokens
-    return Speed(tokens_per_s, ranks, done / 1e12, None if peak is None else done / peak)
+    tflops, sheet = sum(flops(work)) * samples_per_s / ranks / 1e12, data_sheet(device)
+    mfu = None if sheet is None else tflops / sheet.peak_tflops
+    return Speed(samples_per_s * work.tokens, ranks, tflops, mfu)
 
 
 def report_interval(

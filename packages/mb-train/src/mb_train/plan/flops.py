@@ -1,4 +1,4 @@
-"""How much arithmetic a sample costs, and how much of it a GPU can do at most.
+"""How much arithmetic a sample costs.
 
 A multiplication and an addition count as two. The backward pass costs twice the forward pass, and
 what is computed again for it does not count: model FLOPs (PaLM, arXiv 2204.02311, appendix B).
@@ -8,23 +8,12 @@ computes half of it and padding may be left out.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
 
 from mb_train.models.config import TransformerConfig
 from mb_train.models.workload import Workload
-
-# Dense bf16 peak in TFLOP/s by a part of the device's name, the more particular first: the makers'
-# data sheets. MI250X and MI250 are two devices, of half the card's peak each.
-_PEAK_TFLOPS = {
-    "GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0,
-    "A100": 312.0, "L40S": 362.0, "MI355X": 2500.0, "MI350X": 2300.0, "MI325X": 1307.0,
-    "MI300X": 1307.0, "MI300A": 981.0, "MI250X": 191.5, "MI250": 181.0, "MI210": 181.0,
-    "7900 XTX": 123.0,
-}  # fmt: skip
 
 
 class Flops(NamedTuple):
@@ -74,20 +63,3 @@ def _ffn(config: TransformerConfig, layer: int) -> float:
 def visited(top_k: int, experts: int, zero_experts: int) -> float:
     """Experts that compute for a token whose choices are even; zero experts compute nothing."""
     return top_k * experts / (experts + zero_experts)
-
-
-def peak_flops(device: str) -> float | None:
-    """FLOP/s that a device of this name can do at most in bf16; None if it is not known."""
-    tflops = of_device(_PEAK_TFLOPS, device)
-    return None if tflops is None else 1e12 * tflops
-
-
-def of_device(table: Mapping[str, float], device: str) -> float | None:
-    """The first entry whose name is a part of this device's; numbers whole: no A100 is in A1000."""
-    named = (part for part in table if re.search(rf"{part}(?!\d)", device, re.IGNORECASE))
-    return next((table[part] for part in named), None)
-
-
-def known_devices() -> list[str]:
-    """Parts of the names of the devices whose peaks are known."""
-    return list(_PEAK_TFLOPS)

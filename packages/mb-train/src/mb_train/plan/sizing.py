@@ -24,7 +24,8 @@ from mb_train.machine.host import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.optimizer import MUON_STEPS, parameter_groups
-from mb_train.plan.flops import flops, known_devices, of_device, visited
+from mb_train.plan.devices import data_sheet, known_devices
+from mb_train.plan.flops import flops, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.plan.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
@@ -33,13 +34,6 @@ from mb_train.tasks.make import one_process_task
 GIB = 2**30
 # What takes less, for whoever has too little.
 LESS_MEMORY = "Lower --micro-batch-size, add --recompute-granularity full, or take more ranks"
-# GiB of a device by a part of its name, the more particular first: the makers' data sheets.
-_MEMORY_GIB = {
-    "GB200": 186.0, "B200": 180.0, "H200": 141.0, "H100 NVL": 94.0, "H100": 80.0,
-    "A100.*40GB": 40.0, "A100": 80.0, "L40S": 48.0, "MI355X": 288.0, "MI350X": 288.0,
-    "MI325X": 256.0, "MI300X": 192.0, "MI300A": 128.0, "MI250": 64.0, "MI210": 64.0,
-    "7900 XTX": 24.0,
-}  # fmt: skip
 # Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
 _SLACK = 1.05
 # Numbers of optimizer state for each parameter; Adafactor's few are not counted. A matrix of Muon's
@@ -296,10 +290,10 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
 
 def _too_much(needed_gib: float, device: str) -> list[str]:
     """A line, if a device of this name is known to have less memory."""
-    there = of_device(_MEMORY_GIB, device)
-    if there is None or needed_gib <= there:
+    sheet = data_sheet(device)
+    if sheet is None or needed_gib <= sheet.memory_gib:
         return []
-    return [f"              warning: {device} has {there:.0f} GiB. {LESS_MEMORY}."]
+    return [f"              warning: {device} has {sheet.memory_gib:.0f} GiB. {LESS_MEMORY}."]
 
 
 def _duration(seconds: float) -> str:

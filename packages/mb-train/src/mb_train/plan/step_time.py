@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mb_train.plan.flops import of_device, peak_flops
+from mb_train.plan.devices import data_sheet
 
 # Models whose steps the figures below are fitted to. A T5 or a retriever takes the GPU as long to a
 # fifth; without --cuda-graph the host takes longer (benchmarks/results/2026-11-24-h200.md).
@@ -34,12 +34,6 @@ _BANDWIDTH = 0.75
 # steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
 # padding is left out, tokens are gathered for every block's attention and laid out again.
 _KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.0, 7.5, 5.4
-# TB/s by a part of the device's name, the more particular first: the makers' data sheets.
-_BANDWIDTH_TB = {
-    "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
-    "L40S": 0.86, "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI300A": 5.3,
-    "MI250": 1.64, "MI210": 1.64, "7900 XTX": 0.96,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +57,11 @@ class Demand:
 
     def seconds(self, device: str) -> float | None:
         """Seconds on a GPU of this name; None if its data sheet is not known."""
-        peak, bandwidth = peak_flops(device), of_device(_BANDWIDTH_TB, device)
-        if peak is None or bandwidth is None:
+        sheet = data_sheet(device)
+        if sheet is None:
             return None
-        moved_s = self.moved / (_BANDWIDTH * 1e12 * bandwidth)
-        return self.products / (_PRODUCTS * peak) + moved_s
+        moved_s = self.moved / (_BANDWIDTH * 1e12 * sheet.bandwidth_tb)
+        return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

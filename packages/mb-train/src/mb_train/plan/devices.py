@@ -1,0 +1,51 @@
+"""What GPUs can do at most, and how much they hold: the makers' data sheets."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class DataSheet(NamedTuple):
+    """Of one device: dense bf16 TFLOP/s, TB/s of its memory, and how many GiB that has."""
+
+    peak_tflops: float
+    bandwidth_tb: float
+    memory_gib: float
+
+
+# By a part of the device's name, a regular expression, the more particular first. MI250X and MI250
+# are two devices, of half the card's figures each.
+_SHEETS = {
+    "GB200": DataSheet(2500.0, 8.0, 186.0),
+    "B200": DataSheet(2250.0, 8.0, 180.0),
+    "H200": DataSheet(989.0, 4.8, 141.0),
+    "H100 NVL": DataSheet(835.0, 3.9, 94.0),
+    "H100 PCIe": DataSheet(756.0, 2.0, 80.0),
+    "H100": DataSheet(989.0, 3.35, 80.0),
+    "A100.*40GB": DataSheet(312.0, 1.56, 40.0),
+    "A100": DataSheet(312.0, 2.04, 80.0),
+    "L40S": DataSheet(362.0, 0.86, 48.0),
+    "MI355X": DataSheet(2500.0, 8.0, 288.0),
+    "MI350X": DataSheet(2300.0, 8.0, 288.0),
+    "MI325X": DataSheet(1307.0, 6.0, 256.0),
+    "MI300X": DataSheet(1307.0, 5.3, 192.0),
+    "MI300A": DataSheet(981.0, 5.3, 128.0),
+    "MI250X": DataSheet(191.5, 1.64, 64.0),
+    "MI250": DataSheet(181.0, 1.64, 64.0),
+    "MI210": DataSheet(181.0, 1.64, 64.0),
+    "7900 XTX": DataSheet(123.0, 0.96, 24.0),
+}
+
+
+def data_sheet(device: str) -> DataSheet | None:
+    """That of a device of this name, None if it is not known. Numbers are whole: A1000 is no A100."""
+    for part, sheet in _SHEETS.items():
+        if re.search(rf"{part}(?!\d)", device, re.IGNORECASE):
+            return sheet
+    return None
+
+
+def known_devices() -> list[str]:
+    """Parts of the names of the devices that are known."""
+    return [part.replace(".*", " ") for part in _SHEETS]

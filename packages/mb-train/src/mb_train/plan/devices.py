@@ -39,7 +39,7 @@ _SHEETS = {
 
 
 def data_sheet(device: str) -> DataSheet | None:
-    """That of a device of this name, None if it is not known. Numbers are whole: A1000 is no A100."""
+    """That of a device of this name; None if it is not known, as an A1000 is not, but an A100."""
     for part, sheet in _SHEETS.items():
         if re.search(rf"{part}(?!\d)", device, re.IGNORECASE):
             return sheet

@@ -144,7 +144,8 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
         name, *wanted = needs
         there = getattr(config, name)
         met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
-        if not (any(met) if wanted else there):
+        # A run may begin without the --load that was said, where nothing is saved yet.
+        if not (any(met) if wanted else there or command.values.get(name)):
             words = (w.words if isinstance(w, Bounds) else w for w in wanted)
             way = f"{flag_name(name)} {' or '.join(words)}".rstrip()
             idle.setdefault(way, []).append(flag_name(f.name))

@@ -258,7 +258,7 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
 def test_what_the_kernel_refuses_to_write_is_no_checkpoint(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)
-    assert "could not save iteration 2" in said[-1]
+    assert "could not save iteration 2: OSError: [Errno 27] File too large" in said[-1]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "iter_0000001", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip

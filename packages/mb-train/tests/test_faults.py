@@ -286,11 +286,10 @@ def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, cap
 
 
 def test_a_run_whose_end_is_not_saved_says_so(run, monkeypatch, capsys):
-    """torch's writer, on a disk that is really full, says `unexpected pos 704 vs 598`."""
     from mb_train.checkpoint.writer import Writer
 
     def full(*arguments):
-        raise RuntimeError("unexpected pos 704 vs 598")
+        raise OSError(28, "No space left on device")
 
     assert run("--train-iters", 1) == 0
     monkeypatch.setattr(Writer, "write_data", full)
@@ -299,7 +298,7 @@ def test_a_run_whose_end_is_not_saved_says_so(run, monkeypatch, capsys):
     assert go_on(run.folder, "--train-iters", 2) == 1
     out = capsys.readouterr().out
     assert "could not save iteration 2: 1e-06 GB are free for 0.0" in out
-    assert "unexpected pos 704 vs 598. The latest checkpoint is that of iteration 1." in out
+    assert "No space left on device. The latest checkpoint is that of iteration 1." in out
     assert "iter_0000001, the latest there is: the end of the run could not be saved" in out
 
 

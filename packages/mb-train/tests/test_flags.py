@@ -60,6 +60,7 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--hiden-size", "8"], "Unknown flag --hiden-size. The nearest is --hidden-size"),
         (["--qqq=8"], "Unknown flag --qqq. See --help"),
         (["train"], "Unknown argument train"),
+        (["train" * 60], "Unknown argument train.*. See --help"),  # no file may have this name
         (["--hidden-size", "big"], "--hidden-size: invalid int value: 'big'"),
         (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),

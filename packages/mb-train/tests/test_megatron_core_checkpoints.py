@@ -61,6 +61,7 @@ def change_each(folder, change):
         ({}, {}, {}),
         ({"activation": "gelu"}, {"bias_gelu_fusion": False}, {"tp": 2, "pp": 2}),
         ({}, {"bias_gelu_fusion": False, "use_te_activation_func": True}, {}),
+        ({}, {"num_experts": 0}, {"tp": 2}),
         (LLAMA, LLAMA, {"tp": 2, "pp": 2, "chunks": 2}),
         (
             LLAMA | {"swiglu": False, "activation": "swiglu(alpha=1.702, limit=7.0)"},

@@ -392,6 +392,21 @@ def test_no_experts_are_a_dense_model():
     assert line.notes == parse([*RUN, "--moe-grouped-gemm"]).notes
 
 
+def test_what_no_experts_would_do_is_no_matter():
+    """Neither refused, nor told of as if there were some, nor with defaults that nobody typed."""
+    words = (
+        "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+    )
+    for experts in (["--num-experts", "0"], ["--recipe", "quickstart", "--moe-num-experts", "0"]):
+        line = parse([*RUN, *words.split(), *experts])
+        assert line.notes == ()
+        assert without_effect(line, resolve(line)) == [
+            "no effect without --moe-num-experts: --moe-top-k, --moe-loss-weight, "
+            "--moe-router-num-groups, --moe-router-group-topk"
+        ]
+
+
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("moe_loss_weight = 0.25\n")

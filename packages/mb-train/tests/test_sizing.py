@@ -466,11 +466,26 @@ def test_ranks_share_out_the_matrices_of_muon(ranks, sizes_of, dense, experts):
     [
         ("NVIDIA H100 PCIe", 756), ("nvidia h100 80gb hbm3", 989), ("NVIDIA GB200", 2500),
         ("NVIDIA H100 NVL", 835), ("AMD Instinct MI250X", 191.5), ("NVIDIA RTX A1000", None),
+        ("NVIDIA H200 NVL", 835), ("NVIDIA H20", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a seventh of one
     ],
 )  # fmt: skip
 def test_a_gpu_is_known_by_a_part_of_its_name(device, tflops):
     sheet = data_sheet(device)
     assert (sheet and sheet.peak_tflops) == tflops
+
+
+@pytest.mark.parametrize(
+    ("device", "gib"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40), ("NVIDIA A100 80GB PCIe", 80), ("NVIDIA GH200 480GB", 96),
+        ("NVIDIA GH200 144G HBM3e", 144), ("NVIDIA H200", 141),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_gpu_whatever_its_name_counts(device, gib):
+    sheet = data_sheet(device)
+    assert sheet is not None
+    assert sheet.memory_gib == gib
 
 
 def test_a_block_that_is_computed_again_takes_a_third_more():

@@ -18,7 +18,7 @@ from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
-from mb_train.flags.command_line import parse
+from mb_train.flags.command_line import parse, without_effect
 from mb_train.logs import run_log
 from mb_train.recipes import recipe
 from mb_train.report.curves import read_curves
@@ -163,7 +163,9 @@ def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
     with pytest.raises(ValueError, match="Expected --load with --ckpt-step 2, got none"):
         resolve_start(parse(["--ckpt-step", "2"]))
     begins = ["--load", str(tmp_path), "--save", str(tmp_path)]
-    assert resolve_start(parse(begins)).start is None
+    first = parse([*begins, "--use-checkpoint-opt_param-scheduler"])
+    assert resolve_start(first).start is None
+    assert without_effect(first, resolve_start(first).config) == []  # it has one from then on
     with pytest.raises(ValueError, match="found none"):
         resolve_start(parse([*begins, "--exit-on-missing-checkpoint"]))
 

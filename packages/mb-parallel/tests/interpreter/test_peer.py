@@ -5,6 +5,7 @@ A file that both map takes the place of symmetric memory, and Triton's interpret
 
 import os
 import time
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatc
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.shard import experts_meshes, shard_experts
 from mb_parallel.testing import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
@@ -105,7 +107,7 @@ def _inputs(case: Case):
 
 
 def _through(
-    layer: dMoE, depth: int, x, weights, ids, max_rows=None, *, compiled: bool = False
+    layer: dMoE, depth: int, x, weights, ids, max_rows=None, how: str = "as it is"
 ) -> dict[str, torch.Tensor]:
     """Layers one after the other that share their experts and, spread, their buffers."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -116,8 +118,10 @@ def _through(
             dispatched = dispatched._replace(max_rows=max_rows)
         return x + layer.dispatcher.combine(layer.experts(dispatched), dispatched), dispatched
 
-    if compiled:
+    if how == "compiled":
         one = torch.compile(one, backend="aot_eager")
+    if how == "recomputed":
+        one = partial(checkpoint, one, use_reentrant=False)
     y = x
     for _ in range(depth):
         y, dispatched = one(y)
@@ -170,11 +174,11 @@ def _ranks(rank: int, ranks: int, folder: str):
         results.append(_through(layer, case.depth, x, weights, ids, most))
         assert bool(results[-1]["stored home"]) == case.stored_home
         if case.depth > 1:
-            for compiled in (False, True):
+            for how in ("as it is", "compiled", "recomputed"):
                 layer.zero_grad()
-                again = _through(layer, case.depth, x, weights, ids, most, compiled=compiled)
+                again = _through(layer, case.depth, x, weights, ids, most, how)
                 for name, value in again.items():
-                    assert torch.equal(value, results[-1][name]), f"{name} differs, {compiled=}"
+                    assert torch.equal(value, results[-1][name]), f"{name} differs, {how}"
     said = []
     for tokens in (6, 2):  # more than there is room for; then another layer in between
         x, weights = torch.zeros(tokens, HIDDEN), torch.ones(tokens, 1)

@@ -18,7 +18,7 @@ one rank, W words of routing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mb_kernels
@@ -50,7 +50,7 @@ class _Route:
     home_P: Tensor | None  # where the experts store their result; None: `collect` sends it
     counts_P: Tensor | None = None  # rows that came from each rank
     ids_RJ: Tensor | None = None  # local ids of the choices that came
-    use: int = 0  # the buffers' `uses` when they were filled for this route
+    filled: dict[str, int] = field(default_factory=dict)  # the buffers' `uses` when they were
 
     def send(
         self,
@@ -68,13 +68,13 @@ class _Route:
             columns=self.peers_TC.shape[1],
             payload=payload_TW,
         )
-        self.buffers.uses += 1
-        self.use = self.buffers.uses
+        self.buffers.uses[buffer] += 1
+        self.filled[buffer] = self.buffers.uses[buffer]
         return self.memory.wait(buffer, self.buffers.place_of(self.layer, step))
 
     def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: Step) -> list[Tensor]:
         """Send payload and, unless the experts have, rows home; returns each token's sums."""
-        if self.use != self.buffers.uses:
+        if any(self.buffers.uses[buffer] != use for buffer, use in self.filled.items()):
             raise RuntimeError(
                 f"Expected nothing to be dispatched between dispatch and combine of "
                 f"{self.buffers.name_of(self.layer)}, or within its backward, got another layer's "
@@ -230,6 +230,9 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
         route: _Route = ctx.route
         route.buffers.check(route.memory)
+        # The tokens of the forward pass have served. A checkpoint dispatches them again in between,
+        # when the first saved tensor is asked for: below, or else in the experts' backward.
+        route.filled.clear()
         route.send(dy_TD, None, "grads", "the backward of combine")
         if not route.keep_rows:
             (x_TD,) = ctx.saved_tensors

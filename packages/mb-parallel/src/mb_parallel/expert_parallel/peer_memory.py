@@ -9,6 +9,7 @@ Letters: T tokens, D hidden, M the most tokens a rank may bring.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -64,7 +65,8 @@ class PeerBuffers:
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
         self._kept: list[Any] = []
         self._layers: list[str] = []
-        self.uses = 0  # sends of "tokens" and "grads" so far: a later one overwrites the rows
+        # Sends so far, by buffer: a later one overwrites the rows.
+        self.uses: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: Any) -> PeerBuffers:
         return self  # the layers of a model's copy run beside the model's, one after the other

@@ -231,7 +231,7 @@ class Saver:
     def _failed(self, iteration: int, problem: str) -> bool:
         with contextlib.suppress(OSError):  # the folder is gone, or cannot be reached
             free = shutil.disk_usage(self._folder).free
-            if free < self._bytes:  # torch's writer tells of positions in its file instead
+            if free < self._bytes:
                 problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
         self._discard(iteration)
         self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")

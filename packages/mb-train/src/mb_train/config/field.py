@@ -56,8 +56,8 @@ class Spec:
             fields; runs are compared by it.
         also: further spellings of its flag.
         said_as: further spellings of its values, on the command line.
-        zero_is_none: 0 means None on the command line, as Megatron means it where it asks whether a
-            number is there at all.
+        zero_is_none: 0 means None on the command line, and among the arguments that Megatron has
+            saved, as it means it where it asks whether a number is there at all.
         off: Megatron's flag that turns it off, where it is on by default.
         count: number of values of a list, where that is fixed.
         layer: the argument of `mb_layers.MoEConfig` that it is.

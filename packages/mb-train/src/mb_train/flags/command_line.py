@@ -10,9 +10,9 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -84,7 +84,8 @@ def parse(
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
         go_on = f" To go on with the run in this folder: --load {unknown[0]}."
-        hint = go_on if Path(unknown[0]).is_dir() else nearest(unknown[0], commands)
+        # Path.is_dir raises for a word that is too long to be a name.
+        hint = go_on if os.path.isdir(unknown[0]) else nearest(unknown[0], commands)
         raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
@@ -144,7 +145,8 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
         name, *wanted = needs
         there = getattr(config, name)
         met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
-        if not (any(met) if wanted else there):
+        # A run may begin without the --load that was said, where nothing is saved yet.
+        if not (any(met) if wanted else there or command.values.get(name)):
             words = (w.words if isinstance(w, Bounds) else w for w in wanted)
             way = f"{flag_name(name)} {' or '.join(words)}".rstrip()
             idle.setdefault(way, []).append(flag_name(f.name))

@@ -37,6 +37,8 @@ CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startsw
 def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Other defaults that fields have where certain flags of Megatron's are typed, as there.
 
+    Where 0 experts are asked for, those of experts are nobody's matter.
+
     - The loss of a balancing type has weight 0 unless `--moe-aux-loss-coeff` is given.
     - A capacity factor drops an expert's least probable tokens.
     - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
@@ -55,14 +57,16 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     found: dict[str, Any] = {}
     if "--no-position-embedding" in typed:  # scripts have it beside rotary positions too
         found["position_embedding_type"] = "none"
+    if _is_exact_gelu(typed, values):
+        found["activation"] = "gelu"
+    if _is_dense(values):
+        return found
     if "--moe-router-load-balancing-type" in typed:
         found["moe_loss_weight"] = 0.0
     if "--moe-expert-capacity-factor" in typed:
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
-    if _is_exact_gelu(typed, values):
-        found["activation"] = "gelu"
     if _is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
@@ -96,9 +100,14 @@ def _is_whole(values: Mapping[str, Any]) -> bool:
     return "num_layers" in values and "recipe" not in values
 
 
+def _is_dense(values: Mapping[str, Any]) -> bool:
+    """Whether 0 experts were asked for, whatever other flags would have them do."""
+    return values.get("moe_num_experts", 0) is None
+
+
 def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
-    """Whether there are experts by Megatron's flag; 0 of them are none."""
-    return "--num-experts" in typed and values.get("moe_num_experts") is not None
+    """Whether there are experts by Megatron's flag."""
+    return "--num-experts" in typed and not _is_dense(values)
 
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
@@ -112,6 +121,8 @@ def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
 
 def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
+    if _is_dense(values):
+        return None
     if TOPK in typed:
         return values["moe_top_k"]
     megatrons = _is_whole(values) and _has_experts(typed, values)
@@ -136,7 +147,8 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
 def other_balance(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """A remark on a balancing loss, of Core's flag, that counts other experts there."""
     chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
-    if not chosen or "--moe-aux-loss-coeff" not in typed or not values.get("moe_loss_weight"):
+    weighted = "--moe-aux-loss-coeff" in typed and values.get("moe_loss_weight")
+    if _is_dense(values) or not (chosen and weighted):
         return []
     return [
         "the balancing loss counts the experts that tokens visit: Megatron Core, since 2025, those "

@@ -58,9 +58,19 @@ class SummedFile:
 
 @contextlib.contextmanager
 def summed_file(path: Path) -> Generator[SummedFile]:
-    """Yield a new file to write, which is on the disk at the end of the block."""
+    """Yield a new file to write, which is on the disk at the end of the block.
+
+    Raises:
+        OSError: it cannot be written, whatever else the block raises for that reason.
+    """
     with path.open("wb", buffering=_BUFFER_BYTES) as file:
-        yield SummedFile(file)
+        try:
+            yield SummedFile(file)
+        except RuntimeError as error:
+            # torch's writer tells of positions in its file instead.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 

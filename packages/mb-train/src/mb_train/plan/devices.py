@@ -19,6 +19,9 @@ class DataSheet(NamedTuple):
 _SHEETS = {
     "GB200": DataSheet(2500.0, 8.0, 186.0),
     "B200": DataSheet(2250.0, 8.0, 180.0),
+    "GH200 144G": DataSheet(989.0, 4.9, 144.0),
+    "GH200": DataSheet(989.0, 4.0, 96.0),  # named by the 480 GB of its processor
+    "H200 NVL": DataSheet(835.0, 4.8, 141.0),
     "H200": DataSheet(989.0, 4.8, 141.0),
     "H100 NVL": DataSheet(835.0, 3.9, 94.0),
     "H100 PCIe": DataSheet(756.0, 2.0, 80.0),
@@ -39,7 +42,12 @@ _SHEETS = {
 
 
 def data_sheet(device: str) -> DataSheet | None:
-    """That of a device of this name; None if it is not known, as an A1000 is not, but an A100."""
+    """That of a device of this name; None if it is not known, as an A1000 is not, but an A100.
+
+    None for a part of a GPU as well (MIG), whose name begins with that of the whole.
+    """
+    if re.search(r"\bMIG\b", device, re.IGNORECASE):
+        return None
     for part, sheet in _SHEETS.items():
         if re.search(rf"{part}(?!\d)", device, re.IGNORECASE):
             return sheet

@@ -56,7 +56,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):
         flags = (flag_name(f.name), *spec(f).also)
         known = [given[name] for name in map(_argument, flags) if name in given]
-        said.update([(f.name, value) for value in known[:1]])
+        for value in known[:1]:
+            said[f.name] = (value or None) if spec(f).zero_is_none else value
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
     said |= _activation(given) | _experts_every(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]

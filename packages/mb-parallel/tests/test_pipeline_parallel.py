@@ -388,6 +388,8 @@ def _seq2seq(rank, world_size):
                     Pipeline(parts, mesh, schedule="interleaved-zero-bubble", **settings)
                 with pytest.raises(ValueError, match="each of the 3 borders between 4 stages"):
                     Pipeline(parts, mesh, schedule=schedule, **(settings | {"streams": [words]}))
+                with _refused("in a multiple of pp with interleaved-1f1b, got 5 and pp = 2"):
+                    pipeline.step([*batches, *batches[:2]])
         losses, grads = [], []
         for _ in range(2):
             if pipeline is not None:

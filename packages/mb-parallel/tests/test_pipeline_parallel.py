@@ -237,6 +237,10 @@ def _pieces(rank, world_size):
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
+    graphs = []
+    stage.register_forward_hook(lambda _, __, output: graphs.append(torch.is_grad_enabled()))
+    pipeline.evaluate(*batches)  # what it reports may differ from a step's
+    assert graphs == [False] * 3
     with _refused("got metric 'late' [2] in torch.float32 instead of nothing in micro-batch 0"):
         pipeline.step(batches)
     return parameter.detach(), once, twice

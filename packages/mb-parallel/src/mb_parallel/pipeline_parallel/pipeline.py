@@ -199,7 +199,6 @@ class Pipeline:
     ) -> Pass:
         shape = len(batches), self._shape(batches)
         if train not in self._schedules or self._schedules[train][0] != shape:
-            self._schedules.pop(train, None)
             built = self._build(batches[0], len(batches), train=train)
             self._schedules[train] = shape, *built
         _, schedule, stages = self._schedules[train]

@@ -232,7 +232,8 @@ def _pieces(rank, world_size):
     with _refused("requires_grad=True, as when the pipeline was made, got False"):
         pipeline.step(batches)
     parameter.grad = None
-    Pipeline([stage], mesh, tied=names, **arguments).step(batches)
+    deeper = [batch | {"mask": torch.ones(2, 8, 3)} for batch in batches]  # [B, S, ...]
+    Pipeline([stage], mesh, tied=names, streams=[["mask"]], **arguments).step(deeper)
     assert parameter.grad is None
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
@@ -309,6 +310,13 @@ def test_a_stage_without_states_for_the_next_is_told_so():
     stage.stage_index, stage.leaving = 0, (torch.empty(2, 8, 16, device="meta"),)
     with _refused("stage 0 to return x [2, 8, 16] in torch.float32, by the pipeline's hidden_size"):
         stage._checked(None)
+
+
+def test_a_sequence_that_the_tp_ranks_cannot_share_is_refused():
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline.first_input, pipeline.streams, pipeline.shards = "frames", [["frames"]], 2
+    with _refused("Expected tp = 2 to divide the 7 tokens of a sequence"):
+        pipeline.step([{"frames": torch.zeros(2, 7, 3)}])
 
 
 class Seq2Seq(torch.nn.Module):

@@ -175,6 +175,7 @@ def _pieces(rank, world_size):
     parameter = stage.get_parameter(tied)
     with torch.no_grad():
         parameter.add_(rank)  # the copies differ until the pipeline is made
+        parameter.data = parameter.mT.contiguous().mT  # only what is contiguous can be sent
     arguments = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": tiny_gpt.D}
     names = {"embedding.tokens.weight": "head.weight"}
     pipeline = Pipeline([stage], mesh, tied=names, **arguments)

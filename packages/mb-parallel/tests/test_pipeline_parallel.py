@@ -208,6 +208,14 @@ def _pieces(rank, world_size):
     pipeline.step(batches[:2])  # lets go of the buffers for three
     gc.collect()
     assert sum(type(one) is Stage for one in gc.get_objects()) == 1
+    parameter.grad, loss = None, stage.cross_entropy
+
+    def without_head(x, weight, *rest, **how):
+        return loss(x, weight.detach(), *rest, **how)
+
+    with mock.patch.object(stage, "cross_entropy", without_head):
+        pipeline.step(batches)
+    of_embedding = parameter.grad.clone()  # the head's, which has none of its own, is as large
     halves = arguments | {"schedule": "zbv-zero-bubble"}
     copied = [tiny_gpt.build(replace(options, experts=2)) for _ in range(2)]
     hold_working_copies(copied, torch.bfloat16)
@@ -245,7 +253,7 @@ def _pieces(rank, world_size):
     assert graphs == [False] * 3
     with _refused("got metric 'late' [2] in torch.float32 instead of nothing in micro-batch 0"):
         pipeline.step(batches)
-    return parameter.detach(), once, twice
+    return parameter.detach(), once, twice, of_embedding
 
 
 def _refused(message):

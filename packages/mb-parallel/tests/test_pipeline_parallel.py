@@ -200,7 +200,9 @@ def _pieces(rank, world_size):
         ({"embedding.words": "head.words"}, f"{('embedding', 'head')[rank]}.words' in the stage"),
         ({"embedding.tokens.weight": "head.words"}, "'head.words' in the stage"),  # on both ranks
         ({"embedding.tokens.weight": "stack.norm.weight"}, "got parts of [16] in torch.float32"),
-        ({"embedding.tokens.weight": {2: "head.weight"}}, "on stages up to 1, got 2"),
+        ({"embedding.tokens.weight": {2: "head.weight"}}, "1 to 1, one on each, got {2: 'head"),
+        ({"embedding.tokens.weight": {0: "head.weight"}}, "1 to 1, one on each, got {0: 'head"),
+        ({"embedding.tokens.weight": {1: "head.weight", -1: "x"}}, "got {1: 'head.weight', -1:"),
     ):
         with _refused(message):
             Pipeline([stage], mesh, tied=bad, **arguments)

@@ -200,7 +200,7 @@ def _pieces(rank, world_size):
         ({"embedding.words": "head.words"}, f"{('embedding', 'head')[rank]}.words' in the stage"),
         ({"embedding.tokens.weight": "head.words"}, "'head.words' in the stage"),  # on both ranks
         ({"embedding.tokens.weight": "stack.norm.weight"}, "got parts of [16] in torch.float32"),
-        ({"embedding.tokens.weight": {2: "head.weight"}}, "1 to 1, one on each, got {2: 'head"),
+        ({"embedding.tokens.weight": {3: "head.weight"}}, "1 to 1, one on each, got {3: 'head"),
         ({"embedding.tokens.weight": {0: "head.weight"}}, "1 to 1, one on each, got {0: 'head"),
         ({"embedding.tokens.weight": {1: "head.weight", -1: "x"}}, "got {1: 'head.weight', -1:"),
     ):
@@ -228,8 +228,11 @@ def _pieces(rank, world_size):
         Pipeline(wrapped, mesh, **halves)
     compiled = [tiny_gpt.build(options) for _ in range(2)]
     compiled[1].stack.compile()
-    early = mock.patch.object(torch, "__version__", "2.11.0+cu130")
-    with early, pytest.raises(ValueError, match=r"not compiled with zbv-.* on torch 2\.11"):
+    with mock.patch.object(torch, "__version__", "2.11.0+cu130"):
+        with pytest.raises(ValueError, match=r"not compiled with zbv-.* on torch 2\.11"):
+            Pipeline(compiled, mesh, **halves)
+        Pipeline(compiled[:1] * 2, mesh, **halves)  # as they were built
+    with mock.patch.object(torch, "__version__", "2.13.0"):
         Pipeline(compiled, mesh, **halves)
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:

@@ -308,7 +308,7 @@ class Pipeline:
         by_stage = {0: name}
         for stage, other in others.items():
             place = stage % self.num_stages
-            if place in by_stage or not -self.num_stages <= stage < self.num_stages:
+            if place in by_stage or abs(stage) >= self.num_stages:
                 raise ValueError(
                     f"Expected copies of {name!r} on stages from 1 to {self.num_stages - 1}, one "
                     f"on each, got {dict(others)}."

@@ -175,6 +175,7 @@ def _pieces(rank, world_size):
     parameter = stage.get_parameter(tied)
     with torch.no_grad():
         parameter.add_(rank)  # the copies differ until the pipeline is made
+        parameter.data = parameter.mT.contiguous().mT  # only what is contiguous can be sent
     arguments = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": tiny_gpt.D}
     names = {"embedding.tokens.weight": "head.weight"}
     pipeline = Pipeline([stage], mesh, tied=names, **arguments)
@@ -199,7 +200,9 @@ def _pieces(rank, world_size):
         ({"embedding.words": "head.words"}, f"{('embedding', 'head')[rank]}.words' in the stage"),
         ({"embedding.tokens.weight": "head.words"}, "'head.words' in the stage"),  # on both ranks
         ({"embedding.tokens.weight": "stack.norm.weight"}, "got parts of [16] in torch.float32"),
-        ({"embedding.tokens.weight": {2: "head.weight"}}, "on stages up to 1, got 2"),
+        ({"embedding.tokens.weight": {3: "head.weight"}}, "1 to 1, one on each, got {3: 'head"),
+        ({"embedding.tokens.weight": {0: "head.weight"}}, "1 to 1, one on each, got {0: 'head"),
+        ({"embedding.tokens.weight": {1: "head.weight", -1: "x"}}, "got {1: 'head.weight', -1:"),
     ):
         with _refused(message):
             Pipeline([stage], mesh, tied=bad, **arguments)
@@ -207,6 +210,14 @@ def _pieces(rank, world_size):
     pipeline.step(batches[:2])  # lets go of the buffers for three
     gc.collect()
     assert sum(type(one) is Stage for one in gc.get_objects()) == 1
+    parameter.grad, loss = None, stage.cross_entropy
+
+    def without_head(x, weight, *rest, **how):
+        return loss(x, weight.detach(), *rest, **how)
+
+    with mock.patch.object(stage, "cross_entropy", without_head):
+        pipeline.step(batches)
+    of_embedding = parameter.grad.clone()  # the head's, which has none of its own, is as large
     halves = arguments | {"schedule": "zbv-zero-bubble"}
     copied = [tiny_gpt.build(replace(options, experts=2)) for _ in range(2)]
     hold_working_copies(copied, torch.bfloat16)
@@ -217,8 +228,11 @@ def _pieces(rank, world_size):
         Pipeline(wrapped, mesh, **halves)
     compiled = [tiny_gpt.build(options) for _ in range(2)]
     compiled[1].stack.compile()
-    early = mock.patch.object(torch, "__version__", "2.11.0+cu130")
-    with early, pytest.raises(ValueError, match=r"not compiled with zbv-.* on torch 2\.11"):
+    with mock.patch.object(torch, "__version__", "2.11.0+cu130"):
+        with pytest.raises(ValueError, match=r"not compiled with zbv-.* on torch 2\.11"):
+            Pipeline(compiled, mesh, **halves)
+        Pipeline(compiled[:1] * 2, mesh, **halves)  # as they were built
+    with mock.patch.object(torch, "__version__", "2.13.0"):
         Pipeline(compiled, mesh, **halves)
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
@@ -232,14 +246,19 @@ def _pieces(rank, world_size):
     with _refused("requires_grad=True, as when the pipeline was made, got False"):
         pipeline.step(batches)
     parameter.grad = None
-    Pipeline([stage], mesh, tied=names, **arguments).step(batches)
+    deeper = [batch | {"mask": torch.ones(2, 8, 3)} for batch in batches]  # [B, S, ...]
+    Pipeline([stage], mesh, tied=names, streams=[["mask"]], **arguments).step(deeper)
     assert parameter.grad is None
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
+    graphs = []
+    stage.register_forward_hook(lambda _, __, output: graphs.append(torch.is_grad_enabled()))
+    pipeline.evaluate(*batches)  # what it reports may differ from a step's
+    assert graphs == [False] * 3
     with _refused("got metric 'late' [2] in torch.float32 instead of nothing in micro-batch 0"):
         pipeline.step(batches)
-    return parameter.detach(), once, twice
+    return parameter.detach(), once, twice, of_embedding
 
 
 def _refused(message):
@@ -305,6 +324,13 @@ def test_a_stage_without_states_for_the_next_is_told_so():
     stage.stage_index, stage.leaving = 0, (torch.empty(2, 8, 16, device="meta"),)
     with _refused("stage 0 to return x [2, 8, 16] in torch.float32, by the pipeline's hidden_size"):
         stage._checked(None)
+
+
+def test_a_sequence_that_the_tp_ranks_cannot_share_is_refused():
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline.first_input, pipeline.streams, pipeline.shards = "frames", [["frames"]], 2
+    with _refused("Expected tp = 2 to divide the 7 tokens of a sequence"):
+        pipeline.step([{"frames": torch.zeros(2, 7, 3)}])
 
 
 class Seq2Seq(torch.nn.Module):
@@ -388,6 +414,8 @@ def _seq2seq(rank, world_size):
                     Pipeline(parts, mesh, schedule="interleaved-zero-bubble", **settings)
                 with pytest.raises(ValueError, match="each of the 3 borders between 4 stages"):
                     Pipeline(parts, mesh, schedule=schedule, **(settings | {"streams": [words]}))
+                with _refused("in a multiple of pp with interleaved-1f1b, got 5 and pp = 2"):
+                    pipeline.step([*batches, *batches[:2]])
         losses, grads = [], []
         for _ in range(2):
             if pipeline is not None:

@@ -356,6 +356,8 @@ def train(rank, world_size, options):
             stage.train()
     history["parameters"] = {name: whole(p.detach()) for name, p in parameters.items()}
     if pipeline is not None:
+        built = [stage for *_, stages in pipeline._schedules.values() for stage in stages]
+        assert not any(stage.graphs for stage in built)  # nothing is kept behind the backward pass
         history["copies"] = [
             name for name, p in parameters.items() if any(p is copy for copy in pipeline.copies)
         ]

@@ -88,9 +88,7 @@ class Stage(PipelineStage):
             self.graphs[self.number] = [x.view_as(x).grad_fn for x in outputs]
 
     def _own(self, stream: Tensor) -> Tensor:
-        """A stream as the schedule needs it: with a graph, and no view if it will be detached."""
-        if stream.is_leaf:  # passed on as it came, but an output needs a graph
-            stream = stream.view_as(stream)
+        """A stream as the schedule needs it: no view if it will be detached."""
         # A zero-bubble schedule detaches outputs in place after half of their backward pass.
         return stream.clone() if self.in_halves and stream._is_view() else stream
 

@@ -83,8 +83,8 @@ class Pipeline:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
             ZeRO stage 3, working copies, two streams, what torch.compile returned or, before torch
             2.13, modules compiled in place with a zero-bubble schedule, streams for another number
-            of borders, or tied parameters that do not exist, differ in size or dtype, or of which
-            only some are frozen.
+            of borders, or tied parameters that do not exist, differ in size or dtype, of which only
+            some are frozen, or with two names for one stage.
     """
 
     def __init__(
@@ -199,7 +199,6 @@ class Pipeline:
     ) -> Pass:
         shape = len(batches), self._shape(batches)
         if train not in self._schedules or self._schedules[train][0] != shape:
-            self._schedules.pop(train, None)
             built = self._build(batches[0], len(batches), train=train)
             self._schedules[train] = shape, *built
         _, schedule, stages = self._schedules[train]
@@ -306,14 +305,16 @@ class Pipeline:
     def _by_stage(self, name: str, copies: str | Mapping[int, str]) -> dict[int, str]:
         """The names of a tied parameter by stage, in their order."""
         others = {-1: copies} if isinstance(copies, str) else copies
-        for stage in others:
-            if not -self.num_stages <= stage < self.num_stages:
+        by_stage = {0: name}
+        for stage, other in others.items():
+            place = stage % self.num_stages
+            if place in by_stage or abs(stage) >= self.num_stages:
                 raise ValueError(
-                    f"Expected copies of {name!r} on stages up to {self.num_stages - 1}, got "
-                    f"{stage}."
+                    f"Expected copies of {name!r} on stages from 1 to {self.num_stages - 1}, one "
+                    f"on each, got {dict(others)}."
                 )
-        by_stage = {stage % self.num_stages: other for stage, other in others.items()}
-        return dict(sorted({0: name, **by_stage}.items()))
+            by_stage[place] = other
+        return dict(sorted(by_stage.items()))
 
     def _stage(self, index: int) -> nn.Module | None:
         """The module of a stage if this rank has it; -1 is the last."""

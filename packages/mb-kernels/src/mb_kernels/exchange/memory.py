@@ -187,9 +187,11 @@ class PeerMemory:
             _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
         counts_P = counts_P.contiguous()
         silent = x is None and payload is None
+        # Not more than there can be rows to store: each draws a ticket.
+        programs = 1 if silent else max(min(self._programs, rows * layout.ranks), 1)
         with registration.device_of(self.arena):
             _kernels().push(
-                1 if silent else max(min(self._programs, rows * layout.ranks), 1),
+                programs,
                 (
                     None if x is None else x.contiguous(),
                     None if payload is None else payload.contiguous(),

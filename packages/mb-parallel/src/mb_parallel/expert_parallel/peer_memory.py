@@ -113,7 +113,9 @@ class PeerBuffers:
         Rows of the same layer are exchanged after it, by which all ranks have read them.
         """
         experts = counts_E.shape[0]
-        counts_W = F.pad(counts_E, (0, -experts % 4))  # rows travel in pieces of 16 bytes
+        counts_W = counts_E
+        if experts % 4:  # rows travel in pieces of 16 bytes
+            counts_W = F.pad(counts_E, (0, -experts % 4))
         key = (counts_W.shape[0], torch.int32, 1)
         memory = self._memories.get(key)
         if memory is None:

@@ -62,8 +62,8 @@ class Planner(dcp.DefaultSavePlanner):
 class Writer(dcp.FileSystemWriter):
     """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
 
-    A rank writes files of about `_FILE_BYTES`, as torch's own `write_data` does, which keeps the
-    tensors of a file on the host until it is whole and sums nothing. The sums travel among the
+    A rank writes files of about `_FILE_BYTES`, in torch's format but not by its `write_data`, which
+    keeps a file's tensors on the host until it is whole and sums nothing. The sums travel among the
     write results. What `finish` raises on rank 0 is raised on all.
     """
 

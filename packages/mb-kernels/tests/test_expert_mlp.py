@@ -6,6 +6,7 @@ import pytest
 import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate, activate_backward
+from mb_kernels.expert_mlp.arguments import bounded
 from mb_kernels.runtime import registration
 from mb_kernels.testing import (
     GPT_OSS,
@@ -168,10 +169,13 @@ def test_compiles_without_a_graph_break(recompute):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_opcheck(top_k):
+@pytest.mark.parametrize(("top_k", "max_rows"), [(1, None), (1, 12), (2, None)])
+def test_opcheck(top_k, max_rows):
     case = (17, 4, 4, 4, top_k, "skewed", 3)
     x, w1, w2, bins, weights = make_case(case, dtype=torch.float32)
+    if max_rows:
+        bins, weights = bounded(bins, weights.detach(), max_rows)
+        weights.requires_grad_()
     inputs = (x, w1, w2, bins.order_N, bins.inverse_N, bins.offsets_E1, weights)
     b1, b2 = (torch.randn(4, size).requires_grad_() for size in (8, 4))
     for biases in ((None, None), (b1, b2)):

@@ -226,8 +226,11 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     given, (*_, needs) = _given(args)
-    like = (given.x, given.w1, given.w2, given.weights, given.b1, given.b2)
-    return _needed(given, [t if t is None else t.new_empty(t.shape) for t in like], needs)
+    others = (given.w1, given.w2, given.weights, given.b1, given.b2)
+    # x may be in rows, and ``max_rows`` leave fewer of them than there are tokens.
+    dx = given.x.new_empty((given.weights.shape[0], given.x.shape[1]))
+    like = [t if t is None else t.new_empty(t.shape) for t in others]
+    return _needed(given, [dx, *like], needs)
 
 
 def set_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:

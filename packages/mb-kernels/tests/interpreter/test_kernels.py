@@ -183,6 +183,14 @@ def test_max_rows_changes_nothing(top_k, bias):
         assert torch.equal(got[name], value), name
 
 
+def test_experts_without_features_and_fewer_rows_than_tokens_have_gradients_of_zero():
+    inputs = make_inputs(Case(21, 16, 16, 3, 1, "skewed", 4, "relu"), dtype=torch.float32)
+    inputs |= {"w1": inputs["w1"][:, :0], "w2": inputs["w2"][:, :, :0]}
+    got = run_expert_mlp(expert_mlp, inputs, activation="relu", max_rows=12)
+    assert all(not value.any() for value in got.values()), got
+    assert got["d_x"].shape == inputs["x"].shape
+
+
 @pytest.mark.parametrize("on_tma", [False, True], ids=["pointers", "descriptors"])
 def test_programs_that_leave_early_change_nothing(on_tma):
     plan = Plan(TARGETS["sm90"], torch.float32, 3, on_tma, False, interpreted=True)

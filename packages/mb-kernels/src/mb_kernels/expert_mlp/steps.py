@@ -110,9 +110,9 @@ def expert_mlp_backward(
     do, x, w1, w2, weights, h = (operand(t) for t in (do, x, w1, w2, weights, h))
     b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
     if rows == 0 or w1.numel() == 0:
-        return tuple(
+        return tuple(  # x's gradient has a row for each token, as do has
             torch.zeros_like(t) if need and t is not None else _nothing(x)
-            for t, need in zip((x, w1, w2, weights, b1, b2), needs, strict=True)
+            for t, need in zip((do, w1, w2, weights, b1, b2), needs, strict=True)
         )
     plan = expert_plan(plan_of(x), activation, rows, experts, keep_rows=in_rows)
     tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
@@ -136,7 +136,7 @@ def expert_mlp_backward(
         tile=tile,
         more_partials=more,
     )
-    d_b1 = d_b2 = _nothing(x)
+    d_b1, d_b2, d_w1, d_w2, dx = (_nothing(x) for _ in range(5))
     if b1 is not None and need_b1:
         d_b1 = expert_sums(dh, listed, tile.block_m, offsets, b1)
     if biased:
@@ -144,7 +144,6 @@ def expert_mlp_backward(
         d_b2 = expert_sums(do_rows, listed, tile.block_m, offsets, b2, weighted=weighted)
     d_weights = sum_partials(partials, order, offsets, weights) if need_weights else _nothing(x)
     del partials, h
-    d_w2 = dx = d_w1 = _nothing(x)
     if need_w2:
         d_w2 = _weight_gradient(do_rows, a, offsets, plan, transposed[1])
     del a, do_rows

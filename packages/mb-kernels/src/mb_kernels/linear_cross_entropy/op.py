@@ -240,11 +240,10 @@ def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor, *needs: bool
 ) -> tuple[Tensor, ...]:
     wide = wide_dtype(x)
-    need_x, need_weight, need_bias = needs
+    kinds = ((x.shape, x.dtype), (weight.shape, wide), (weight.shape[:1], wide))
     grads = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0),
-        weight.new_empty(weight.shape if need_weight else (0,), dtype=wide),
-        weight.new_empty(weight.shape[:1] if need_bias else (0,), dtype=wide),
+        x.new_empty(shape, dtype=dtype) if need else x.new_empty(0)
+        for need, (shape, dtype) in zip(needs, kinds, strict=True)
     )
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), *grads
 

@@ -71,8 +71,7 @@ def run(
         if db_V is not None:
             db_V += grad_RV.sum(0, dtype=wide)
     losses_T.masked_fill_(labels_T >= vocabulary, torch.nan)
-    empty = x_TD.new_empty(0)
-    return losses_T, *(empty if g is None else g for g in (dx_TD, dw_VD, db_V))
+    return losses_T, *(x_TD.new_empty(0) if g is None else g for g in (dx_TD, dw_VD, db_V))
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:

@@ -222,6 +222,31 @@ def test_a_step_beyond_the_budget_runs_again():
         assert not [pair for pair in errors if not pair[1] <= 1e-6]
 
 
+def _compiled(rank: int, ranks: int) -> list[tuple[str, float]]:
+    """Layers that torch.compile cuts at the exchange, against the same layers eagerly."""
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+    x = _tokens(ranks, torch.float32)[rank * TOKENS : (rank + 1) * TOKENS]
+    errors = []
+    for dispatcher in ("all_gather", "all_to_all", "peer"):
+        for policy in ("worst",) if dispatcher == "all_to_all" else ("worst", "exact", "budget"):
+            layer = _layer(torch.float32, top_k=1)
+            parallelize_experts(
+                layer, mesh, dispatcher=dispatcher, row_policy=policy, row_budget=1.5
+            )
+            want = _through(layer, x)
+            layer.compile()
+            got = _through(layer, x)
+            errors += [(f"{dispatcher}, {policy}: {n}", relative_error(got[n], v))
+                       for n, v in want.items()]  # fmt: skip
+    return errors
+
+
+@two_gpus
+def test_compiled_layers_with_every_policy_of_rows_match_eager_ones():
+    for errors in run_ranks(_compiled, 2, device_type="cuda", timeout_s=280):
+        assert not [pair for pair in errors if not pair[1] <= 1e-5]
+
+
 def _absent(rank: int, ranks: int) -> str:
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
     layer = _layer(torch.bfloat16)

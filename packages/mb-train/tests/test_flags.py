@@ -151,14 +151,27 @@ def test_what_has_no_effect_is_said():
         "no effect without --pipeline-model-parallel-size above 1: --pipeline-schedule",
         "no effect without --profile: --profile-step-end",
     ]
+    words = "--save a --save-interval 0 --async-save --log-timers-to-tensorboard"
+    command = parse([*RUN, *words.split(), "--no-log-loss-scale-to-tensorboard"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --save-interval other than 0: --async-save",
+        "no effect without --tensorboard-dir or --wandb-project: "
+        "--log-loss-scale-to-tensorboard, --log-timers-to-tensorboard",
+    ]
+    for there in (["--tensorboard-dir", "b"], ["--wandb-project", "b"]):
+        command = parse(
+            [*RUN, "--log-timers-to-tensorboard", "--save", "a", "--async-save", *there]
+        )
+        assert without_effect(command, resolve(command)) == []
 
 
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
-    for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
+    for names, *values in (spec(f).needs for f in named.values() if spec(f).needs):
         ranges = [value for value in values if isinstance(value, Bounds)]
-        assert {*values} - {*ranges} <= {*spec(named[name]).choices}
-        assert values or not named[name].default
+        for name in names if isinstance(names, tuple) else (names,):
+            assert {*values} - {*ranges} <= {*spec(named[name]).choices}
+            assert values or not named[name].default
 
 
 def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():

@@ -81,8 +81,15 @@ def test_mistakes_are_named(arguments, says):
 
 
 def test_a_run_folder_without_a_flag_is_one_to_go_on_from(tmp_path):
-    with pytest.raises(UsageError, match=f"Unknown argument {tmp_path}. .*: --load {tmp_path}"):
-        parse([str(tmp_path), "--train-iters", "9"])
+    typed = [str(tmp_path), "--train-iters", "9"]
+    for content, says in (
+        ("config.json", f"Expected a checkpoint in {tmp_path}, found none. It is one of Hugging F"),
+        ("latest_checkpointed_iteration.txt", "Expected .* to hold an iteration, got ''"),
+        ("run.json", f"To go on with the run in this folder: --load {tmp_path}"),
+    ):
+        (tmp_path / content).touch()
+        with pytest.raises(UsageError, match=f"Unknown argument {tmp_path}. {says}"):
+            parse(typed)
 
 
 def test_a_value_of_several_words_may_begin_like_a_flag():

@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +34,7 @@ from mb_train.flags.megatron_defaults import (
 from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import understood
+from mb_train.folder.run_folder import checkpoint_in
 from mb_train.recipes import recipe
 
 _FIELDS = {f.name: f for f in fields(TrainConfig)}
@@ -85,9 +87,9 @@ def parse(
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        go_on = f" To go on with the run in this folder: --load {unknown[0]}."
         # Path.is_dir raises for a word that is too long to be a name.
-        hint = go_on if os.path.isdir(unknown[0]) else nearest(unknown[0], commands)
+        is_folder = os.path.isdir(unknown[0])
+        hint = _about_folder(unknown[0]) if is_folder else nearest(unknown[0], commands)
         raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
@@ -114,6 +116,15 @@ def parse(
     notes += [*remarks_on(beside, values), *muons, *other_balance(typed, values)]
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
+
+
+def _about_folder(name: str) -> str:
+    """What may be meant by a folder without a flag: to go on with its run, if it holds one."""
+    try:
+        checkpoint_in(Path(name))
+    except (ValueError, OSError) as error:
+        return f" {error}"
+    return f" To go on with the run in this folder: --load {name}."
 
 
 def _parse_words(

@@ -12,10 +12,11 @@ from typing import Any
 from mb_train.flags.megatron_core import TRANSLATED
 
 TOPK = "--moe-router-topk"
+NO_BIAS = "--disable-bias-linear"
 NO_FUSED_GELU = "--no-bias-gelu-fusion"
 # Transformer Engine's GELU is the approximation by tanh.
-TE_ACTIVATION = "--use-te-activation-func"
-TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
+_TE_ACTIVATION = "--use-te-activation-func"
+_TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
 
 _NOT_TRANSLATED = """
     --expert-model-parallel-size --expert-tensor-parallel-size
@@ -122,10 +123,10 @@ def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
-    others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
+    others = ["--moe-num-experts", "--openai-gelu", "--config", _TE_ACTIVATION]
     if not _has_experts(typed, values):
-        others.append(TE_FUSED_MLP)
-    unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
+        others.append(_TE_FUSED_MLP)
+    unfused = any(name in typed for name in (NO_BIAS, NO_FUSED_GELU))
     return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
 
 

@@ -692,6 +692,60 @@ def refused_by_replicas(rank, world_size):
     return bias, model[1].bias.grad
 
 
+class Again(nn.Module):
+    """Blocks that run under reentrant checkpoints, the first ones several times."""
+
+    def __init__(self, times, whole):
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.times, self.whole, self.use_reentrant = times, whole, True
+
+    def forward(self, x):
+        x = self.below(x)
+
+        def first(x):
+            return self.blocks[0](x).tanh()
+
+        def several(x):
+            return first(first(x))
+
+        for _ in range(self.times):
+            call = several if self.whole else first
+            x = x + checkpoint(call, x, use_reentrant=self.use_reentrant)
+        return x + self.blocks[1](x)
+
+
+def reentrant(rank, world_size):
+    mesh, x = ParallelDims(dp_shard=world_size).build("cpu"), torch.ones(3, WIDTH) * (rank + 1)
+    for times, whole, stage, says in (
+        (1, False, 3, None),
+        (1, True, 3, None),
+        (2, False, 3, "use_reentrant=False, got one with True of a .*Linear that has several"),
+        (1, False, 1, "use_reentrant=False, got one with True of a .*Linear that is gathered with"),
+    ):
+        grads = []
+        for use_reentrant in (False, True):
+            model = Again(times, whole)
+            model.use_reentrant = use_reentrant
+            apply_data_parallel(model, mesh, blocks=model.blocks, zero_stage=stage,
+                                compute_dtype=torch.float32)  # fmt: skip
+            loss = model(x).square().sum()
+            if use_reentrant and says:
+                with pytest.raises(ValueError, match=says):
+                    loss.backward()
+                break
+            loss.backward()
+            grads.append([p.grad.full_tensor() for p in model.parameters()])
+        if not says:
+            torch.testing.assert_close(*grads)
+
+
+def test_reentrant_checkpoints_that_fsdp2_would_sum_wrongly_are_refused():
+    run_ranks(reentrant, 2)
+
+
 def test_replicas_refuse_what_they_would_sum_wrongly():
     for bias, after in run_ranks(refused_by_replicas, 2):
         assert bias == 4

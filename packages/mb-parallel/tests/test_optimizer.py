@@ -100,6 +100,27 @@ def test_steps_with_clipping_match_another_implementation(name):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "numbers", [{"nesterov": False}, {"momentum": 0.5}, {"ns_steps": 3}], ids=str
+)
+def test_muons_constants_mean_the_same_as_torchs(numbers):
+    mine, theirs = ([p for p in _parameters() if p.ndim > 1] for _ in range(2))
+    group = [{"params": mine, "muon": True}]
+    ours = Muon(group, weight_decay=0.1, scale=1.0, ns_dtype=torch.float32, **numbers)
+    other = torch.optim.Muon(theirs, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", **numbers)
+    for step in range(4):
+        for optimizer, parameters in ((ours, mine), (other, theirs)):
+            _set_grads(parameters, step)
+            _set_lr(optimizer, step)
+        for of in other.param_groups:  # steps of the size of Adam's: a fifth of ours
+            of["lr"] *= 5
+            of["weight_decay"] = 0.1 / 5
+        ours.step()
+        other.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)  # torch iterates in bf16
+
+
 def test_several_optimizers_share_a_norm_and_skip_together():
     mine, other = _parameters(), _parameters()
     matrices, rest = [0, 1], range(2, len(mine))
@@ -636,6 +657,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer >= 1, got 2.5"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
         (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),
+        (lambda p: Muon(p, scale=0.0), "scale above 0, got 0.0"),
         (
             lambda p: Muon([{"params": [nn.Parameter(p[0].detach().half())], "muon": True}]),
             r"matrices in fp32 .* got \(5, 7\) in torch.float16",

@@ -29,17 +29,17 @@ from typing import Any
 
 import torch
 from mb_train import train as loop
-from mb_train.checkpoint import snapshot
+from mb_train.checkpoint.snapshot import Snapshots
 from mb_train.folder.run_folder import LATEST, read_saved_run
 from mb_train.logs.run_log import read_log
 from small_runs import end_at_sigterm, random_tokens, train
 
 AT = 20
-# Flags of the run, and whether a copy may lie on the device.
-WAYS: dict[str, tuple[list[str], bool]] = {
-    "device": (["--async-save"], True),
+# Flags of the run, and whether a copy lies on the device; None: if it fits.
+WAYS: dict[str, tuple[list[str], bool | None]] = {
+    "device": (["--async-save"], None),
     "host": (["--async-save"], False),
-    "at-once": ([], True),
+    "at-once": ([], None),
 }
 
 
@@ -101,11 +101,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=AT + 11)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options, rest = parser.parse_known_args()
-    fits, save = snapshot.fits_on_device, loop.save
+    save, on_device = loop.save, WAYS["device"][1]
 
     def save_once(run: Any, **how: Any) -> Any:
         """At the end the thread may still be writing: what the steps took is known already."""
         if run.progress.iteration == AT:
+            run.saver.snapshots = Snapshots(on_device=on_device)
             save(run, **how)
         elif run.progress.iteration == run.iterations:
             sys.__stdout__.write(f"{of_steps(run.folder)}, perhaps being written\n")
@@ -122,7 +123,6 @@ def main() -> None:
         print(f"{head}{'lost':>8}{'of all':>8}{'steps':>7}{'GB':>8}", flush=True)
         for name in options.ways:
             flags, on_device = WAYS[name]
-            snapshot.fits_on_device = fits if on_device else lambda tensors: False
             run = Path(folder) / name
             words = [f"--recipe={options.recipe}", *data, f"--train-iters={options.steps}"]
             words += [*flags, *rest]

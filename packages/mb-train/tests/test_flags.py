@@ -81,8 +81,15 @@ def test_mistakes_are_named(arguments, says):
 
 
 def test_a_run_folder_without_a_flag_is_one_to_go_on_from(tmp_path):
-    with pytest.raises(UsageError, match=f"Unknown argument {tmp_path}. .*: --load {tmp_path}"):
-        parse([str(tmp_path), "--train-iters", "9"])
+    typed = [str(tmp_path), "--train-iters", "9"]
+    for content, says in (
+        ("config.json", f"Expected a checkpoint in {tmp_path}, found none. It is one of Hugging F"),
+        ("latest_checkpointed_iteration.txt", "Expected .* to hold an iteration, got ''"),
+        ("run.json", f"To go on with the run in this folder: --load {tmp_path}"),
+    ):
+        (tmp_path / content).touch()
+        with pytest.raises(UsageError, match=f"Unknown argument {tmp_path}. {says}"):
+            parse(typed)
 
 
 def test_a_value_of_several_words_may_begin_like_a_flag():
@@ -151,14 +158,27 @@ def test_what_has_no_effect_is_said():
         "no effect without --pipeline-model-parallel-size above 1: --pipeline-schedule",
         "no effect without --profile: --profile-step-end",
     ]
+    words = "--save a --save-interval 0 --async-save --log-timers-to-tensorboard"
+    command = parse([*RUN, *words.split(), "--no-log-loss-scale-to-tensorboard"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --save-interval other than 0: --async-save",
+        "no effect without --tensorboard-dir or --wandb-project: "
+        "--log-loss-scale-to-tensorboard, --log-timers-to-tensorboard",
+    ]
+    for there in (["--tensorboard-dir", "b"], ["--wandb-project", "b"]):
+        command = parse(
+            [*RUN, "--log-timers-to-tensorboard", "--save", "a", "--async-save", *there]
+        )
+        assert without_effect(command, resolve(command)) == []
 
 
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
-    for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
+    for names, *values in (spec(f).needs for f in named.values() if spec(f).needs):
         ranges = [value for value in values if isinstance(value, Bounds)]
-        assert {*values} - {*ranges} <= {*spec(named[name]).choices}
-        assert values or not named[name].default
+        for name in names if isinstance(names, tuple) else (names,):
+            assert {*values} - {*ranges} <= {*spec(named[name]).choices}
+            assert values or not named[name].default
 
 
 def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():

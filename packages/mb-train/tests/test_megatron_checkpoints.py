@@ -159,6 +159,29 @@ def test_ranks_are_joined(tmp_path, experts, ranks):
     assert transformer_config(config, VOCAB) == model.config
 
 
+@pytest.mark.parametrize(("version", "tp"), [(None, 1), (0, 2), (1.0, 2), (2.0, 2)])
+def test_rows_of_older_versions_become_todays(tmp_path, version, tp):
+    model = our_model(None)
+    folder = write(tmp_path / "checkpoints", model, tp=tp, pp=2)
+
+    def aged(_, content):
+        del content["checkpoint_version"]
+        content |= {} if version is None else {"checkpoint_version": version}
+        layers = content["model"]["language_model"]["encoder"]
+        for name in [name for name in layers if ".query_key_value." in name]:
+            rows = layers[name].unflatten(0, (HEADS // tp, 3, 8))
+            if version is None or version < 2:
+                rows = rows.movedim(1, 2 if version else 0)  # 1: [np, hn, 3], 0: [3, np, hn]
+            layers[name] = rows.flatten(0, 2).clone()
+
+    change_each(folder, aged)
+    weights = read_megatron(folder)[1]
+    assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+    change_each(folder, lambda _, content: content.update(checkpoint_version=1.5))
+    with pytest.raises(ValueError, match=r"of checkpoint version 2 or later, got 1\.5"):
+        read_megatron(folder)
+
+
 def test_the_command_makes_a_run(tmp_path, capsys):
     from mb_train.cli import main
 

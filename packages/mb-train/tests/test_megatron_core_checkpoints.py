@@ -61,6 +61,12 @@ def change_each(folder, change):
         ({}, {}, {}),
         ({"activation": "gelu"}, {"bias_gelu_fusion": False}, {"tp": 2, "pp": 2}),
         ({}, {"bias_gelu_fusion": False, "use_te_activation_func": True}, {}),
+        ({}, {"bias_gelu_fusion": False, "use_transformer_engine_op_fuser": True}, {}),
+        (
+            {"activation": "gelu", "add_bias_linear": False},
+            {"add_bias_linear": False, "openai_gelu": True, "config": "a"},
+            {},
+        ),
         ({}, {"num_experts": 0}, {"tp": 2}),
         (LLAMA, LLAMA, {"tp": 2, "pp": 2, "chunks": 2}),
         (

@@ -222,7 +222,11 @@ def test_older_spellings_mean_what_they_meant():
         ("--num-distributed-optimizer-instances 2", {"data_parallel_replicas": 2}),
         (
             "--optimizer dist_muon --muon-momentum 0.95 --muon-scalar-optimizer adam",
-            {"optimizer": "muon"},
+            {"optimizer": "muon", "muon_momentum": 0.95},
+        ),
+        (
+            "--muon-use-nesterov --muon-num-ns-steps 6 --muon-extra-scale-factor 0.1",
+            {"muon_nesterov": True, "muon_num_ns_steps": 6, "muon_extra_scale_factor": 0.1},
         ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
@@ -346,18 +350,24 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
 
 
 @pytest.mark.parametrize(
-    ("typed", "others"),
+    ("typed", "nesterov", "factor", "said"),
     [
-        ("--optimizer dist_muon", True),
-        ("--optimizer muon --muon-extra-scale-factor 0.2", True),
-        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", False),
-        ("--optimizer muon --recipe dense-46m", False),
-        ("--optimizer adam", False),
+        ("--optimizer dist_muon", False, 1.0, ("no --muon-nesterov", "five times", "Jordan's")),
+        ("--optimizer muon --muon-extra-scale-factor 0.1 --muon-coefficient-type simple", False,
+         0.1, ("no --muon-nesterov",)),
+        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", True, 0.2,
+         ("Jordan's",)),
+        ("--optimizer muon --recipe dense-46m", True, 0.2, ()),
+        ("--optimizer adam", True, 0.2, ()),
     ],
-)
-def test_a_script_that_leaves_muons_numbers_to_megatron_is_told_of_others(typed, others):
-    notes = parse([*RUN, *typed.split()]).notes
-    assert any("Muon is Moonlight's" in note for note in notes) == others
+)  # fmt: skip
+def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
+    line = parse([*RUN, *typed.split()])
+    config = resolve(line)
+    assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
+    assert without_effect(line, config) == []
+    for words in ("no --muon-nesterov", "five times", "Jordan's"):
+        assert any(words in note for note in line.notes) == (words in said)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,12 @@ ADAM = {"betas": (0.8, 0.7), "eps": 1e-3}
     [
         *((kind, {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_eps": 1e-3}, ADAM) for kind in ADAMS),
         ("sgd", {"sgd_momentum": 0.5}, {"momentum": 0.5}),
+        (
+            "muon",
+            {"muon_momentum": 0.5, "muon_nesterov": False, "muon_num_ns_steps": 3},
+            {"momentum": 0.5, "nesterov": False, "ns_steps": 3, "scale": 0.2},
+        ),
+        ("muon", {"muon_extra_scale_factor": 1.0}, {"scale": 1.0, "nesterov": True}),
         ("adafactor", {}, {}),
     ],
 )

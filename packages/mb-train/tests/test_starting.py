@@ -222,10 +222,11 @@ def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, caps
 def test_a_run_of_no_checkpoints_keeps_its_log(finished, tmp_path, capsys):
     (prefix,) = resolve_start(parse(["--load", str(finished[0])])).config.data_path
     words = ["--train-iters=2", "--data-path", prefix, "--save", str(tmp_path), "--save-interval=0",
-             "--moe-rebalance-interval=1"]  # fmt: skip
+             "--moe-rebalance-interval=1", "--compile"]  # fmt: skip
     assert main([*TINY, *words]) == 0
     out = capsys.readouterr().out
     assert " --moe-rebalance-interval: nothing to share out, all ranks hold all experts\n" in out
+    assert " --compile: no effect without a GPU\n" in out
     assert " checkpoint           none, as --save-interval 0 says" in out
     assert "saving checkpoint" not in out
     assert not list(tmp_path.glob("iter_*"))

@@ -182,6 +182,7 @@ def muon(dice: Dice) -> Draw:
     if flags["found_inf"]:
         tensors["grad"], tensors["update"] = (tensors[n] * torch.inf for n in ("grad", "update"))
     rates = {"momentum": dice.choice.random(), "grad_scale": torch.tensor(3.0), "dtype": dice.dtype}
+    rates |= {"nesterov": dice.sometimes()}
     size, decay = dice.choice.random(), 0.1 * dice.choice.random()
 
     def call(m, grad, buffer, weight, update, copy=None):

@@ -117,10 +117,14 @@ def test_sum_of_squares(reachable, monkeypatch, shift, dtype):
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("grad", "copy"),
-    [(torch.float32, None), (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)],
+    ("grad", "copy", "nesterov"),
+    [
+        (torch.float32, None, True),
+        (torch.float16, torch.float16, False),
+        (torch.bfloat16, torch.bfloat16, True),
+    ],
 )
-def test_muons_passes_equal_their_twins(grad, copy, found_inf):
+def test_muons_passes_equal_their_twins(grad, copy, nesterov, found_inf):
     generator = torch.Generator().manual_seed(3)
     flags = {"found_inf": torch.tensor(found_inf)}
     for shape in ((3, 33, 50), (0, 4), (16, 16)):
@@ -132,9 +136,9 @@ def test_muons_passes_equal_their_twins(grad, copy, found_inf):
         for module in (mb_kernels, reference):
             m, w = buffer.clone(), weight.clone()
             c = None if copy is None else torch.full_like(weight, 7, dtype=copy)
-            direction = module.muon_momentum(
-                given, m, momentum=0.95, grad_scale=torch.tensor(4.0), dtype=torch.float16, **flags
-            )
+            rates = {"momentum": 0.95, "nesterov": nesterov, "grad_scale": torch.tensor(4.0)}
+            direction = module.muon_momentum(given, m, **rates, dtype=torch.float16, **flags)
+            assert nesterov or torch.equal(direction, m.half()) or found_inf
             update = direction if not found_inf else torch.full_like(direction, torch.nan)
             module.muon_step(w, update, c, size=0.1, decay=0.01, **flags)
             results.append((direction, m, w, *([] if c is None else [c])))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import CheckpointFunction
 
 from mb_parallel.engines import torch_release
 from mb_parallel.mesh import ParallelMesh
@@ -133,6 +134,41 @@ def _shard(
         if not parameter.is_contiguous():  # a transposed weight, which `fully_shard` refuses
             parameter.data = parameter.data.contiguous()
     fully_shard(unit, ignored_params=set(ignored_params), **options)
+    look = _Reentrant(joined=len(unit) > 1)
+    for module in unit:
+        module.register_forward_pre_hook(look, prepend=True)
+
+
+class _Reentrant:
+    """A hook before a unit's forward: refuses reentrant checkpoints that FSDP2 would sum wrongly.
+
+    Such a checkpoint runs a backward pass of its own within that of the model. At its end FSDP2
+    takes the unit for done, all its modules and however often they run.
+
+    Args:
+        joined: the unit has several modules.
+    """
+
+    def __init__(self, *, joined: bool) -> None:
+        self._joined = joined
+        self._seen = (-1, -1)  # in which backward pass, and of which checkpoint, it ran last
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        # In a compiled module nothing is left of this.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        node: Any = torch._C._current_autograd_node()
+        if getattr(node, "_forward_cls", None) is not CheckpointFunction:
+            return
+        before, self._seen = self._seen, (torch._C._current_graph_task_id(), id(node))
+        twice = before[0] == self._seen[0] and before != self._seen
+        if self._joined or twice:
+            what = "is gathered with others" if self._joined else "has several in a pass"
+            raise ValueError(
+                f"Expected checkpoints with use_reentrant=False, got one with True of a "
+                f"{type(module).__name__} that {what}: gradients would be wrong. Pass False to "
+                "torch.utils.checkpoint, or call apply_recompute instead."
+            )
 
 
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -146,11 +146,11 @@ class Replicas:
     @torch.no_grad()
     def _sum(self, model: nn.Module, parameters: list[Tensor]) -> None:
         parameters = [p for p in parameters if p.grad is not None]
-        groups = _groups_of(model, self._mesh)
-        for bucket in _buckets(p for p in parameters if groups[id(p)]):
+        groups_of = _groups_of(model, self._mesh)
+        for bucket in _buckets(p for p in parameters if groups_of(p)):
             grads = [local_grad(p) for p in bucket]
             parts = [grad.to(_summed_in(grad)) for grad in grads]
-            summed = all_reduce_together(parts, [groups[id(p)] for p in bucket])
+            summed = all_reduce_together(parts, [groups_of(p) for p in bucket])
             for parameter, grad, total in zip(bucket, grads, summed, strict=True):
                 if grad.dtype in (total.dtype, parameter.dtype):
                     grad.copy_(total)
@@ -186,12 +186,12 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
         model: on the mesh's device; experts spread or whole.
         mesh: of several ranks.
     """
-    groups = _groups_of(model, mesh)
+    groups_of = _groups_of(model, mesh)
     with torch.no_grad():
         for parameter in model.parameters():
             for weight in _plain(local(parameter).detach()):
                 first = weight.contiguous()
-                for group in groups[id(parameter)]:
+                for group in groups_of(parameter):
                     # As bytes: gloo does not know 8-bit floats.
                     dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=0)
                 weight.copy_(first)
@@ -208,9 +208,9 @@ def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
     Raises:
         ValueError: a DTensor over these ranks.
     """
-    groups = _groups_of(model, mesh)
+    groups_of = _groups_of(model, mesh)
     for name, parameter in model.named_parameters():
-        summing = {rank for g in groups[id(parameter)] for rank in dist.get_process_group_ranks(g)}
+        summing = {rank for g in groups_of(parameter) for rank in dist.get_process_group_ranks(g)}
         if not is_dtensor(parameter) or not summing:
             continue
         spread = set(parameter.device_mesh.mesh.flatten().tolist())
@@ -230,17 +230,17 @@ def _plain(tensor: Tensor) -> list[Tensor]:
     return [plain for name in names for plain in _plain(getattr(tensor, name))]
 
 
-def _groups_of(model: nn.Module, mesh: ParallelMesh) -> dict[int, _Groups]:
-    """The groups over which each parameter, by its id, is the same; empty for one rank."""
+def _groups_of(model: nn.Module, mesh: ParallelMesh) -> Callable[[Tensor], _Groups]:
+    """Says over which groups a parameter of the model is the same; none for one rank."""
 
     def along(*names: str) -> _Groups:
         axes = (mesh.axis(name) for name in names)
         return tuple(axis.get_group() for axis in axes if axis is not None)
 
-    groups = dict.fromkeys(map(id, model.parameters()), along("dp"))
-    experts = (m for m in model.modules() if isinstance(m, Experts))
-    of_experts = (id(p) for module in experts for p in module.parameters())
-    return groups | dict.fromkeys(of_experts, along("edp_replicate", "edp_shard"))
+    of_experts, of_others = along("edp_replicate", "edp_shard"), along("dp")
+    # Every step asks, and to go through all parameters would take the host more than twice as long.
+    experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    return lambda parameter: of_experts if id(parameter) in experts else of_others
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -123,6 +123,8 @@ def assemble(
     said = _of_all_stages(notes, mesh)
     if config.moe_rebalance_interval and mesh.ep_size == 1:
         said.append("--moe-rebalance-interval: nothing to share out, all ranks hold all experts")
+    if config.compile and device.type != "cuda":
+        said.append("--compile: no effect without a GPU")
     return Assembled(parts, executor, total, copies, said, working_copies)
 
 

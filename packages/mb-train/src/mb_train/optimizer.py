@@ -24,7 +24,6 @@ from mb_train.config import TrainConfig
 from mb_train.models.linear import Linear
 from mb_train.schedule import Schedule
 
-MUON_STEPS = 5  # of Newton-Schulz, as Jordan et al. have it (2024)
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -41,7 +40,13 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> ShardedOptimizer:
         "state_dtype": _STATE_DTYPES[config.optimizer_state_dtype],
     }
     if config.optimizer == "muon":
-        return Muon(groups, **rates, ns_steps=MUON_STEPS, working_copies=model.working_copies)
+        rates |= {
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "ns_steps": config.muon_num_ns_steps,
+            "scale": config.muon_extra_scale_factor,
+        }
+        return Muon(groups, **rates, working_copies=model.working_copies)
     return AdamW(groups, **rates, working_copies=model.working_copies)
 
 

@@ -115,6 +115,8 @@ class PeerMemory:
         self.layout, self.rank, self.arena = layout, rank, arena
         self.table, self.error, self.polls = table, error, polls
         self._done = torch.zeros(1, dtype=torch.int32, device=arena.device)
+        # For `gather` alone: made in each call they would be two more launches, made in the first
+        # one they might belong to a CUDA graph.
         self._one_P = torch.ones(layout.ranks, dtype=torch.int32, device=arena.device)
         self._peers_P = torch.arange(layout.ranks, dtype=torch.int32, device=arena.device)
         if arena.is_cuda:

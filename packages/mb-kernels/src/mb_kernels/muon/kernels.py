@@ -25,6 +25,7 @@ def muon_momentum_kernel(
     found_inf_ptr,
     numbers,
     momentum,
+    ahead,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +36,7 @@ def muon_momentum_kernel(
     buffer = tl.load(buffer_ptr + i, mask=inside, other=0.0)
     buffer = tl.where(taken, buffer + (grad - buffer) * (1 - momentum), buffer)
     tl.store(buffer_ptr + i, buffer, mask=taken)
-    direction = grad + (buffer - grad) * momentum
+    direction = buffer + (grad - buffer) * ahead
     tl.store(direction_ptr + i, direction.to(direction_ptr.dtype.element_ty), mask=inside)
 
 
@@ -65,6 +66,7 @@ def muon_momentum(
     buffer: Tensor,
     *,
     momentum: float,
+    nesterov: bool = True,
     grad_scale: Tensor,
     found_inf: Tensor,
     dtype: torch.dtype = torch.bfloat16,
@@ -72,7 +74,8 @@ def muon_momentum(
     """Launch for contiguous tensors that the op has checked."""
     direction = torch.empty_like(grad, dtype=dtype)
     tensors = (grad, buffer, direction, grad_scale, found_inf)
-    _launch(muon_momentum_kernel, tensors, grad.numel(), momentum)
+    ahead = 1.0 - momentum if nesterov else 0.0
+    _launch(muon_momentum_kernel, tensors, grad.numel(), momentum, ahead)
     torch.autograd.graph.increment_version([buffer])  # the kernel writes behind autograd's back
     return direction
 

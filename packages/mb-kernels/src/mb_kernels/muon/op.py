@@ -1,12 +1,12 @@
 """The two passes over memory around Muon's orthogonalisation, each byte read and written once.
 
     g <- grad / grad_scale
-    m <- m + (1 - momentum) (g - m)        direction <- g + momentum (m - g), in 16 bits
+    m <- m + (1 - momentum) (g - m)        direction <- m + (1 - momentum) (g - m), in 16 bits
     w <- (1 - lr weight_decay) w - size update        copy <- w, in its own dtype
 
-Muon by Jordan et al. (kellerjordan.github.io/posts/muon), with Nesterov's momentum. As with
-``adamw_step`` the divisor holds clipping and loss scale, a step that is skipped changes nothing,
-and nothing is read back.
+Muon by Jordan et al. (kellerjordan.github.io/posts/muon), with Nesterov's momentum; without it the
+direction is m. As with ``adamw_step`` the divisor holds clipping and loss scale, a step that is
+skipped changes nothing, and nothing is read back.
 """
 
 import importlib
@@ -27,6 +27,7 @@ def muon_momentum(
     buffer: Tensor,
     *,
     momentum: float,
+    nesterov: bool = True,
     grad_scale: Tensor,
     found_inf: Tensor,
     dtype: torch.dtype = torch.bfloat16,
@@ -37,6 +38,7 @@ def muon_momentum(
         grad: fp32, bf16 or fp16, left as it is; of any shape.
         buffer: fp32, of its shape: the momentum.
         momentum: from 0 up to but not 1.
+        nesterov: the direction is a step ahead of the momentum, else the momentum itself.
         grad_scale: fp32 scalar on the device; the gradient is divided by it.
         found_inf: fp32 scalar on the device; if it is not zero, the buffer stays, and the gradient
             counts as zeros.
@@ -55,9 +57,10 @@ def muon_momentum(
     checks.require_scalar("grad_scale", grad_scale, grad)
     checks.require_scalar("found_inf", found_inf, grad)
     compute = _implementation("muon_momentum", grad, buffer)
-    rates = {"momentum": momentum, "grad_scale": grad_scale, "found_inf": found_inf}
+    rates = {"momentum": momentum, "nesterov": nesterov}
+    flags = {"grad_scale": grad_scale, "found_inf": found_inf}
     with registration.device_of(grad):
-        return compute(grad, buffer, **rates, dtype=dtype)
+        return compute(grad, buffer, **rates, **flags, dtype=dtype)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ def muon_momentum(
     buffer: Tensor,
     *,
     momentum: float,
+    nesterov: bool = True,
     grad_scale: Tensor,
     found_inf: Tensor,
     dtype: torch.dtype = torch.bfloat16,
@@ -17,7 +18,7 @@ def muon_momentum(
     # Of a step that is skipped nothing may come through, and zero times NaN is NaN.
     grad = torch.where(found_inf != 0, 0.0, grad.float() / grad_scale)
     buffer.lerp_(grad, (1.0 - momentum) * (found_inf == 0).float())
-    return grad.lerp_(buffer, momentum).to(dtype).contiguous()
+    return grad.lerp_(buffer, momentum if nesterov else 1.0).to(dtype).contiguous()
 
 
 def muon_step(

@@ -27,7 +27,7 @@ import mb_kernels
 import torch
 from torch import Tensor
 
-from mb_parallel.arguments import at_least_1, floating
+from mb_parallel.arguments import above_0, at_least_1, floating
 from mb_parallel.engines import is_dtensor
 from mb_parallel.optimizer.adamw import AdamW
 from mb_parallel.optimizer.working_copies import WorkingCopies
@@ -52,8 +52,10 @@ class Muon(AdamW):
             first a are the first matrix's, the next b the second's. Gate over up is (F, F).
         lr, betas, eps, weight_decay, state_dtype, working_copies: as for `AdamW`; rate and decay
             serve both.
-        momentum: Nesterov's.
+        momentum: of the gradients.
+        nesterov: a matrix moves along where the momentum will be, a step ahead.
         ns_steps: iterations of Newton-Schulz.
+        scale: of a step, in units of sqrt(max(rows, columns)) times the learning rate.
         ns_dtype: that they run in; not fp16, of too small a range for gradients.
 
     State of a matrix: `momentum_buffer`, fp32.
@@ -72,7 +74,9 @@ class Muon(AdamW):
         weight_decay: float = 1e-2,
         *,
         momentum: float = 0.95,
+        nesterov: bool = True,
         ns_steps: int = 5,
+        scale: float = 0.2,
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
@@ -84,6 +88,8 @@ class Muon(AdamW):
                 "gradients of 1e-7 are 0."
             )
         self.ns_dtype = ns_dtype
+        constants = {"momentum": momentum, "nesterov": nesterov}
+        constants |= {"ns_steps": ns_steps, "scale": scale}
         params = list(params)
         self._matrices: set[Tensor] = set()
         super().__init__(
@@ -94,7 +100,7 @@ class Muon(AdamW):
             weight_decay,
             state_dtype=state_dtype,
             working_copies=working_copies,
-            group_defaults={"muon": False, "fused": (), "momentum": momentum, "ns_steps": ns_steps},
+            group_defaults={"muon": False, "fused": (), **constants},
         )
         if not any(isinstance(group, dict) for group in params):
             raise ValueError(
@@ -104,8 +110,9 @@ class Muon(AdamW):
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
-        momentum, ns_steps = group["momentum"], group["ns_steps"]
-        at_least_1(ns_steps=ns_steps)
+        momentum = group["momentum"]
+        at_least_1(ns_steps=group["ns_steps"])
+        above_0(scale=group["scale"])
         if not (isinstance(momentum, Real) and 0 <= momentum < 1):
             raise ValueError(f"Expected momentum from 0 up to but not 1, got {momentum!r}.")
         for rows in group["fused"]:
@@ -157,6 +164,7 @@ class Muon(AdamW):
                     local_grad(parameter),
                     local(self.state[parameter]["momentum_buffer"]),
                     momentum=group["momentum"],
+                    nesterov=group["nesterov"],
                     grad_scale=divisor,
                     found_inf=skip,
                     dtype=self.ns_dtype,
@@ -170,7 +178,7 @@ class Muon(AdamW):
                     local(parameter).detach(),
                     update,
                     None if copy is None else local(copy).detach(),
-                    size=lr,
+                    size=lr * group["scale"],
                     decay=lr * group["weight_decay"],
                     found_inf=skip,
                 )
@@ -237,9 +245,9 @@ def _cuts(parameter: DTensor, placement: Placement) -> bool:
 
 
 def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
-    """Updates of [..., rows, columns] for a rate of 1; `fused` as in `Muon`."""
+    """Updates of [..., rows, columns] for a rate and a scale of 1; `fused` as in `Muon`."""
     if not fused:
-        return newton_schulz(x, steps, size=0.2 * max(x.shape[-2:]) ** 0.5)
+        return newton_schulz(x, steps, size=max(x.shape[-2:]) ** 0.5)
     runs = x.unflatten(-2, (-1, sum(fused))).split(fused, dim=-2)  # [..., repeats, rows, columns]
     done = [_matrix_by_matrix(run.flatten(-3, -2), steps, ()).view(run.shape) for run in runs]
     return torch.cat(done, dim=-2).view(x.shape)

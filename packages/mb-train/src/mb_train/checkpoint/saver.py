@@ -52,9 +52,11 @@ class Saver:
         asynchronous: write beside the training. Needs memory for a second copy of the state.
         keep: how many checkpoints to keep, those written last; None keeps all.
         say: takes a line to print.
+        snapshots: takes the copies that are written beside the training.
 
     Attributes:
         latest: iteration of the last checkpoint that was written whole; None before the first.
+        snapshots: see above; another may take its place between two saves.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Saver:
         asynchronous: bool = False,
         keep: int | None = None,
         say: Callable[[str], None] = lambda line: None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._folder, self._keep, self._say = folder, keep, say
         self.latest: int | None = None
@@ -71,7 +74,7 @@ class Saver:
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._snapshots = Snapshots()
+        self.snapshots = snapshots or Snapshots()
         if asynchronous:
             import mb_train.checkpoint.writer  # noqa: F401 (now, and not beside the steps)
 
@@ -135,7 +138,7 @@ class Saver:
             if rank() == 0:
                 self._begin(iteration)
             if self._thread is not None:
-                snapshot.update(self._snapshots.take(tensors))
+                snapshot.update(self.snapshots.take(tensors))
 
         problem = _attempt(prepare)
         if any_rank(problem is not None):

@@ -1,7 +1,7 @@
 """A rank's state as it is at one moment, to be written while the training goes on to change it.
 
 It is copied on the device if that has room for a copy beside the largest step so far, else into
-host memory.
+host memory, unless `Snapshots` is told where.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ class Snapshots:
     """Takes the snapshots of a run, each when the one before is no longer needed.
 
     What that one had of host memory is used again.
+
+    Args:
+        on_device: whether copies of what is on the device lie there too; None: if they fit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool | None = None) -> None:
+        self._on_device = on_device
         self._copier = HostCopier(_COPYING_THREADS)
         self._host: dict[str, Tensor] = {}
 
@@ -39,18 +43,18 @@ class Snapshots:
             MemoryError: there is none for them.
         """
         shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
-        away = {}
-        if not fits_on_device(shards.values()):
+        away, here = {}, self._on_device
+        if not (fits_on_device(shards.values()) if here is None else here):
             away = {name: shard for name, shard in shards.items() if shard.is_cuda}
         with allocating():
             host = {name: self._memory_for(name, shard) for name, shard in away.items()}
-            here = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}
+            clones = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}
         self._host = {}  # if copying fails, some of it may still be under way
         self._copier.fill((shard, host[name]) for name, shard in away.items())
         self._host = host
-        for name, clone in here.items():
+        for name, clone in clones.items():
             clone.copy_(shards[name])
-        return here | host
+        return clones | host
 
     def _memory_for(self, name: str, shard: Tensor) -> Tensor:
         kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")

@@ -38,6 +38,7 @@ POSITIVE = Bounds("above 0", lambda value: value > 0)
 AT_LEAST_0 = Bounds("of at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Bounds("of at least 1", lambda value: value >= 1)
 ABOVE_1 = Bounds("above 1", lambda value: value > 1)
+NOT_0 = Bounds("other than 0", lambda value: value != 0)
 SEED = Bounds("in [0, 2**32)", lambda value: 0 <= value < 2**32)
 FRACTION = Bounds("in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Bounds("in [0, 1]", lambda value: 0 <= value <= 1)
@@ -66,8 +67,9 @@ class Spec:
         required: a run must say it; there is no default.
         instead_of: fields that say the same another way: said later than them, it takes their
             place.
-        needs: the field without which it does nothing, and behind it the values of that field, or
-            the bounds, with which it does something, if not all.
+        needs: the field without which it does nothing, or a tuple of some of which one is enough,
+            and behind it the values of that field, or the bounds, with which it does something, if
+            not all.
     """
 
     help: str

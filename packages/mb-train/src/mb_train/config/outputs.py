@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, NOT_0, POSITIVE, flag
+
+_KEPT = ("save_interval", NOT_0)
+_BOARD = (("tensorboard_dir", "wandb_project"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,9 @@ class CheckpointingFields:
         needs=("save",),
     )
     keep_checkpoints: int | None = flag(
-        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE, needs=("save",)
+        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE, needs=_KEPT
     )
-    async_save: bool = flag("write checkpoints beside the training", False, needs=("save",))
+    async_save: bool = flag("write checkpoints beside the training", False, needs=_KEPT)
     load: str | None = flag("run folder or iteration folder to go on from", on_load="own")
     ckpt_step: int | None = flag(
         "go on from this iteration of --load, not from its latest", bounds=AT_LEAST_0,
@@ -51,9 +54,7 @@ class CheckpointingFields:
         "do not take the optimizer state of --load: rates and loss scale begin anew as well", False,
         on_load="own", needs=("load",),
     )  # fmt: skip
-    no_save_optim: bool = flag(
-        "leave the optimizer state out of checkpoints", False, needs=("save",)
-    )
+    no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False, needs=_KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +103,19 @@ class LoggingFields:
     tensorboard_queue_size: int = flag(
         "scalars that wait to be written", 1000, bounds=POSITIVE, needs=("tensorboard_dir",)
     )
-    log_batch_size_to_tensorboard: bool = flag("write the batch size", False)
+    log_batch_size_to_tensorboard: bool = flag("write the batch size", False, needs=_BOARD)
     log_learning_rate_to_tensorboard: bool = flag(
-        "write the learning rate", True,
+        "write the learning rate", True, needs=_BOARD,
         # Megatron-LM's own spelling comes first: scripts have it.
         off=("--no-log-learnig-rate-to-tensorboard",),
     )  # fmt: skip
-    log_loss_scale_to_tensorboard: bool = flag("write the loss scale", True)
-    log_timers_to_tensorboard: bool = flag("write the timers", False)
-    log_validation_ppl_to_tensorboard: bool = flag("write the perplexity of evaluations", False)
-    log_memory_to_tensorboard: bool = flag("write the memory in use", False)
-    log_world_size_to_tensorboard: bool = flag("write the number of ranks", False)
+    log_loss_scale_to_tensorboard: bool = flag("write the loss scale", True, needs=_BOARD)
+    log_timers_to_tensorboard: bool = flag("write the timers", False, needs=_BOARD)
+    log_validation_ppl_to_tensorboard: bool = flag(
+        "write the perplexity of evaluations", False, needs=_BOARD
+    )
+    log_memory_to_tensorboard: bool = flag("write the memory in use", False, needs=_BOARD)
+    log_world_size_to_tensorboard: bool = flag("write the number of ranks", False, needs=_BOARD)
     wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
     wandb_exp_name: str | None = flag("name of the run there", needs=("wandb_project",))
     wandb_entity: str | None = flag("who the project belongs to there", needs=("wandb_project",))

@@ -8,6 +8,7 @@ from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, SEED, flag, fl
 
 # Muon leaves to Adam what is no matrix.
 _ADAMS = ("optimizer", "adam", "muon")
+_MUON = ("optimizer", "muon")
 _RISING = ("weight_decay_incr_style", "linear", "cosine")
 
 
@@ -66,6 +67,29 @@ class RegularizationFields:
     sgd_momentum: float = flag(
         "momentum of SGD", 0.9, bounds=FRACTION, on_load="said", needs=("optimizer", "sgd")
     )
+    muon_momentum: float = flag(
+        "momentum of Muon", 0.95, bounds=FRACTION, on_load="said", needs=_MUON
+    )
+    muon_nesterov: bool = flag(
+        "Muon moves along where its momentum will be, a step ahead; off in Megatron's scripts "
+        "(those with --num-layers and no recipe) that do not ask for it",
+        True,
+        on_load="said",
+        also=("--muon-use-nesterov",),
+        needs=_MUON,
+    )
+    muon_num_ns_steps: int = flag(
+        "iterations with which Muon makes a matrix orthogonal", 5, bounds=POSITIVE, on_load="said",
+        needs=_MUON,
+    )  # fmt: skip
+    muon_extra_scale_factor: float = flag(
+        "size of Muon's steps: with 0.2 they are as large as Adam's; 1 in Megatron's scripts that "
+        "do not say it", 0.2, bounds=POSITIVE, on_load="said", needs=_MUON,
+    )  # fmt: skip
+    muon_split_qkv: bool = flag(
+        "Muon takes queries, keys and values for matrices of their own", True,
+        off=("--muon-no-split-qkv",), on_load="said", needs=_MUON,
+    )  # fmt: skip
 
     def check_regularization(self) -> None:
         """Raise ValueError for a schedule of the weight decay without its ends, or ends of none."""
@@ -129,10 +153,6 @@ class TrainingFields:
     optimizer: str = flag(
         "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed",
         said_as={"dist_muon": "muon"},
-    )  # fmt: skip
-    muon_split_qkv: bool = flag(
-        "Muon takes queries, keys and values for matrices of their own", True,
-        off=("--muon-no-split-qkv",), on_load="said", needs=("optimizer", "muon"),
     )  # fmt: skip
     optimizer_state_dtype: str = flag(
         "dtype of the optimizer's moments (ours)", "fp32", choices=("fp32", "bf16"),

@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +34,10 @@ from mb_train.flags.megatron_defaults import (
 from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import understood
+from mb_train.folder.run_folder import checkpoint_in
 from mb_train.recipes import recipe
+
+_FIELDS = {f.name: f for f in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ def parse(
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        go_on = f" To go on with the run in this folder: --load {unknown[0]}."
         # Path.is_dir raises for a word that is too long to be a name.
-        hint = go_on if os.path.isdir(unknown[0]) else nearest(unknown[0], commands)
+        is_folder = os.path.isdir(unknown[0])
+        hint = _about_folder(unknown[0]) if is_folder else nearest(unknown[0], commands)
         raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
@@ -114,6 +118,15 @@ def parse(
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 
 
+def _about_folder(name: str) -> str:
+    """What may be meant by a folder without a flag: to go on with its run, if it holds one."""
+    try:
+        checkpoint_in(Path(name))
+    except (ValueError, OSError) as error:
+        return f" {error}"
+    return f" To go on with the run in this folder: --load {name}."
+
+
 def _parse_words(
     parser: argparse.ArgumentParser, words: list[str], own: Parser | None
 ) -> tuple[argparse.Namespace, list[str]]:
@@ -137,18 +150,8 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     """
     idle: dict[str, list[str]] = {}
     for f in (f for members in GROUPS.values() for f in fields(members)):
-        needs = spec(f).needs
-        if config.moe_num_experts is None and f.name.startswith(("moe_", "expert_")):
-            needs = ("moe_num_experts",)
-        if not needs or command.values.get(f.name, f.default) == f.default:
-            continue
-        name, *wanted = needs
-        there = getattr(config, name)
-        met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
-        # A run may begin without the --load that was said, where nothing is saved yet.
-        if not (any(met) if wanted else there or command.values.get(name)):
-            words = (w.words if isinstance(w, Bounds) else w for w in wanted)
-            way = f"{flag_name(name)} {' or '.join(words)}".rstrip()
+        said = command.values.get(f.name, f.default) != f.default
+        if said and (way := _lacking(f.name, command, config)):
             idle.setdefault(way, []).append(flag_name(f.name))
     remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
     if config.load is not None and config.use_checkpoint_opt_param_scheduler:
@@ -158,6 +161,27 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
             names = ", ".join(lost)
             remarks.append(f"no effect beside --use-checkpoint-opt-param-scheduler: {names}")
     return remarks
+
+
+def _lacking(name: str, command: CommandLine, config: TrainConfig) -> str:
+    """What a field needs to do something and has not, as it is typed; "" if it does something."""
+    needs = spec(_FIELDS[name]).needs
+    if config.moe_num_experts is None and name.startswith(("moe_", "expert_")):
+        needs = ("moe_num_experts",)
+    if not needs or name in needs:
+        return ""
+    names, *wanted = needs
+    ways = []
+    for needed in names if isinstance(names, tuple) else (names,):
+        there = getattr(config, needed)
+        met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
+        way = _lacking(needed, command, config)
+        # A run may begin without the --load that was said, where nothing is saved yet.
+        if not way and not (any(met) if wanted else there or command.values.get(needed)):
+            words = (w.words if isinstance(w, Bounds) else w for w in wanted)
+            way = f"{flag_name(needed)} {' or '.join(words)}".rstrip()
+        ways.append(way)
+    return " or ".join(ways) if all(ways) else ""
 
 
 def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -82,10 +82,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--relative-attention-max-distance": {"128": {}},
     "--glu-linear-offset": {"0.0": {}, "0": {}},
     "--train-mode": {"pretrain": {}},
-    "--muon-momentum": {"0.95": {}},
-    "--muon-num-ns-steps": {"5": {}},
     "--muon-scale-mode": {"spectral": {}},
-    "--muon-extra-scale-factor": {"0.2": {}},
     "--muon-coefficient-type": {"simple": {}},
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
     "--muon-scalar-optimizer": {"adam": {}},
@@ -99,8 +96,7 @@ _INSTEAD: Mapping[str, str] = {
     "--mtp-num-layers": " A model predicts the next token only.",
     "--rope-type": " See --use-rope-scaling and --rotary-seq-len-interpolation-factor.",
     "--glu-linear-offset": " Say --activation 'swiglu(offset=1)'.",
-    "--muon-scale-mode": " Updates have the size of Adam's.",
-    "--muon-extra-scale-factor": " Updates have the size of Adam's.",
+    "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",
 }
 

@@ -12,10 +12,11 @@ from typing import Any
 from mb_train.flags.megatron_core import TRANSLATED
 
 TOPK = "--moe-router-topk"
+NO_BIAS = "--disable-bias-linear"
 NO_FUSED_GELU = "--no-bias-gelu-fusion"
 # Transformer Engine's GELU is the approximation by tanh.
-TE_ACTIVATION = "--use-te-activation-func"
-TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
+_TE_ACTIVATION = "--use-te-activation-func"
+_TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
 
 _NOT_TRANSLATED = """
     --expert-model-parallel-size --expert-tensor-parallel-size
@@ -46,6 +47,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
+    - Muon in a whole script: its momentum is plain and the factor of its steps 1.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
       the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
       Transformer Engine does where a flag asks for its activation.
@@ -59,6 +61,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["position_embedding_type"] = "none"
     if _is_exact_gelu(typed, values):
         found["activation"] = "gelu"
+    if _is_whole(values) and values.get("optimizer") == "muon":
+        found |= {"muon_nesterov": False, "muon_extra_scale_factor": 1.0}
     if _is_dense(values):
         return found
     if "--moe-router-load-balancing-type" in typed:
@@ -92,6 +96,13 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in unsaid:
         notes.append("the exact GELU, as in Megatron without its fused kernel")
+    if "muon_nesterov" in unsaid:
+        notes.append("Muon without Nesterov's momentum, having no --muon-nesterov, as in Megatron")
+    if "muon_extra_scale_factor" in unsaid:
+        notes.append(
+            "steps of Muon five times as large as Adam's without --muon-extra-scale-factor 0.2, as "
+            "in Megatron"
+        )
     return notes
 
 
@@ -112,10 +123,10 @@ def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
-    others = ["--moe-num-experts", "--openai-gelu", "--config", TE_ACTIVATION]
+    others = ["--moe-num-experts", "--openai-gelu", "--config", _TE_ACTIVATION]
     if not _has_experts(typed, values):
-        others.append(TE_FUSED_MLP)
-    unfused = any(name in typed for name in ("--disable-bias-linear", NO_FUSED_GELU))
+        others.append(_TE_FUSED_MLP)
+    unfused = any(name in typed for name in (NO_BIAS, NO_FUSED_GELU))
     return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
 
 
@@ -132,15 +143,13 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
 
 def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """A remark on a whole script with Muon that leaves to Megatron what is another number here."""
-    nesterov = "--muon-nesterov" in typed or "--muon-use-nesterov" in typed
     if values.get("optimizer") != "muon" or not _is_whole(values):
         return []
-    if nesterov and "--muon-extra-scale-factor" in typed:
+    if "--muon-coefficient-type" in typed:
         return []
     return [
-        "Muon is Moonlight's, with Nesterov's momentum and steps of the size of Adam's: Megatron's "
-        "has neither without --muon-nesterov and --muon-extra-scale-factor 0.2, and needs another "
-        "--lr"
+        "Muon iterates with Jordan's coefficients, as Megatron does with --muon-coefficient-type "
+        "simple; without it today's has others"
     ]
 
 

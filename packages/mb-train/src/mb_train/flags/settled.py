@@ -247,7 +247,6 @@ _ANSWERS: Mapping[str, str] = {
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
     "no code that comes with a model is run": "--trust-remote-code",
-    "Muon's momentum is Nesterov's": "--muon-use-nesterov --muon-nesterov",
     "there is no FP8 here": "--no-fp8-wgrad",
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }

@@ -23,7 +23,7 @@ from mb_train.machine.device import compute_dtype
 from mb_train.machine.host import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
-from mb_train.optimizer import MUON_STEPS, parameter_groups
+from mb_train.optimizer import parameter_groups
 from mb_train.plan.devices import data_sheet, known_devices
 from mb_train.plan.flops import flops, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
@@ -196,7 +196,7 @@ def _parts(
             total += numbers
             state += numbers * _state_bytes(config, muon=muon)
             if muon:
-                turning += orthogonalising(own, group["fused"], MUON_STEPS)
+                turning += orthogonalising(own, group["fused"], config.muon_num_ns_steps)
         # An expert is turned by its owner; dense matrices are dealt out among those that have parts
         # of them, but where data and tensor parallelism cut them both: there all turn all of them.
         dealt = max(shared, dims.tp) if min(shared, dims.tp) == 1 else 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from mb_train.convert.new_run import check_dtype
+from mb_train.convert.on_demand import OnDemand
 from mb_train.folder.whole_files import write_text
 from mb_train.untrusted import json_of
 
@@ -20,7 +21,7 @@ _SHARD_BYTES = 5_000_000_000
 _POINTER = b"version https://git-lfs"
 
 
-class TensorFolder(Mapping[str, Tensor]):
+class TensorFolder(OnDemand[tuple[Path, str]]):
     """The tensors of a folder by name, each read from its file when it is asked for.
 
     Args:
@@ -34,6 +35,7 @@ class TensorFolder(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, *, prefix: str = "") -> None:
+        super().__init__()
         safe_open = _safetensors()
         files = [folder / SINGLE]
         if not files[0].is_file() and (folder / INDEX).is_file():
@@ -44,7 +46,6 @@ class TensorFolder(Mapping[str, Tensor]):
             if any(Path(str(name)).name != name for name in shards):
                 raise ValueError(f"{folder / INDEX} points outside its folder.")
             files = [folder / name for name in sorted(shards)]
-        self._where: dict[str, tuple[Path, str]] = {}
         for path in files:
             if not path.is_file():
                 why = " Pickled weights (*.bin) are not read: save the model as safetensors."
@@ -60,9 +61,9 @@ class TensorFolder(Mapping[str, Tensor]):
                 why = "git-lfs has not fetched it: git lfs pull" if pointer else error
                 raise ValueError(f"{path} is damaged: {why}.") from None
             found = {name.removeprefix(prefix): (path, name) for name in names}
-            if twice := found.keys() & self._where.keys():
+            if twice := found.keys() & self.places.keys():
                 raise ValueError(f"{path} holds {min(twice)}, which another file holds too.")
-            self._where |= found
+            self.places |= found
 
     def rename(self, pattern: str, name: str) -> None:
         """Put `name` in the place of a pattern in all names.
@@ -71,34 +72,25 @@ class TensorFolder(Mapping[str, Tensor]):
             ValueError: two tensors would have one name.
         """
         renamed: dict[str, tuple[Path, str]] = {}
-        for old, (path, there) in self._where.items():
+        for old, (path, there) in self.places.items():
             new = re.sub(pattern, name, old)
             if new in renamed:
                 raise ValueError(f"{path} holds {there}, which is {renamed[new][1]} once more.")
             renamed[new] = path, there
-        self._where = renamed
+        self.places = renamed
 
     def leave_out(self, pattern: str) -> None:
         """Forget the tensors whose whole name matches a pattern."""
-        self._where = {
-            name: where for name, where in self._where.items() if not re.fullmatch(pattern, name)
+        self.places = {
+            name: place for name, place in self.places.items() if not re.fullmatch(pattern, name)
         }
 
-    def __getitem__(self, name: str) -> Tensor:
-        path, there = self._where[name]
+    def read(self, place: tuple[Path, str]) -> Tensor:
+        path, there = place
         with _safetensors()(path, "pt") as file:
             tensor = file.get_tensor(there)
         check_dtype(tensor.dtype, f"{there} in {path}")
         return tensor
-
-    def __contains__(self, name: object) -> bool:  # that of a Mapping would read the tensor
-        return name in self._where
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
 
 
 def write_tensors(

@@ -34,6 +34,11 @@ _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",
 )  # fmt: skip
+# Arguments that are on unless a flag of another name turns them off.
+_TURNED_OFF = {
+    "add_bias_linear": megatron_defaults.NO_BIAS,
+    "bias_gelu_fusion": megatron_defaults.NO_FUSED_GELU,
+}
 _OTHERS = ("attention_dropout", "hidden_dropout", "fp32_residual_connection", "init_method_std")
 
 
@@ -48,6 +53,9 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         ValueError: a setting that our models have not.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
+    # Flags of these names mean something to us: Core's models ignore the first, and lack the other.
+    for name in ("openai_gelu", "config"):
+        given.pop(name, None)
     experts = bool(given.get("num_experts"))
     if not experts:  # those of experts have defaults all the same
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
@@ -61,6 +69,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
     said |= _activation(given) | _experts_every(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
+    typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]
     wrong = megatron_defaults.summed_logits(typed, said)
     beside = megatron_defaults.defaults_beside(typed, said)
     for flag in (flag_name(name) for name in _TRANSLATED if flag_name(name) in typed):
@@ -117,13 +126,7 @@ def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
             "Expected --glu-linear-offset and --activation-func-clamp-value with --quick-geglu "
             "alone: fused activations of Megatron Core ignore them otherwise."
         )
-    if given.get("swiglu") or given.get("squared_relu"):
-        return {}
-    fused = given.get("bias_gelu_fusion", True) and given.get("add_bias_linear", True)
-    engines = given.get(_argument(megatron_defaults.TE_ACTIVATION)) or (
-        given.get(_argument(megatron_defaults.TE_FUSED_MLP)) and not given.get("num_experts")
-    )
-    return {"activation": "gelu_tanh" if fused or engines else "gelu"}  # tanh in their kernels
+    return {}  # as --swiglu and --squared-relu say, else a GELU: see `defaults_beside`
 
 
 def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:

@@ -3,12 +3,14 @@
     mp_rank_TT, mp_rank_TT_PPP             tensor and pipeline ranks
     mp_rank_TT_DDD, mp_rank_TT_DDD_PPP     with expert parallelism: a data-parallel rank's experts
 
-Rows of the fused projection are [heads][q, k, v][head size], as ours are. Of tensor-parallel ranks
-each has the experts whole.
+Rows of the fused projection are [heads][q, k, v][head size], as ours are. In checkpoints of version
+0 a tensor rank has [q, k, v][heads][head size], in those of version 1 [heads][head size][q, k, v].
+Of tensor-parallel ranks each has the experts whole.
 """
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -37,10 +39,13 @@ _REFUSED = {
     "apply_layernorm_1p": "whose norms multiply by 1 more than their weights",
     "untie_embeddings_and_output_weights": "whose head is its own",
 }
+_FUSED = r"query_key_value\.(weight|bias)"
+# Versions of checkpoints with other rows of it, which `reordered` knows.
+OLDER = (0, 1)
 # How the shares of tensor-parallel ranks join: rows (0) or columns (1); all else is held by all.
 _JOINED = (
     (r"word_embeddings(_for_head)?\.weight", 0),
-    (r"query_key_value\.(weight|bias)", 0),
+    (_FUSED, 0),
     (r"dense_h_to_4h\.(weight|bias)", 0),
     (r"(attention|mlp)\.(dense|dense_4h_to_h)\.weight", 1),
 )
@@ -136,6 +141,17 @@ def _flat(model: Any, _: Namespace, __: int) -> dict[str, Tensor]:
     walk(model, "")
     renamed = {name.replace(".attention.", ".self_attention."): t for name, t in found.items()}
     return {name: t for name, t in renamed.items() if not name.endswith("_extra_state")}
+
+
+def reordered(whole: Mapping[str, Tensor], args: Namespace, version: float) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of an older version with today's rows of fused projections."""
+    ranks, heads, size = args.tensor_model_parallel_size, args.num_attention_heads, args.kv_channels
+    rows, q_k_v = ((ranks, 3, -1, size), 1) if version == 0 else ((1, heads, size, 3), 3)
+    fused = (name for name in whole if re.search(_FUSED + "$", name))
+    return {
+        **whole,
+        **{n: whole[n].unflatten(0, rows).movedim(q_k_v, 2).flatten(0, 3) for n in fused},
+    }
 
 
 def _renamed(

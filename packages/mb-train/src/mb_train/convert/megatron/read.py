@@ -61,7 +61,8 @@ def read_megatron(
 def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, Tensor]]:
     saved = read_distributed(folder) if is_distributed(folder) else read_ranks(folder, _LAYOUTS)
     layout, args = saved.layout, saved.common["args"]
-    if (version := saved.common.get("checkpoint_version", 0)) < 2:
+    version = saved.common.get("checkpoint_version", 0)  # as Megatron takes one that does not say
+    if version < 2 and not (layout is fork.LAYOUT and version in fork.OLDER):
         raise ValueError(f"Expected {folder} of checkpoint version 2 or later, got {version}.")
     kind = getattr(args, "tokenizer_type", None) or _GPT2
     if tokenizer is None and kind != _GPT2:
@@ -79,6 +80,8 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
+    if version < 2:
+        wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
     check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
     # One after the other goes: in two precisions at once all of them may be too many.

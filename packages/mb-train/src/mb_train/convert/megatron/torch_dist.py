@@ -26,6 +26,7 @@ from mb_train.convert.megatron import safe_pickle
 from mb_train.convert.megatron.core import LAYOUT, common_name, names_within
 from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
 from mb_train.convert.megatron.layout import Saved
+from mb_train.convert.on_demand import OnDemand
 from mb_train.folder.checksums import SUMS_FILE
 from mb_train.folder.run_folder import RUN_FILE
 from mb_train.untrusted import json_of
@@ -60,7 +61,7 @@ class _Part(NamedTuple):
         return read if self.layer is None else read[0]
 
 
-class DistributedModel(Mapping[str, Tensor]):
+class DistributedModel(OnDemand[_Part]):
     """The tensors of a model by the names that `core` knows, each read when asked for.
 
     Raises:
@@ -68,27 +69,18 @@ class DistributedModel(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor], args: Namespace) -> None:
-        self._parts: dict[str, _Part] = {}
+        super().__init__()
         for key, tensor in tensors.items():
             for name, part in _parts_of(key, tensor, args):
-                if name in self._parts:
+                if name in self.places:
                     raise ValueError(
                         f"Expected one tensor {name} in {folder}, got "
-                        f"{self._parts[name].tensor.name} and {key}."
+                        f"{self.places[name].tensor.name} and {key}."
                     )
-                self._parts[name] = part
+                self.places[name] = part
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name].read()
-
-    def __contains__(self, name: object) -> bool:  # that of a Mapping would read the tensor
-        return name in self._parts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
+    def read(self, place: _Part) -> Tensor:
+        return place.read()
 
 
 def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[str, _Part]]:

@@ -32,7 +32,6 @@ class GPTTask:
         ValueError: an activation or experts that mb_layers refuses.
     """
 
-    first_input = "tokens_BS"
     sentences = False
     tells_more = False
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from mb_train.flags.megatron_core import TRANSLATED
+from mb_train.flags.settled import NO_FUSED_GELU
+from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
-NO_FUSED_GELU = "--no-bias-gelu-fusion"
 # Transformer Engine's GELU is the approximation by tanh.
 TE_ACTIVATION = "--use-te-activation-func"
 TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models

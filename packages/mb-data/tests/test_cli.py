@@ -1,5 +1,6 @@
 """The command line: what it prints, and one line with exit code 2 for anything wrong."""
 
+import contextlib
 import errno
 import io
 import json
@@ -174,14 +175,19 @@ def test_what_the_system_does_is_told_in_one_line(command, capsys, monkeypatch, 
     assert capsys.readouterr().err == f"mb-data preprocess: {error}\n"
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def little_room(monkeypatch):
-    """No file may grow beyond a thousand bytes. Bytecode would be cut: none is written."""
+    """No file may grow beyond a thousand bytes. Bytecode would be cut: none is written.
+
+    Not a fixture: that would still be in force when pytest reports the test, perhaps into a file.
+    """
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,7 @@ def little_room(monkeypatch):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_full_disk_is_said_with_the_name_of_the_file(
-    source, tmp_path, monkeypatch, capsys, request, words, file
+    source, tmp_path, monkeypatch, capsys, words, file
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
@@ -206,8 +212,8 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(
         with mb_data.IndexedDatasetBuilder(name, np.uint16) as builder:
             builder.add_documents(np.zeros(count * length, np.uint16), [length] * count)
     before = sorted(os.listdir())
-    request.getfixturevalue("little_room")
-    assert main(words) == 2
+    with little_room(monkeypatch):
+        assert main(words) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(rf"mb-data {words[0]}: .*File too large: '{file}'\n", said)
     assert sorted(os.listdir()) == before

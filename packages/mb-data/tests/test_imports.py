@@ -54,7 +54,7 @@ before = {*sys.modules}
 line = sys.argv[1].encode()
 job = encode.Job(tokenizer, ("text",), True, None, np.dtype("uint16"), 1 << 20)
 _, result = encode.encode_block(job, reading.Block("in.jsonl", 0, len(line), line, 0))
-assert result.careful == 1 and result.keys[0].documents == 1 and not result.errors, result
+assert result.careful == 1 and result.documents == 1 and not result.errors, result
 print(*{*sys.modules} - before)
 """
     line = json.dumps({"text": "cafe\u0301 \u1e9e, and letters new to Unicode: \U0001cc00 \u0897"})

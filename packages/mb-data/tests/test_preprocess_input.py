@@ -28,8 +28,10 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [64, 4 << 20])
-@pytest.mark.parametrize("case", BAD_LINES)
+@pytest.mark.parametrize(
+    ("case", "block_bytes"),
+    [*((case, 4 << 20) for case in BAD_LINES), ("broken JSON", 64), ("too long", 64)],
+)
 def test_bad_line_names_its_place(tmp_path, case, block_bytes):
     line, message = BAD_LINES[case]
     source = tmp_path / "in.jsonl"
@@ -306,7 +308,7 @@ def test_an_object_store(tmp_path):
 @pytest.mark.parametrize("packing", [bytes, gzip.compress], ids=["plain", "gz"])
 @pytest.mark.parametrize("error", [TimeoutError, RuntimeError, None], ids=str)
 def test_a_broken_connection_is_no_damage(tmp_path, monkeypatch, packing, error):
-    """It used to leave out the rest of the file with --on-error skip, as of a damaged archive."""
+    """Of a damaged archive the rest is left out with --on-error skip; here it would be lost."""
     fsspec = pytest.importorskip("fsspec")
     lines = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(99) for i in range(9000))
     data = packing(lines)

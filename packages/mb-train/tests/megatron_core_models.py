@@ -5,6 +5,7 @@ import io
 
 import torch
 from mb_train.config import TrainConfig
+from mb_train.convert import is_megatron, read_megatron
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
@@ -57,6 +58,17 @@ def our_model(**fields):
         for tensor in model.state_dict().values():
             tensor.copy_(torch.randn_like(tensor) * 0.3)
     return model
+
+
+def check_read(folder, model, dtype=torch.float32):
+    """What a folder holds is the model, to the last bit of the type that it was written in."""
+    assert is_megatron(folder)
+    config, weights = read_megatron(folder)
+    assert transformer_config(config, VOCAB) == model.config
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor.to(dtype).float()), name
 
 
 def their_share(state, gated, ranks, sizes, layers, kind, experts_as):

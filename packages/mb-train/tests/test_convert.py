@@ -16,13 +16,6 @@ from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, logits_of, ours, theirs, transformers
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_logits_are_theirs(tmp_path, kind):
-    model = theirs(kind)
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_the_balancing_loss_is_theirs(tmp_path, kind):
     model = theirs(kind, num_hidden_layers=1, router_aux_loss_coef=0.3)

@@ -149,7 +149,7 @@ def trained(kind, fields, *, dtype, compiled):
     # by up to 300 (a small embedding's 1 / std), has been seen to overflow.
     scaler = GradScaler(2.0**4, growth_interval=2) if dtype is torch.float16 else None
     more = (copies,) if kind is Graphed else ()
-    executor, seen = kind(model, task.first_input, *more), []
+    executor, seen = kind(model, *more), []
     generator = np.random.default_rng(0)
     for step in range(WARM_UP + 6):
         count = 2 if step % 2 else 3
@@ -243,7 +243,7 @@ def trained_on_ranks(rank, world_size, kind, fields, ep, device):
     more = ()
     if kind is Graphed:
         more = (copies, peer_buffers(model) if device == "cuda" else ())
-    executor, seen = kind(model, task.first_input, *more, dp_size=mesh.dp_size), []
+    executor, seen = kind(model, *more, dp_size=mesh.dp_size), []
     generator = np.random.default_rng(rank)
     for _ in range(WARM_UP + 2):
         batches = []

@@ -19,7 +19,7 @@ from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.flags.command_line import parse, resolve
 from mb_train.flags.parser import build_parser
-from mb_train.flags.settled import TRANSLATED
+from mb_train.flags.translated import TRANSLATED
 from mb_train.recipes import recipe
 
 SCRIPTS = (

@@ -5,10 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from mb_train.convert import is_megatron, read_megatron
+from mb_train.convert import read_megatron
 from mb_train.loading import load_trained
-from mb_train.models.gpt import GPT
-from mb_train.tasks.architecture import transformer_config
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
@@ -20,6 +18,7 @@ from megatron_core_models import (
     SIGMOID,
     VOCAB,
     arguments,
+    check_read,
     our_model,
     their_share,
 )
@@ -88,18 +87,7 @@ def change_each(folder, change):
 def test_ranks_are_joined(tmp_path, fields, args, ranks, kind):
     model = our_model(**fields)
     folder = write(tmp_path / "checkpoints", model, kind=kind, **args, **ranks)
-    assert is_megatron(folder)
-    config, weights = read_megatron(folder)
-    expected = model.state_dict()
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(weights[name], tensor), name
-    assert transformer_config(config, VOCAB) == model.config
-    read = GPT(transformer_config(config, VOCAB)).eval()
-    read.load_state_dict(weights)
-    tokens_BS = torch.randint(0, VOCAB, (2, 9))
-    with torch.no_grad():
-        assert torch.equal(read.logits(tokens_BS), model.logits(tokens_BS))
+    check_read(folder, model)
 
 
 def test_the_command_makes_a_run(tmp_path):

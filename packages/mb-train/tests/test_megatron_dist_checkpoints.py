@@ -17,8 +17,6 @@ from mb_train.cli import main
 from mb_train.convert import is_megatron, read_megatron
 from mb_train.folder.run_folder import checkpoint_in
 from mb_train.loading import load_trained
-from mb_train.models.gpt import GPT
-from mb_train.tasks.architecture import transformer_config
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
@@ -28,6 +26,7 @@ from megatron_core_models import (
     MIXTURE_ARGS,
     SIGMOID,
     VOCAB,
+    check_read,
     our_model,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -62,20 +61,7 @@ ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
 def test_what_ranks_wrote_is_read(tmp_path, fields, args, how):
     model = our_model(**fields)
     folder = write(tmp_path / "checkpoints", model, **args, **how)
-    assert is_megatron(folder)
-    config, weights = read_megatron(folder)
-    expected = model.state_dict()
-    assert weights.keys() == expected.keys()
-    dtype = how.get("dtype", torch.float32)
-    for name, tensor in expected.items():
-        assert torch.equal(weights[name], tensor.to(dtype).float()), name
-    assert transformer_config(config, VOCAB) == model.config
-    read = GPT(transformer_config(config, VOCAB)).eval()
-    read.load_state_dict(weights)
-    tokens_BS = torch.randint(0, VOCAB, (2, 9))
-    with torch.no_grad():
-        logits = model.to(dtype).float().logits(tokens_BS)
-        assert torch.equal(read.logits(tokens_BS), logits)
+    check_read(folder, model, how.get("dtype", torch.float32))
 
 
 def test_shards_lie_in_several_files(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mb_data import document_layout
 from mb_layers import MoEConfig
 from mb_parallel.recompute import apply_recompute
 from mb_train.models import gpt, segments
@@ -18,7 +19,7 @@ from mb_train.models.segments import (
     within_segments,
 )
 from mb_train.models.transformer import Block
-from mb_train.tasks.gpt import ends_of, positions_within
+from mb_train.tasks.gpt import ends_of
 
 ENDS = {
     "several": [[0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0], [0] * 12, [1, 1, 1] + [0] * 8 + [1]],
@@ -120,7 +121,7 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     ends_BS = np.array(ENDS["several"])
     x = torch.randint(61, ends_BS.shape)
     ends_BN = torch.from_numpy(ends_of(ends_BS))
-    positions_BS = torch.from_numpy(positions_within(ends_BS))
+    positions_BS = torch.from_numpy(document_layout(ends_BS, eod=1).position_ids)
     assert torch.equal(Segments(ends_BN, 12).positions(), positions_BS)
     batch = {"labels_BS": x.roll(-1, 1), "positions_BS": positions_BS}
     by_ids = model(x, **batch, segments_BS=segments_of(ends_BS)).losses["lm loss"]

@@ -312,7 +312,7 @@ def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     mb_data.IndexedDatasetBuilder(empty, np.uint16).finalize()
     (tmp_path / "words").write_text(f"{whole}\n{other}\n{empty}")  # which weigh as their tokens
     named = TrainConfig(**recipe("quickstart"), per_split_data_args_path=f"{tmp_path}/parts.json")
-    assert named.data_by_part() == {
+    assert named.data_words() == {
         "train": ["1", whole, "2", str(other)], "valid": [str(other)], "test": None,
     }  # fmt: skip
     words = ["--data-args-path", f"{tmp_path}/words", "--train-iters", "2"]
@@ -329,10 +329,10 @@ def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     assert f"nowhere.bin to be a file (from {tmp_path}/parts.json), f" in capsys.readouterr().err
     (tmp_path / "parts.json").write_text('{"train": []}')
     with pytest.raises(ValueError, match="Expected lists of train, valid and test in"):
-        named.data_by_part()
+        named.data_words()
     (tmp_path / "parts.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"Expected JSON in .*parts\.json, got It is nested"):
-        named.data_by_part()
+        named.data_words()
     with pytest.raises(ValueError, match="one of the ways to name data, got --data-path and --dat"):
         TrainConfig(**recipe("quickstart"), data_path=["a"], data_args_path="b")
     (tmp_path / "words").write_bytes(b"\xff")

@@ -36,7 +36,7 @@ from mb_train.models.classifier import Classifier
 from mb_train.models.ict import ICT
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
-from mb_train.tasks.base import Borders
+from mb_train.tasks.base import FIRST_INPUT, Borders
 
 
 @dataclass
@@ -110,14 +110,13 @@ def assemble(
     executor: Executor
     copies: list[nn.Parameter] = []
     if borders is not None:
-        pipeline = _pipeline(parts, borders, task, config, mesh, compute_dtype)
+        pipeline = _pipeline(parts, borders, config, mesh, compute_dtype)
         executor, copies = Piped(pipeline), pipeline.copies
     elif config.cuda_graph:
-        executor = Graphed(
-            parts[0], task.first_input, working_copies, peer_buffers(parts[0]), dp_size=mesh.dp_size
-        )
+        buffers = peer_buffers(parts[0])
+        executor = Graphed(parts[0], working_copies, buffers, dp_size=mesh.dp_size)
     else:
-        executor = Sequential(parts[0], task.first_input, dp_size=mesh.dp_size)
+        executor = Sequential(parts[0], dp_size=mesh.dp_size)
     if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):
         executor = WithinBudget(executor, parts, device)
     said = _of_all_stages(notes, mesh)
@@ -145,7 +144,6 @@ def _initialized(
 def _pipeline(
     parts: list[nn.Module],
     borders: Borders,
-    task: Task,
     config: TrainConfig,
     mesh: ParallelMesh,
     compute_dtype: torch.dtype,
@@ -154,7 +152,7 @@ def _pipeline(
         parts,
         mesh,
         schedule=config.schedule_in_force,
-        first_input=task.first_input,
+        first_input=FIRST_INPUT,
         hidden_size=whole(config.hidden_size),
         dtype=torch.float32 if config.fp32_residual_connection else compute_dtype,
         sequence_parallel=config.sequence_parallel,

@@ -125,7 +125,7 @@ class Graphed(Sequential):
     """`Sequential` whose micro-batches are replayed from CUDA graphs, one for each shape.
 
     Args:
-        model, first_input, dp_size: as for `Sequential`.
+        model, dp_size: as for `Sequential`.
         copies: what the model computes with; a replay calls no hook that would look them over.
         buffers: memory of peers that the model exchanges rows through.
     """
@@ -133,13 +133,12 @@ class Graphed(Sequential):
     def __init__(
         self,
         model: nn.Module,
-        first_input: str,
         copies: WorkingCopies,
         buffers: Collection[PeerBuffers] = (),
         *,
         dp_size: int = 1,
     ) -> None:
-        super().__init__(model, first_input, dp_size=dp_size)
+        super().__init__(model, dp_size=dp_size)
         self._copies, self._buffers = copies, buffers
         # Of all passes: autograd adds a gradient up on the stream where it first did, and a capture
         # cannot wait for another than its own.

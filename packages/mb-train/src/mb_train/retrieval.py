@@ -25,7 +25,7 @@ import torch
 
 from mb_train.config import TrainConfig, whole
 from mb_train.data.batches import check_tokens
-from mb_train.data.datasets import check_prefixes
+from mb_train.data.named import Named
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
 from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
@@ -232,7 +232,7 @@ def _every_block(
     config: TrainConfig, tokenizer: Tokenizer, corpus: str, titles: str | None
 ) -> mb_data.ICTDataset:
     """Every block of a corpus at least once; a query of it is taken out of its block."""
-    check_prefixes([corpus], (".bin", ".idx"), "--corpus")
+    Named([corpus], "--corpus").check()
     dataset, _, _ = mb_data.build_ict_datasets(
         corpus,
         titles_prefix=titles or titles_beside(corpus),

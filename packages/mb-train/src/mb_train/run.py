@@ -30,7 +30,8 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
 from mb_train.data.batches import batches
-from mb_train.data.datasets import Data, check_files, prepare_data
+from mb_train.data.datasets import Data, prepare_data
+from mb_train.data.named import check_files
 from mb_train.data.same import check_same_data
 from mb_train.data.tokenizers import (
     copies_for,

@@ -71,20 +71,20 @@ class Bookkeeping(AbstractContextManager):
             if not self.skip:
                 raise ValueError(f"{message}; --on-error skip leaves bad lines out")
             reported = self.partial.report(message)
-        places = [
-            Place(p.tokens + k.tokens, p.sequences + k.sequences, p.counts + k.counts)
-            for p, k in zip(before.places, result.keys, strict=True)
-        ]
+        ends = (
+            Place(*map(sum, zip(place, lengths, strict=True)))
+            for place, lengths in zip(before.places, result.lengths, strict=True)
+        )
         self.placed = State(
-            places=tuple(places),
+            places=tuple(ends),
             blocks=before.blocks + 1,
             units=units,
             inside=inside,
             lines=lines + result.lines,
             position=block.position,
-            documents=before.documents + sum(k.documents for k in result.keys),
-            empty=before.empty + sum(k.empty for k in result.keys),
-            text_bytes=before.text_bytes + sum(k.text_bytes for k in result.keys),
+            documents=before.documents + result.documents,
+            empty=before.empty + result.empty,
+            text_bytes=before.text_bytes + result.text_bytes,
             bad_lines=before.bad_lines + result.bad_lines,
             careful=before.careful + result.careful,
             reported=reported,

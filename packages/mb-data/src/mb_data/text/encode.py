@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.text.parse import Problems, Texts, parse_block
+from mb_data.text.partial_output import Place
 from mb_data.text.reading import Block
 from mb_data.text.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
@@ -53,26 +54,19 @@ class Tokens(NamedTuple):
     text_bytes: int
 
 
-class Counts(NamedTuple):
-    """How much there is of one key in a block."""
-
-    tokens: int
-    sequences: int
-    counts: int
-    documents: int
-    empty: int
-    text_bytes: int
-
-
 class Result(NamedTuple):
-    """What a worker reports of a block: counts by key, its number of lines, what was wrong.
+    """What a worker reports of a block: how much is in it, and what was wrong.
 
+    ``lengths`` are of each key's arrays; ``documents`` and the like are of all keys together.
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block.
     ``fatal`` is the line and message of a document on which two implementations disagree.
     ``careful`` counts documents that the tokenizer left to its readable twin.
     """
 
-    keys: list[Counts]
+    lengths: list[Place]
+    documents: int
+    empty: int
+    text_bytes: int
     lines: int
     bad_lines: int
     errors: list[tuple[int, int, str]]
@@ -101,12 +95,17 @@ def encode_block(job: Job, block: Block) -> tuple[list[npt.NDArray], Result]:
             if difference:
                 fatal = texts.numbers[row], f"{key!r}: {difference}"
     keys = [tokens for tokens, _ in encoded]
-    counts = [
-        Counts(len(k.tokens), len(k.sizes), len(k.counts), k.documents, k.empty, k.text_bytes)
-        for k in keys
-    ]
-    errors = sorted(problems.errors)
-    result = Result(counts, texts.lines, problems.count, errors, fatal, careful)
+    result = Result(
+        lengths=[Place(len(k.tokens), len(k.sizes), len(k.counts)) for k in keys],
+        documents=sum(k.documents for k in keys),
+        empty=sum(k.empty for k in keys),
+        text_bytes=sum(k.text_bytes for k in keys),
+        lines=texts.lines,
+        bad_lines=problems.count,
+        errors=sorted(problems.errors),
+        fatal=fatal,
+        careful=careful,
+    )
     return [array for k in keys for array in (k.tokens, k.sizes, k.counts)], result
 
 

@@ -30,8 +30,7 @@ from mb_parallel import of_all_ranks, rank, world_size
 
 from mb_train.checkpoint.tensors import (
     Modules,
-    Optimizers,
-    as_list,
+    Optimizer,
     named_parameters,
     named_tensors,
     optimizer_entries,
@@ -52,7 +51,7 @@ class Progress:
 
 
 def load_checkpoint(
-    path: Path, model: Modules, optimizer: Optimizers, *, alone: bool = False
+    path: Path, model: Modules, optimizer: Optimizer, *, alone: bool = False
 ) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
@@ -61,7 +60,7 @@ def load_checkpoint(
 
     Args:
         model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
-        optimizer: over the parameters of `model`, one or several.
+        optimizer: over the parameters of `model`.
         alone: no other rank takes part, whatever process group there is; `model` is a whole one.
 
     Raises:
@@ -114,31 +113,29 @@ def cause_of(error: CheckpointException) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def _make_optimizer_state(optimizer: Optimizers) -> None:
-    """Have every optimizer make its state, by a step that changes nothing, to load into."""
-    for one in as_list(optimizer):
-        if one.state:
-            continue
-        rates = [group["lr"] for group in one.param_groups]
-        for group in one.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        one.step()
-        one.zero_grad(set_to_none=True)
-        for group, lr in zip(one.param_groups, rates, strict=True):
-            group["lr"] = lr
+def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state, by a step that changes nothing, to load into."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
 
 
 def _forget_state(
-    model: Modules, optimizer: Optimizers, shapes: Mapping[str, tuple[int, ...]]
+    model: Modules, optimizer: torch.optim.Optimizer, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Drop the state of parameters that had none when they were saved: they got no gradient."""
     with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
     for parameter, name in named_parameters(model):
-        for one in as_list(optimizer):
-            if name not in with_state:
-                one.state.pop(parameter, None)
+        if name not in with_state:
+            optimizer.state.pop(parameter, None)
 
 
 def _over_ranks(shapes: dict[str, tuple[int, ...]], *, alone: bool) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from mb_train.checkpoint.host_copy import use_stream
 from mb_train.checkpoint.read import Progress, cause_of, quiet
 from mb_train.checkpoint.snapshot import Snapshots
-from mb_train.checkpoint.tensors import Modules, Optimizers, as_list, tensors_of
+from mb_train.checkpoint.tensors import Modules, Optimizer, parts_of, tensors_of
 from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
     FORMAT,
@@ -88,7 +88,7 @@ class Saver:
     def save(
         self,
         model: Modules,
-        optimizer: Optimizers,
+        optimizer: Optimizer,
         progress: Progress,
         *,
         config: Mapping[str, Any],
@@ -100,7 +100,7 @@ class Saver:
 
         Args:
             model: this rank's module, or its parts of a pipeline, named as in the whole model.
-            optimizer: one or several; None leaves its state out.
+            optimizer: None leaves its state out.
             config: fields of the run.
             identity: what makes the model this model; a load compares it.
             data: what tells this data from other.
@@ -113,7 +113,7 @@ class Saver:
         self.wait()
         iteration = progress.iteration
         self._say(saving_line(iteration, self._folder))
-        if not all_finite(p for part in as_list(model) for p in part.parameters()):
+        if not all_finite(p for part in parts_of(model) for p in part.parameters()):
             self._say(
                 f" not saved: at iteration {iteration} the weights are not numbers. "
                 f"{self.in_force()}"

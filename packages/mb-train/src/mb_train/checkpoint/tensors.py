@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 Modules = nn.Module | Sequence[nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Optimizer = torch.optim.Optimizer | None
 
 # What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
+def tensors_of(model: Modules, optimizer: Optimizer) -> dict[str, Tensor]:
     """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
 
     Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
@@ -24,9 +24,9 @@ def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
     return dict(named_tensors(model, optimizer))
 
 
-def named_tensors(model: Modules, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: Modules, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Those of `tensors_of`, what several stages on this rank have once for each."""
-    for module in as_list(model):
+    for module in parts_of(model):
         for name, tensor in module.state_dict().items():
             yield f"model.{plain_name(name)}", tensor
     for entry, kind, name in optimizer_entries(model, optimizer):
@@ -42,27 +42,26 @@ def plain_name(name: str) -> str:
     return name
 
 
-def as_list(given: Any) -> list[Any]:
-    """One thing, several or None, as a list."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def parts_of(model: Modules) -> Sequence[nn.Module]:
+    """A module by itself, or the parts of a pipeline that a rank has."""
+    return [model] if isinstance(model, nn.Module) else model
 
 
 def optimizer_entries(
-    model: Modules, optimizer: Optimizers
+    model: Modules, optimizer: Optimizer
 ) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Each tensor or number in the optimizers' state: its dict, its key there, its full name."""
+    """Each tensor or number in an optimizer's state: its dict, its key there, its full name."""
+    if optimizer is None:
+        return
     for parameter, name in named_parameters(model):
-        for one in as_list(optimizer):
-            entry = one.state.get(parameter, {})
-            for kind, value in entry.items():
-                if isinstance(value, (Tensor, int, float)):
-                    yield entry, kind, f"optimizer.{kind}.{name}"
+        entry = optimizer.state.get(parameter, {})
+        for kind, value in entry.items():
+            if isinstance(value, (Tensor, int, float)):
+                yield entry, kind, f"optimizer.{kind}.{name}"
 
 
 def named_parameters(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
     """Each parameter and its plain name."""
-    for module in as_list(model):
+    for module in parts_of(model):
         for name, parameter in module.named_parameters():
             yield parameter, plain_name(name)

@@ -171,37 +171,23 @@ class DataFields:
         """Samples are of whole documents."""
         return self.document_packing == "best_fit"
 
-    def data_by_part(self) -> dict[str, list[str] | None] | None:
-        """Separate data of "train", "valid" and "test"; None where one `--data-path` is split.
+    def data_words(self) -> dict[str, list[str] | None]:
+        """What names the data of "train", "valid" and "test", or of "", which is split into them.
+
+        Empty if nothing does.
 
         Raises:
-            ValueError: a --per-split-data-args-path that does not hold them.
+            ValueError: a file that does not hold what its flag says.
             OSError: no such file.
         """
         if self.per_split_data_args_path is not None:
             return _read_parts(self.per_split_data_args_path)
-        if self.train_data_path is None:
-            return None
-        parts = self.train_data_path, self.valid_data_path, self.test_data_path
-        return dict(zip(("train", "valid", "test"), parts, strict=True))
-
-    def data_words(self) -> list[str] | None:
-        """`--data-path`, or what stands in the file of that name.
-
-        Raises:
-            ValueError: the file holds no prefix, or weights without prefixes.
-            OSError: no such file.
-        """
-        if self.data_args_path is None:
-            return self.data_path
-        try:
-            words = Path(self.data_args_path).read_text("utf-8").split()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Expected {self.data_args_path} to be text, got {error}.") from error
-        if not words:
-            raise ValueError(f"Expected data paths in {self.data_args_path}, got an empty file.")
-        _check_blend("data_args_path", words)
-        return words
+        if self.train_data_path is not None:
+            parts = self.train_data_path, self.valid_data_path, self.test_data_path
+            return dict(zip(("train", "valid", "test"), parts, strict=True))
+        if self.data_args_path is not None:
+            return {"": _read_words(self.data_args_path)}
+        return {} if self.data_path is None else {"": self.data_path}
 
     def check_data(self) -> None:
         """Raise ValueError for files that exclude each other."""
@@ -225,6 +211,18 @@ class DataFields:
         """Raise ValueError where token files are not prefixes, or weights and prefixes by turns."""
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
+
+
+def _read_words(path: str) -> list[str]:
+    """The words of `--data-path` from a file."""
+    try:
+        words = Path(path).read_text("utf-8").split()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected {path} to be text, got {error}.") from error
+    if not words:
+        raise ValueError(f"Expected data paths in {path}, got an empty file.")
+    _check_blend("data_args_path", words)
+    return words
 
 
 def _read_parts(path: str) -> dict[str, list[str] | None]:

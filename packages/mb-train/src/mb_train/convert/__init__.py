@@ -9,8 +9,8 @@ tensor of the target is filled, or nothing is written.
 
     new_run       the run folder that a model from elsewhere becomes
     vocabulary    its rows, and new ones
-    hugging_face/ read, write; by architecture: architectures, *_config(s), *weights;
-                  the files: config_json, safetensors_files, tokenizer
+    hugging_face/ read, write; architectures, and of each family what is its own: gpt2, llama, bert,
+                  t5; what they share: rules, config_json, safetensors_files, tokenizer
     megatron/     read; the formats: ranks (torch), torch_dist, distcp, safe_pickle;
                   the models: layout, fork (2023, MegaBlocks), core, core_arguments
     upcycle       a dense model into one with experts

@@ -22,9 +22,7 @@ from mb_train.config.field import Bounds, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
-from mb_train.flags.megatron_core import spelled_out, two_moments, with_means
 from mb_train.flags.megatron_defaults import (
-    NO_FUSED_GELU,
     defaults_beside,
     other_balance,
     other_muon,
@@ -33,7 +31,8 @@ from mb_train.flags.megatron_defaults import (
 )
 from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
-from mb_train.flags.settled import understood
+from mb_train.flags.settled import NO_FUSED_GELU
+from mb_train.flags.translated import spelled_out, two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
 from mb_train.recipes import recipe
 

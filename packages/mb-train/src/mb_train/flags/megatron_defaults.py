@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from mb_train.flags.megatron_core import TRANSLATED
+from mb_train.flags.settled import NO_FUSED_GELU
+from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
 NO_BIAS = "--disable-bias-linear"
-NO_FUSED_GELU = "--no-bias-gelu-fusion"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models

@@ -1,24 +1,19 @@
-"""Flags of Megatron-LM that are no choice here (settled), or have another name (translated).
+"""Flags of Megatron's scripts that are no choice here.
 
-Scripts that have them are accepted as they are. One note at the start of a run lists the settled
-flags with the reason, so that nothing is ignored in silence. `megatron_core` translates those of
-Megatron Core.
+Scripts that have them are accepted as they are. One note at the start of a run lists them with the
+reason, so that nothing is ignored in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
-from mb_train.config import flag_name
-from mb_train.flags import megatron_core
-from mb_train.flags.megatron_defaults import NO_FUSED_GELU
-
+NO_FUSED_GELU = "--no-bias-gelu-fusion"
 _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
     "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
-_OVERRIDING = """
+OVERRIDING = """
     --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
 """
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
@@ -102,7 +97,7 @@ _ANSWERS: Mapping[str, str] = {
     "--load always takes over what the run was started with": """
         --use-checkpoint-args --use-mp-args-from-checkpoint-args
     """,
-    "a flag that is typed always wins over --load": _OVERRIDING,
+    "a flag that is typed always wins over --load": OVERRIDING,
     "random numbers follow from the seed and the step, there is no state to keep": """
         --no-save-rng --no-load-rng
     """,
@@ -258,66 +253,8 @@ SETTLED: Mapping[str, tuple[bool | str, str]] = {
     for name, _, count in (word.partition("=") for word in flags.split())
 }
 
-# Flag -> whether a value follows ("+": some), and the fields that it sets.
-TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
-    "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
-    "--checkpoint-activations": (False, lambda _: {"recompute_granularity": "full"}),
-    "--activations-checkpoint-method": (
-        True,
-        lambda method: {"recompute_granularity": "full", "recompute_method": method},
-    ),
-    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
-    **megatron_core.TRANSLATED,
-}
 
-
-class Understood(NamedTuple):
-    """What a command line comes to once its settled and its translated flags are read.
-
-    values: all else that was said, and the fields that translated flags set.
-    of_every_layer: those weights of `values` that every layer's loss has, not their mean.
-    notes: remarks to print.
-    wrong: a sentence on each translated flag whose value means nothing here, and on settled flags
-        beside one that says the opposite.
-    """
-
-    values: dict[str, Any]
-    of_every_layer: list[str]
-    notes: list[str]
-    wrong: list[str]
-
-
-def understood(said: Mapping[str, Any]) -> Understood:
-    """Read what was said, by flag or field; a field's own flag wins over one that is translated."""
-    settled = [name for name in SETTLED if name in said]
-    values = {name: value for name, value in said.items() if name not in SETTLED}
-    of_every_layer, notes, wrong = [], [_note(settled)] if settled else [], []
-    for name, (_, meaning) in TRANSLATED.items():
-        if name not in said:
-            continue
-        try:
-            meant = meaning(values.pop(name))
-        except ValueError as error:
-            wrong.append(str(error))
-            continue
-        sums_layers = name in megatron_core.OF_EVERY_LAYER
-        for field, value in meant.items():
-            if sums_layers and field not in values:
-                of_every_layer.append(field)
-            if field in said and (said[field] != value or sums_layers):
-                notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
-        values = {**meant, **values}
-    overriding = [name for name in settled if name in _OVERRIDING.split()]
-    if overriding and said.get("use_checkpoint_opt_param_scheduler"):
-        wrong.append(
-            f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "
-            "first the schedules that are typed win, with the second those of --load."
-        )
-    return Understood(values, of_every_layer, notes, wrong)
-
-
-def _note(flags: list[str]) -> str:
+def settled_note(flags: Sequence[str]) -> str:
     """What is said about the settled flags of a command line."""
     answers: dict[str, list[str]] = {}
     for name in flags:

@@ -104,10 +104,8 @@ class GPT(nn.Module):
         loss = self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
         return reports.output(None, {"lm loss": loss})
 
-    def logits(
-        self, tokens_BS: Tensor, *, last_only: bool = False, at_B: Tensor | None = None
-    ) -> Tensor:
-        """Scores of the next token, [B, S, V] fp32; [B, V] after each last token, or after `at_B`.
+    def logits(self, tokens_BS: Tensor, *, at_B: Tensor | None = None) -> Tensor:
+        """Scores of the next token, [B, S, V] fp32; [B, V] after `at_B`.
 
         Args:
             at_B: int64, a place in each sequence; or [B, N] for several, and scores [B, N, V].
@@ -116,8 +114,6 @@ class GPT(nn.Module):
         if at_B is not None:
             rows_B = torch.arange(len(at_B), device=at_B.device)
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
-        elif last_only:
-            x_BSD = x_BSD[:, -1]
         return scores(x_BSD, head_weight(self.head, self.embedding))
 
     def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,8 +153,8 @@ def _shares(profile: dict[str, Any]) -> str:
 
 def median(values: Iterable[float | None]) -> float:
     """The middle one of those that are numbers; not a number if none is."""
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else math.nan
+    known = [value for value in values if value is not None]
+    return statistics.median_high(known) if known else math.nan
 
 
 def summary(curves: Curves) -> list[tuple[str, str]]:

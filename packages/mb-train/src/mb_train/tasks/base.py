@@ -20,6 +20,8 @@ from torch import Tensor
 from mb_train.models.workload import Workload
 
 Batch: TypeAlias = dict[str, Tensor]
+# The entry of a batch that every model takes by position.
+FIRST_INPUT = "tokens_BS"
 DataPaths: TypeAlias = Sequence[str] | Mapping[str, Sequence[str] | None]
 
 
@@ -52,14 +54,12 @@ class Task(Protocol):
     """A kind of model and what it learns.
 
     Attributes:
-        first_input: the entry of a batch that the model takes by position.
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
         workload: what is computed of a sample; its tokens count for throughput.
         sentences: whether it reads files that were split into sentences.
         tells_more: whether `evaluate_more` finds anything.
     """
 
-    first_input: str
     loss_weights: dict[str, str]
     workload: Workload
     sentences: bool

@@ -32,7 +32,6 @@ class GPTTask:
         ValueError: an activation or experts that mb_layers refuses.
     """
 
-    first_input = "tokens_BS"
     sentences = False
     tells_more = False
 
@@ -107,20 +106,12 @@ class GPTTask:
             else:
                 batch["ends_BN"] = ends_of(ends_BS)
         if config.reset_position_ids:
-            batch["positions_BS"] = positions_within(ends_BS)
+            batch["positions_BS"] = mb_data.document_layout(tokens_BS, self._eod).position_ids
         return batch
 
     def evaluate_more(self, model: GPT, dataset: Dataset, count: int) -> dict[str, float]:
         """Nothing: the loss says it all."""
         return {}
-
-
-def positions_within(ends_BS: np.ndarray) -> np.ndarray:
-    """Position of each token in its document, given which tokens end one."""
-    places_S = np.arange(ends_BS.shape[1])
-    starts_BS = np.zeros(ends_BS.shape, np.int64)
-    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], places_S[1:], 0)
-    return places_S - np.maximum.accumulate(starts_BS, axis=1)
 
 
 def ends_of(ends_BS: np.ndarray) -> np.ndarray:

@@ -21,7 +21,6 @@ class SentenceTask:
         ValueError: an activation or experts that mb_layers refuses.
     """
 
-    first_input = "tokens_BS"
     sentences = True
     tells_more = True
 

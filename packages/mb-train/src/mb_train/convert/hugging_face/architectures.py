@@ -17,31 +17,8 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert.hugging_face import llama_configs as llama
+from mb_train.convert.hugging_face import bert, gpt2, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.gpt2_config import (
-    GPT2_ALIASES,
-    GPT2_DEFAULTS,
-    gpt2_config,
-    gpt2_fields,
-)
-from mb_train.convert.hugging_face.sentence_configs import (
-    BERT_DEFAULTS,
-    T5_ALIASES,
-    T5_DEFAULTS,
-    bert_config,
-    bert_fields,
-    t5_config,
-    t5_fields,
-)
-from mb_train.convert.hugging_face.sentence_weights import BERT, MEGATRON_BERT, bert_rules, t5_rules
-from mb_train.convert.hugging_face.weights import (
-    LLAMA,
-    MIXTRAL,
-    ExpertNames,
-    gpt2_rules,
-    llama_like_rules,
-)
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -176,32 +153,12 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-_BERT_LEFT_OUT = (r"bert\.embeddings\.position_ids",)  # a buffer
-_BERT_COPIES = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-# Files of the model without heads have no prefix.
-_BERT_PREFIXED = {r"^(?!bert\.|cls\.)": "bert."}
-_BERT_RENAMED = {
-    r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias",
-    **_BERT_PREFIXED,
-}  # fmt: skip
-
-
-_SIDES = ("encoder", "decoder")
-
-
-def _bert_special(tokenizer: Any) -> dict[str, Any]:
-    return {"pad_token_id": tokenizer.pad}
-
-
 def _llama_like(
     kind: str,
     name: str,
     fields_of: Callable[[Json], dict[str, Any]],
     config_of: Callable[[TrainConfig], dict[str, Any]],
-    names: ExpertNames = LLAMA,
+    names: llama.ExpertNames = llama.LLAMA,
     aliases: Mapping[str, str] | None = None,
 ) -> Architecture:
     return Architecture(
@@ -209,9 +166,9 @@ def _llama_like(
         name,
         fields_of,
         config_of,
-        rules=lambda _, c: llama_like_rules(c, names),
-        stacked=lambda _, c: llama_like_rules(c, None),
-        defaults=llama.LLAMA_DEFAULTS[kind],
+        rules=lambda _, c: llama.rules_of(c, names),
+        stacked=lambda _, c: llama.rules_of(c, None),
+        defaults=llama.DEFAULTS[kind],
         aliases=aliases or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
@@ -224,31 +181,36 @@ ARCHITECTURES = {
     found.model_type: found
     for found in (
         Architecture(
-            "gpt2", "GPT2LMHeadModel", gpt2_fields, gpt2_config, lambda _, c: gpt2_rules(c),
-            defaults=GPT2_DEFAULTS, aliases=GPT2_ALIASES, prefix="transformer.",
+            "gpt2", "GPT2LMHeadModel", gpt2.fields_of, gpt2.config_of,
+            lambda _, c: gpt2.rules_of(c),
+            defaults=gpt2.DEFAULTS, aliases=gpt2.ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
             special=lambda t: {**_special(t), "bos_token_id": t.special.get("eod")},
         ),
         Architecture(
-            "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,
-            partial(bert_rules, names=BERT), defaults=BERT_DEFAULTS, left_out=_BERT_LEFT_OUT,
-            copies=_BERT_COPIES, renamed=_BERT_RENAMED, special=_bert_special,
+            "bert", "BertForPreTraining", partial(bert.fields_of, post_norm=True), bert.config_of,
+            partial(bert.rules_of, names=bert.BERT),
+            defaults=bert.DEFAULTS, left_out=bert.LEFT_OUT, copies=bert.COPIES,
+            renamed=bert.RENAMED, special=lambda t: {"pad_token_id": t.pad},
         ),
         Architecture(
-            "megatron-bert", "MegatronBertForPreTraining", partial(bert_fields, post_norm=False),
-            bert_config, partial(bert_rules, names=MEGATRON_BERT), defaults=BERT_DEFAULTS,
-            left_out=_BERT_LEFT_OUT, copies=_BERT_COPIES, renamed=_BERT_PREFIXED,
-            special=_bert_special,
+            "megatron-bert", "MegatronBertForPreTraining",
+            partial(bert.fields_of, post_norm=False), bert.config_of,
+            partial(bert.rules_of, names=bert.MEGATRON_BERT),
+            defaults=bert.DEFAULTS, left_out=bert.LEFT_OUT, copies=bert.COPIES,
+            renamed=bert.PREFIXED, special=lambda t: {"pad_token_id": t.pad},
         ),
         Architecture(
-            "t5", "T5ForConditionalGeneration", t5_fields, t5_config, t5_rules,
-            defaults=T5_DEFAULTS, aliases=T5_ALIASES,
+            "t5", "T5ForConditionalGeneration", t5.fields_of, t5.config_of, t5.rules_of,
+            defaults=t5.DEFAULTS, aliases=t5.ALIASES,
             # A table of the first files that no layer ever used.
             left_out=(
                 r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
             ),
-            copies={f"{side}.embed_tokens.weight": "shared.weight" for side in _SIDES},
+            copies={
+                f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")
+            },
             special=lambda t: {
                 "eos_token_id": t.eos, "pad_token_id": t.pad, "decoder_start_token_id": t.bos
             },
@@ -258,8 +220,8 @@ ARCHITECTURES = {
         _llama_like("qwen2", "Qwen2ForCausalLM", llama.qwen2_fields, llama.llama_config),
         _llama_like("qwen3", "Qwen3ForCausalLM", llama.qwen3_fields, llama.llama_config),
         _llama_like(
-            "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config, MIXTRAL,
-            {"num_experts": "num_local_experts"},
+            "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
+            llama.MIXTRAL, {"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "olmoe", "OlmoeForCausalLM", llama.olmoe_fields, llama.olmoe_config,

@@ -1,7 +1,7 @@
 """Megatron Core's arguments, as a checkpoint holds them, to the configuration of a model.
 
 They are what its parser left: the fields that have a flag's name here are taken over, the others
-are translated as on a command line (`flags.megatron_core`).
+are translated as on a command line (`flags.translated`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.convert.new_run import imported_config
-from mb_train.flags import megatron_core, megatron_defaults
+from mb_train.flags import megatron_defaults, translated
 from mb_train.flags.refused import refusal
-from mb_train.flags.settled import understood
+from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
@@ -29,7 +29,7 @@ _REFUSED = (
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
     "hybrid_layer_pattern", "retro_add_retriever",
 )  # fmt: skip
-# Arguments that `flags.megatron_core` translates, of those that say what a model is.
+# Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",
@@ -37,7 +37,7 @@ _TRANSLATED = (
 # Arguments that are on unless a flag of another name turns them off.
 _TURNED_OFF = {
     "add_bias_linear": megatron_defaults.NO_BIAS,
-    "bias_gelu_fusion": megatron_defaults.NO_FUSED_GELU,
+    "bias_gelu_fusion": NO_FUSED_GELU,
 }
 _OTHERS = ("attention_dropout", "hidden_dropout", "fp32_residual_connection", "init_method_std")
 
@@ -76,7 +76,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         value = given[_argument(flag)]
         words = list(map(str, value if isinstance(value, list) else [value]))
         said[flag] = words if len(words) > 1 else words[0]
-    meant = understood(said)
+    meant = translated.understood(said)
     if wrong := [*wrong, *meant.wrong]:
         raise ValueError(" ".join(wrong))
     fields = {**beside, **meant.values}
@@ -84,7 +84,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     if experts:  # in older versions routers have none, whatever the other maps have
         fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)
     config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer)
-    return megatron_core.with_means(config, meant.of_every_layer)
+    return translated.with_means(config, meant.of_every_layer)
 
 
 def _argument(flag: str) -> str:
@@ -134,6 +134,6 @@ def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:
     if not isinstance(given.get("moe_layer_freq"), list):
         return {}
     layers, every = str(given["num_layers"]), str(given["moe_layer_freq"])
-    _, _, *words = megatron_core.spelled_out(["--num-layers", layers, "--moe-layer-freq", every])
+    _, _, *words = translated.spelled_out(["--num-layers", layers, "--moe-layer-freq", every])
     pairs = (word.split("=") for word in words)
     return {_argument(flag): int(value) for flag, value in pairs}

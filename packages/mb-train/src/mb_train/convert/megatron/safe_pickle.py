@@ -64,21 +64,16 @@ _module = types.ModuleType("mb_train_safe_pickle")
 _module.Unpickler = _Unpickler  # ty: ignore[missing-attribute]
 
 
-def load(path: Path) -> Any:
-    """The content of a file written by torch.save, tensors on the CPU and read when touched.
+def load(file: Path | io.BytesIO, name: str = "") -> Any:
+    """What torch.save wrote: tensors on the CPU, those of a file on disk read when touched.
+
+    Args:
+        file: it, or its bytes in memory.
+        name: what messages call bytes.
 
     Raises:
         ValueError: not such a file, or a damaged one.
     """
-    return _load(path, path)
-
-
-def loads(content: bytes, name: str) -> Any:
-    """The same of bytes in memory, which messages call `name`."""
-    return _load(io.BytesIO(content), name)
-
-
-def _load(file: Path | io.BytesIO, name: object) -> Any:
     try:
         if not zipfile.is_zipfile(file):
             raise ValueError("no whole file of the format that torch has written since 1.6")
@@ -90,4 +85,4 @@ def _load(file: Path | io.BytesIO, name: object) -> Any:
         )
     except Exception as error:  # a damaged pickle may raise any
         why = str(error)[:200] or type(error).__name__  # some quote what they could not read
-        raise ValueError(f"Cannot read {name}: {why}.") from None
+        raise ValueError(f"Cannot read {name or file}: {why}.") from None

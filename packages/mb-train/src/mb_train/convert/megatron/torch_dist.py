@@ -14,6 +14,7 @@ generators and FP8 (_extra_state) keep is left out.
 
 from __future__ import annotations
 
+import io
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -151,7 +152,8 @@ def _common(folder: Path, objects: Mapping[str, Shard]) -> Any:
     if _COMMON_STATE not in objects:
         raise ValueError(f"Expected {folder / COMMON}, or {_COMMON_STATE} in {INDEX}, found none.")
     found = objects[_COMMON_STATE]
-    content = safe_pickle.loads(found.content(_COMMON_STATE), f"{_COMMON_STATE} in {found.file}")
+    packed = io.BytesIO(found.content(_COMMON_STATE))
+    content = safe_pickle.load(packed, f"{_COMMON_STATE} in {found.file}")
     return content[0] if isinstance(content, list) and content else None
 
 

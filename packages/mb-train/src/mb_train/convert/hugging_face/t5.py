@@ -1,68 +1,29 @@
-"""BERT's and T5's configurations and ours, both ways."""
+"""T5: its configuration and its tensors, and ours, both ways.
+
+Letters: H heads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from mb_kernels.activation import is_glu
+from mb_layers.state_dicts import Rule
+
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.rules import fused_rule, own_head
+from mb_train.models.config import TransformerConfig
 from mb_train.models.relative import MAX_DISTANCE, NUM_BUCKETS
 
-BERT_DEFAULTS = {
-    "hidden_act": "gelu", "layer_norm_eps": 1e-12, "attention_probs_dropout_prob": 0.1,
-    "hidden_dropout_prob": 0.1,
-}  # fmt: skip
-T5_DEFAULTS = {
+DEFAULTS = {
     "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1,
     "tie_word_embeddings": True,
 }  # fmt: skip
-T5_ALIASES = {
+ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads",
     "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-
-
-def bert_fields(config: Json, *, post_norm: bool) -> dict[str, Any]:
-    """Fields of a `TrainConfig`; MegatronBert has its norms before each half of a block."""
-    refuse(config, hidden_act=("gelu",), position_embedding_type=("absolute",),
-           is_decoder=(False,), add_cross_attention=(False,), type_vocab_size=(2,),
-           tie_word_embeddings=(True,))  # fmt: skip
-    return {
-        "model": "bert",
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
-        "layernorm_epsilon": config["layer_norm_eps"],
-        "activation": "gelu",
-        "post_layernorm": post_norm,
-        "attention_dropout": config["attention_probs_dropout_prob"],
-        "hidden_dropout": config["hidden_dropout_prob"],
-        "bert_binary_head": "ForMaskedLM" not in "".join(config.get("architectures") or ()),
-    }
-
-
-def bert_config(config: TrainConfig) -> dict[str, Any]:
-    """Back."""
-    head = "PreTraining" if config.bert_binary_head else "MaskedLM"
-    kind = "Bert" if config.post_layernorm else "MegatronBert"
-    return {
-        "architectures": [f"{kind}For{head}"],
-        "hidden_act": "gelu",
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_size,
-        "max_position_embeddings": config.positions,
-        "layer_norm_eps": config.layernorm_epsilon,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "hidden_dropout_prob": config.hidden_dropout,
-        "type_vocab_size": 2,
-        "tie_word_embeddings": True,
-    }
-
-
 # Of a feed-forward by its function, and whether it is gated. Of two names for one function the one
 # that is written comes last.
 _ACTIVATIONS = {
@@ -73,7 +34,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def t5_fields(config: Json) -> dict[str, Any]:
+def fields_of(config: Json) -> dict[str, Any]:
     """Fields of a `TrainConfig`."""
     # Files of later versions say the feed-forward twice, and the second way is what counts.
     gated, _, function = config["feed_forward_proj"].rpartition("-")
@@ -109,7 +70,7 @@ def t5_fields(config: Json) -> dict[str, Any]:
     }
 
 
-def t5_config(config: TrainConfig) -> dict[str, Any]:
+def config_of(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     theirs = {ours: feed for feed, ours in _ACTIVATIONS.items()}
     function, gated = theirs.get(config.activation_name, ("relu", False))
@@ -132,3 +93,46 @@ def t5_config(config: TrainConfig) -> dict[str, Any]:
         "dropout_rate": config.hidden_dropout,
         "is_encoder_decoder": True,
     }
+
+
+def rules_of(config: TrainConfig, model: TransformerConfig) -> list[Rule]:
+    """A T5 with relative positions."""
+    rules = [Rule("embedding.tokens.weight", ("shared.weight",)), *own_head(model)]
+    for side, layers in (("encoder", model.num_layers), ("decoder", config.decoder_layers)):
+        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        rules.append(Rule(f"{side}_bias.table.weight", (bias,)))
+        rules.append(Rule(f"{side}.norm.weight", (f"{side}.final_layer_norm.weight",)))
+        for layer in range(layers):
+            rules += _t5_layer(model, side, layer)
+    return rules
+
+
+def _t5_layer(model: TransformerConfig, side: str, layer: int) -> list[Rule]:
+    ours, theirs, H = f"{side}.blocks.{layer}.", f"{side}.block.{layer}.layer.", model.num_heads
+    cross = side == "decoder"
+    feed = f"{theirs}{1 + cross}."
+    names = {
+        "norm_1": f"{theirs}0.layer_norm",
+        "attention.out": f"{theirs}0.SelfAttention.o",
+        "norm_2": f"{feed}layer_norm",
+        "mlp.up": f"{feed}DenseReluDense.wi",
+        "mlp.down": f"{feed}DenseReluDense.wo",
+    }
+    if is_glu(model.activation):
+        names |= {
+            "mlp.gate": f"{feed}DenseReluDense.wi_0",
+            "mlp.up": f"{feed}DenseReluDense.wi_1",
+        }
+    if cross:
+        names |= {
+            "norm_cross": f"{theirs}1.layer_norm",
+            "cross.out": f"{theirs}1.EncDecAttention.o",
+            "cross.q": f"{theirs}1.EncDecAttention.q",
+        }
+    rules = [Rule(f"{ours}{our}.weight", (f"{their}.weight",)) for our, their in names.items()]
+    parts = [f"{theirs}0.SelfAttention.{part}.weight" for part in "qkv"]
+    rules.append(fused_rule(f"{ours}attention.qkv.weight", parts, H, (1, 1, 1)))
+    if cross:
+        parts = [f"{theirs}1.EncDecAttention.{part}.weight" for part in "kv"]
+        rules.append(fused_rule(f"{ours}cross.kv.weight", parts, H, (1, 1)))
+    return rules

@@ -1,17 +1,26 @@
-"""GPT-2's configuration and ours, both ways."""
+"""GPT-2: its configuration and its tensors, and ours, both ways.
+
+Letters: H heads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from mb_layers.state_dicts import Rule
+from torch import Tensor
+
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.rules import apart, both, interleaved, own_head
+from mb_train.models.config import TransformerConfig
 
-GPT2_DEFAULTS = {
+DEFAULTS = {
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
     "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
 }  # fmt: skip
-GPT2_ALIASES = {
+ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
 }  # fmt: skip
@@ -22,7 +31,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def gpt2_fields(config: Json) -> dict[str, Any]:
+def fields_of(config: Json) -> dict[str, Any]:
     """Fields of a `TrainConfig`."""
     refuse(
         config,
@@ -47,7 +56,7 @@ def gpt2_fields(config: Json) -> dict[str, Any]:
     }
 
 
-def gpt2_config(config: TrainConfig) -> dict[str, Any]:
+def config_of(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     theirs = {ours: name for name, ours in _ACTIVATIONS.items()}
     return {
@@ -63,3 +72,39 @@ def gpt2_config(config: TrainConfig) -> dict[str, Any]:
         "embd_pdrop": config.hidden_dropout,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
     }
+
+
+def rules_of(config: TransformerConfig) -> list[Rule]:
+    """Fused projections, stored [inputs, outputs]; names without "transformer."."""
+    rules = [
+        Rule("embedding.tokens.weight", ("wte.weight",)),
+        Rule("embedding.positions.weight", ("wpe.weight",)),
+        *both("stack.norm", "ln_f"),
+        *own_head(config),
+    ]
+    H = config.num_heads
+    for layer in range(config.num_layers):
+        ours, theirs = f"stack.blocks.{layer}.", f"h.{layer}."
+        rules += both(f"{ours}norm_1", f"{theirs}ln_1") + both(f"{ours}norm_2", f"{theirs}ln_2")
+        for kind in ("weight", "bias"):
+            rules.append(
+                Rule(
+                    f"{ours}attention.qkv.{kind}",
+                    (f"{theirs}attn.c_attn.{kind}",),
+                    lambda t: interleaved(_turned(t).chunk(3), H, (1, 1, 1)),
+                    lambda t: [_turned(torch.cat(apart(t, H, (1, 1, 1))))],
+                )
+            )
+            for our, their in (
+                ("attention.out", "attn.c_proj"),
+                ("mlp.up", "mlp.c_fc"),
+                ("mlp.down", "mlp.c_proj"),
+            ):
+                source = (f"{theirs}{their}.{kind}",)
+                rules.append(Rule(f"{ours}{our}.{kind}", source, _turned, lambda t: [_turned(t)]))
+    return rules
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """A matrix the other way round; a vector as it is."""
+    return tensor.t() if tensor.ndim == 2 else tensor

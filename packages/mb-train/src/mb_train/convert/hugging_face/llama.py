@@ -1,15 +1,23 @@
-"""Configurations of Llama and its relatives and ours, both ways: dense, and with experts.
+"""Llama and its relatives, dense and with experts: configurations and tensors, and ours, both ways.
 
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
 keys, and by their experts.
+
+Letters: D hidden, H query heads, G key-value heads, E experts, F their width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.rules import fused_rule, own_head
+from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
 _DEFAULTS: dict[str, Any] = {
@@ -26,7 +34,7 @@ _QWEN_MOE = {
     **_QWEN, "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
 }  # fmt: skip
 # What each class has for a setting that a file leaves out, sizes of the model apart.
-LLAMA_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _DEFAULTS,
     "mistral": {**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {**_QWEN, "num_key_value_heads": 32},
@@ -232,3 +240,112 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
             "mlp_only_layers": list(range(config.moe_first_k_dense)),
         }
     )
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Where an architecture keeps its experts: names within a layer."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+MIXTRAL = ExpertNames(
+    "block_sparse_moe.gate",
+    "block_sparse_moe.experts.{}.w1",
+    "block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+LLAMA = ExpertNames(
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+)
+
+
+def rules_of(config: TransformerConfig, experts: ExpertNames | None) -> list[Rule]:
+    """Separate projections, a matrix for each expert or, None, for all.
+
+    All in one is what transformers 5 computes with, and writes if asked for (`save_original_format`
+    False) or for models that it holds on a disk.
+    """
+    rules = [
+        Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
+        Rule("stack.norm.weight", ("model.norm.weight",)),
+        *own_head(config),
+    ]
+    H, G = config.num_heads, config.num_kv_heads
+    for layer in range(config.num_layers):
+        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
+        names = {
+            "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+            "attention.out": "self_attn.o_proj",
+        }  # fmt: skip
+        if config.qk_norm != "none":
+            names |= {
+                "attention.norm_q": "self_attn.q_norm",
+                "attention.norm_k": "self_attn.k_norm",
+            }
+        for our, their in names.items():
+            rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            parts = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
+            rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, G, (H // G, 1, 1)))
+        if config.has_experts(layer):
+            rules += _expert_rules(config, experts, ours, theirs)
+        else:
+            for part in ("gate", "up", "down"):
+                their = f"{theirs}mlp.{part}_proj.weight"
+                rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
+    return rules
+
+
+def _expert_rules(
+    config: TransformerConfig, names: ExpertNames | None, ours: str, theirs: str
+) -> list[Rule]:
+    assert config.moe is not None
+    router = LLAMA.router if names is None else names.router
+    rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{router}.weight",))]
+    if names is None:
+        rules += [
+            Rule(f"{ours}mlp.experts.{our}", (f"{theirs}mlp.experts.{their}",))
+            for our, their in (("w1", "gate_up_proj"), ("w2", "down_proj"))
+        ]
+    else:
+        parts = (names.gate, names.up, names.down)
+        experts = [
+            tuple(f"{theirs}{part.format(expert)}.weight" for part in parts)
+            for expert in range(config.moe.num_experts)
+        ]
+        rules += _stack_rules(f"{ours}mlp.experts", experts)
+    if config.moe.shared_expert_hidden_size is not None:  # only Qwen2-MoE has one, with a gate
+        shared = [
+            tuple(
+                f"{theirs}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")
+            )
+        ]
+        gate = f"{theirs}mlp.shared_expert_gate.weight"
+        rules += _stack_rules(f"{ours}mlp.shared_expert", shared)
+        rules.append(Rule(f"{ours}mlp.shared_expert.gate", (gate,)))
+    return rules
+
+
+def _stack_rules(ours: str, experts: list[tuple[str, ...]]) -> list[Rule]:
+    """w1 [E, 2F, D] and w2 [E, D, F] from the (gate, up, down) of each expert."""
+    return [
+        Rule(
+            f"{ours}.w1",
+            tuple(name for gate, up, _ in experts for name in (gate, up)),
+            lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)).flatten(1, 2),
+            lambda w1: w1.unflatten(1, (2, -1)).flatten(0, 1).unbind(),
+        ),
+        Rule(
+            f"{ours}.w2",
+            tuple(down for *_, down in experts),
+            lambda *parts: torch.stack(parts),
+            lambda w2: w2.unbind(),
+        ),
+    ]

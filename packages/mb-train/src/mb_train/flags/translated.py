@@ -1,4 +1,4 @@
-"""Flags of Megatron Core's scripts that set a field of another name here.
+"""Flags of Megatron's scripts that set a field of another name here, most of them Megatron Core's.
 
 Those about something that is no choice here are in `settled`, those that ask for something that
 does not exist here in `refused`. What scripts leave unsaid is in `megatron_defaults`.
@@ -10,9 +10,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, flag_name
+from mb_train.flags.settled import OVERRIDING, SETTLED, settled_note
 
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
@@ -139,6 +140,14 @@ _SEVERAL = {"--moe-router-load-balancing-type": "+", "--moe-aux-loss-coeff": "+"
 # Flag -> whether a value follows ("+": some), and the fields that it sets. Where two set the same
 # field, the first in this table wins: a balancing type "none" has no loss, whatever its weight.
 TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
+    "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
+    "--checkpoint-activations": (False, lambda _: {"recompute_granularity": "full"}),
+    "--activations-checkpoint-method": (
+        True,
+        lambda method: {"recompute_granularity": "full", "recompute_method": method},
+    ),
+    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
+    "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
     **{flag: (_SEVERAL.get(flag, True), partial(_one_of, flag)) for flag in _VALUES},
     **{flag: (_SEVERAL.get(flag, True), partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     "--moe-router-pre-softmax": (False, lambda _: {}),
@@ -152,6 +161,51 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     "--torch-fsdp2-no-reshard-after-forward": (False, lambda _: {"zero_stage": 2}),
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
 }
+
+
+class Understood(NamedTuple):
+    """What a command line comes to once its settled and its translated flags are read.
+
+    values: all else that was said, and the fields that translated flags set.
+    of_every_layer: those weights of `values` that every layer's loss has, not their mean.
+    notes: remarks to print.
+    wrong: a sentence on each translated flag whose value means nothing here, and on settled flags
+        beside one that says the opposite.
+    """
+
+    values: dict[str, Any]
+    of_every_layer: list[str]
+    notes: list[str]
+    wrong: list[str]
+
+
+def understood(said: Mapping[str, Any]) -> Understood:
+    """Read what was said, by flag or field; a field's own flag wins over one that is translated."""
+    settled = [name for name in SETTLED if name in said]
+    values = {name: value for name, value in said.items() if name not in SETTLED}
+    of_every_layer, notes, wrong = [], [settled_note(settled)] if settled else [], []
+    for name, (_, meaning) in TRANSLATED.items():
+        if name not in said:
+            continue
+        try:
+            meant = meaning(values.pop(name))
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        sums_layers = name in OF_EVERY_LAYER
+        for field, value in meant.items():
+            if sums_layers and field not in values:
+                of_every_layer.append(field)
+            if field in said and (said[field] != value or sums_layers):
+                notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
+        values = {**meant, **values}
+    overriding = [name for name in settled if name in OVERRIDING.split()]
+    if overriding and said.get("use_checkpoint_opt_param_scheduler"):
+        wrong.append(
+            f"Expected {overriding[0]} or --use-checkpoint-opt-param-scheduler, got both: with the "
+            "first the schedules that are typed win, with the second those of --load."
+        )
+    return Understood(values, of_every_layer, notes, wrong)
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:

@@ -82,7 +82,9 @@ def test_a_torch_without_collectives(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     for name in ("is_gloo_available", "is_nccl_available"):  # such a build has none of them
         monkeypatch.delattr(torch.distributed, name)
-    assert "distributed no backend" in diagnose(tmp_path)[0]
+    facts, problems = diagnose(tmp_path)
+    assert "distributed no backend" in facts
+    assert "This torch was built without torch.distributed" in "".join(problems)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
         backends += ["gloo"] * torch.distributed.is_gloo_available()
         if torch.distributed.is_nccl_available():
             backends.append(f"nccl ({collectives} {_nccl_version()})")
+    else:
+        problems.append(
+            "This torch was built without torch.distributed, which training needs on one process "
+            "too. Install a torch with it."
+        )
     facts.append(f"distributed {', '.join(backends) or 'no backend'}")
     try:
         import triton

@@ -1,5 +1,6 @@
 """What the machine is, and the variables that are set on it."""
 
+import builtins
 import os
 import shutil
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
     said = [line for line in diagnose(tmp_path)[1] if line.startswith("Triton cannot launch")]
     assert len(said) == (lacking is not None)
     assert all(str(tmp_path) in line and "C compiler (gcc)" in line for line in said)
+
+
+def test_a_torch_that_lacks_a_library_is_a_problem_and_no_traceback(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def lacking(name, *more):
+        if name == "torch":
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return real(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", lacking)
+    facts, problems = diagnose(tmp_path)
+    assert any(fact.startswith("disk") for fact in facts)
+    assert "torch cannot be imported: libcudart.so.13: cannot open shared" in problems[0]
 
 
 def test_a_torch_without_collectives(tmp_path, monkeypatch):

@@ -53,8 +53,9 @@ def _cores() -> int:
 def _check_torch(facts: list[str], problems: list[str]) -> None:
     try:
         import torch
-    except ImportError as error:
-        problems.append(f"torch cannot be imported: {error}. Install torch 2.11 or later.")
+    except (ImportError, OSError, ValueError) as error:  # for lack of a library
+        reason = str(error).rstrip(".")
+        problems.append(f"torch cannot be imported: {reason}. Install torch 2.11 or later.")
         return
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     build = "CPU only"
@@ -191,7 +192,7 @@ def _nccl_version() -> str:
 def _vendor() -> str | None:
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError, ValueError):
         return None
     if torch.version.hip or Path("/dev/kfd").exists():
         return "amd"

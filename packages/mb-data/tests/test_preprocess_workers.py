@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import mb_data
+import mb_data.system
 import mb_data.text.reading
 import mb_data.text.worker
 import numpy as np
@@ -32,6 +33,19 @@ def test_another_thread_makes_workers_spawn(tmp_path):
     assert output_bytes(tmp_path / "forked_text_document") == output_bytes(
         tmp_path / "spawned_text_document"
     )
+
+
+@pytest.mark.parametrize(
+    ("quota", "usable"),
+    [(None, 3), ("max 100000", 3), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 3)],
+)
+def test_the_cores_of_a_container_are_counted(tmp_path, monkeypatch, quota, usable):
+    """Of a host's 128, as `docker run --cpuset-cpus` and `--cpus` leave them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 127}, raising=False)
+    monkeypatch.setattr(mb_data.system, "QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert mb_data.system.cores() == usable
 
 
 OTHER_SYSTEMS = """

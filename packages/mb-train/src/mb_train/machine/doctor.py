@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mb_data.system import cores
+
 from mb_train.machine.environment import explain
 from mb_train.machine.versions import PACKAGES
 
@@ -27,7 +29,7 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
     """Facts and problems of this machine; `folder` is where runs would be written."""
     facts = [
         f"python      {platform.python_version()} ({sys.executable})",
-        f"system      {platform.system()} {platform.machine()}, {_cores()} usable cores",
+        f"system      {platform.system()} {platform.machine()}, {cores()} usable cores",
     ]
     problems: list[str] = []
     for name in PACKAGES:
@@ -42,12 +44,6 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
     _check_amd(facts, problems)
     said, wrong = explain(os.environ, _vendor())
     return facts + said, problems + wrong
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_torch(facts: list[str], problems: list[str]) -> None:

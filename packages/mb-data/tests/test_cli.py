@@ -262,9 +262,11 @@ def test_progress_on_a_terminal_and_in_a_log():
     assert log.getvalue() == ""
 
 
-def test_a_process_without_stderr(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
+def test_a_process_without_streams(command, tmp_path, monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
     assert main(command) == 0
+    assert main(["decode", f"{tmp_path}/out_text_document", "0"]) == 0
     assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import mb_data
+import mb_data.system
 import mb_data.text.reading
 import mb_data.text.worker
 import numpy as np
@@ -34,6 +35,19 @@ def test_another_thread_makes_workers_spawn(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("quota", "usable"),
+    [(None, 3), ("max 100000", 3), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 3)],
+)
+def test_the_cores_of_a_container_are_counted(tmp_path, monkeypatch, quota, usable):
+    """Of a host's 128, as `docker run --cpuset-cpus` and `--cpus` leave them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 127}, raising=False)
+    monkeypatch.setattr(mb_data.system, "QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert mb_data.system.cores() == usable
+
+
 OTHER_SYSTEMS = """
     import fcntl as locks, os, subprocess, sys, types
 
@@ -51,10 +65,15 @@ OTHER_SYSTEMS = """
         sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
         sys.modules["fcntl"] = sys.modules["resource"] = None
         mb_data.system.WINDOWS = True
-    from mb_data import build_gpt_datasets, preprocess
+    from mb_data import build_gpt_datasets, load_tokenizer, preprocess
+
+    def own():  # for whose sake the workers run this module again, and lack what it deletes
+        tokenizer = load_tokenizer("gpt2")
+        tokenizer.rebuild = own
+        return tokenizer
 
     if __name__ == "__main__":
-        preprocess(sys.argv[2], sys.argv[3], workers=1, block_bytes=5000)
+        preprocess(sys.argv[2], sys.argv[3], tokenizer=own(), workers=1, block_bytes=5000)
         prefix = f"{sys.argv[3]}_text_document"
         build_gpt_datasets(prefix, split="1", seq_length=8, num_samples=(9, 0, 0), seed=1)
 """
@@ -72,6 +91,24 @@ def test_systems_that_lack_what_linux_has(tmp_path, platform):
     assert output_bytes(tmp_path / "out_text_document") == output_bytes(
         tmp_path / "once_text_document"
     )
+
+
+UNGUARDED = """
+    import sys
+    sys.platform = "darwin"
+    from mb_data import preprocess
+    print(preprocess(sys.argv[1], sys.argv[2], workers=2).documents)
+"""
+
+
+def test_a_script_is_not_run_again_by_workers_that_are_no_forks(tmp_path):
+    """Without `if __name__ == "__main__":` it would begin its work anew, which ended them."""
+    source = write(tmp_path / "in.jsonl", random_records(3, 60))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(UNGUARDED))
+    command = [sys.executable, script, source, tmp_path / "out"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "60\n", "")
 
 
 @pytest.mark.parametrize("options", [{}, {"split_sentences": True}, {"shard": (1, 2)}])

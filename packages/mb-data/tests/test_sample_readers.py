@@ -51,11 +51,18 @@ def test_a_reader_imports_from_where_its_parent_does(tmp_path, monkeypatch):
     """Files of the current folder are taken for modules only if the parent takes them for such."""
     (tmp_path / "queue.py").write_text("raise RuntimeError('a queue of waiting jobs')")
     (tmp_path / "a_users_own.py").write_text("class Samples(list): pass")
+    odd = tmp_path / f"two{os.pathsep}in one"
+    odd.mkdir()
+    (odd / "odd_one.py").write_text("class Samples(list): pass")
     monkeypatch.chdir(tmp_path)
     with SampleReaders([3, 5], 1) as read:
         assert read([1]) == [5]
     monkeypatch.setattr(sys, "path", [*sys.path, ""])  # as in a notebook, where it is the first
     samples = importlib.import_module("a_users_own").Samples([3, 5])
+    with SampleReaders(samples, 1) as read:
+        assert read([1]) == [5]
+    monkeypatch.setattr(sys, "path", [tmp_path, str(odd), *sys.path[:-1]])  # a Path: is skipped
+    samples = importlib.import_module("odd_one").Samples([3, 5])
     with SampleReaders(samples, 1) as read:
         assert read([1]) == [5]
 

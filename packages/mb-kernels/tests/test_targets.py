@@ -38,15 +38,18 @@ def problems(run: subprocess.CompletedProcess[str], case: str, target: str) -> l
     return builds[case, target]["problems"]
 
 
-def test_the_gate_takes_the_cores_that_it_may_use(monkeypatch, capsys) -> None:
+def test_the_gate_takes_the_cores_that_it_may_use(monkeypatch, capsys, tmp_path) -> None:
     """Of a host's 128 a container often has four, and memory for as many compilers."""
     taken = []
+    monkeypatch.setattr("mb_kernels.runtime.host.QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 127}, raising=False)
     monkeypatch.setattr(gate, "build_all", lambda jobs, *, workers: taken.append(workers) or [])
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     monkeypatch.setattr(gate, "kernel_modules", lambda names: [])
     main(["--target", "sm90"])
-    assert taken == [3]
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    main(["--target", "sm90"])
+    assert taken == [3, 2]
     with pytest.raises(SystemExit):
         main(["--workers", "0"])
     assert "--workers: expected 1 or more, got 0" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import socket
 import warnings
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ def test_one_process_needs_no_mesh():
     assert any_rank(True)
     assert not any_rank(False)
     check_same({"seed": 1}, "the config")
+
+
+def test_a_torch_without_distributed_is_named(monkeypatch):
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with pytest.raises(ImportError, match=r"needs torch\.distributed, without which this torch"):
+        runpy.run_module("mb_parallel.__init__")
 
 
 @pytest.mark.gpu

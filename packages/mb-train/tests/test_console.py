@@ -111,6 +111,24 @@ def test_a_reader_that_has_gone_is_a_terminal_that_has_closed():
         said.say("two")
 
 
+def test_a_run_in_a_thread_lives_on_without_its_reader():
+    """Nothing handles signals for it: one would end the process, and what else runs there."""
+    lines = [
+        "import sys, threading",
+        "from mb_train.logs.console import Console",
+        "sys.stdin.readline()",
+        "thread = threading.Thread(target=Console().say, args=('said to nobody',))",
+        "thread.start()",
+        "thread.join()",
+        "sys.exit(7)",
+    ]
+    words, pipe = [sys.executable, "-c", "\n".join(lines)], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
+        process.stdout.close()
+        process.stdin.write("\n")
+    assert process.returncode > 0  # of no signal
+
+
 @pytest.mark.parametrize("where", ["write", "flush"])  # more than fits between, or less
 def test_a_command_whose_reader_has_gone_ends_without_a_word(monkeypatch, capfd, where):
     def gone(*_):

@@ -1,5 +1,6 @@
 """What the machine is, and the variables that are set on it."""
 
+import builtins
 import os
 import shutil
 from pathlib import Path
@@ -78,11 +79,27 @@ def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
     assert all(str(tmp_path) in line and "C compiler (gcc)" in line for line in said)
 
 
+def test_a_torch_that_lacks_a_library_is_a_problem_and_no_traceback(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def lacking(name, *more):
+        if name == "torch":
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return real(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", lacking)
+    facts, problems = diagnose(tmp_path)
+    assert any(fact.startswith("disk") for fact in facts)
+    assert "torch cannot be imported: libcudart.so.13: cannot open shared" in problems[0]
+
+
 def test_a_torch_without_collectives(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     for name in ("is_gloo_available", "is_nccl_available"):  # such a build has none of them
         monkeypatch.delattr(torch.distributed, name)
-    assert "distributed no backend" in diagnose(tmp_path)[0]
+    facts, problems = diagnose(tmp_path)
+    assert "distributed no backend" in facts
+    assert "This torch was built without torch.distributed" in "".join(problems)
 
 
 @pytest.mark.parametrize(

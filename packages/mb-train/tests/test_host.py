@@ -9,7 +9,7 @@ import sys
 import pytest
 from mb_train.folder.whole_files import sync_directory
 from mb_train.machine.doctor import _check_memory
-from mb_train.machine.host import keep_freed_memory
+from mb_train.machine.host import keep_freed_memory, open_many_files
 
 PROGRAM = """
 import resource, sys
@@ -40,6 +40,22 @@ def test_freed_memory_is_kept():
     assert faults["given back"] > 100
 
 
+FILES = """
+import resource
+from mb_train.machine.host import prepare_host
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+prepare_host()
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others may not grant what they name")
+def test_as_many_files_may_be_open_as_the_system_grants():
+    done = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     """What raises there is not called: a C library of the program, folders as files, sysconf."""
 
@@ -50,7 +66,9 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     monkeypatch.setattr(ctypes, "CDLL", lacking)
     monkeypatch.setattr(os, "open", lacking)
     monkeypatch.delattr(os, "sysconf")
+    monkeypatch.setitem(sys.modules, "resource", None)
     keep_freed_memory()
+    open_many_files()
     sync_directory(tmp_path)
     facts = []
     _check_memory(facts)

@@ -19,6 +19,7 @@ from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
 from mb_train.flags.command_line import parse, without_effect
+from mb_train.loading import load_trained
 from mb_train.logs import run_log
 from mb_train.recipes import recipe
 from mb_train.report.curves import read_curves
@@ -186,6 +187,34 @@ def test_going_on_from_python(finished, tmp_path, capsys):
     assert [line["iteration"] for line in lines if line["event"] == "train"] == [3]
     with pytest.raises(ValueError, match="Expected a checkpoint in nowhere, found none"):
         train(dataclasses.replace(config, load="nowhere"))
+
+
+@contextlib.contextmanager
+def bf16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("state", [bf16_by_default, torch.inference_mode, autocast])
+def test_a_run_is_what_its_configuration_says_whatever_state_torch_is_in(finished, tmp_path, state):
+    folder, _ = finished
+    config = TrainConfig(**json.loads((folder / "iter_0000002" / "run.json").read_text())["config"])
+    config = dataclasses.replace(config, save=str(tmp_path / "run"))
+    with state():
+        result = train(config)
+        weights = list(load_trained(tmp_path / "run").model.parameters())
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    (loss,) = (line["losses"]["lm loss"] for line in lines if line["event"] == "eval")
+    assert result.valid_loss == loss
+    assert {weight.dtype for weight in weights} == {torch.float32}
 
 
 def test_a_key_of_another_version_is_named(finished, tmp_path):

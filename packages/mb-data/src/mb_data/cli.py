@@ -171,9 +171,9 @@ def _decode(options: argparse.Namespace) -> None:
     from mb_data.maintenance import decode
 
     tokenizer = _tokenizer(options)
+    shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
     for document in options.document:
-        text = decode(options.prefix, document, tokenizer)
-        print(printable(text) if sys.stdout.isatty() else text)
+        print(shown(decode(options.prefix, document, tokenizer)))
 
 
 def _convert(options: argparse.Namespace) -> None:

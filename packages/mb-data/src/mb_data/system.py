@@ -15,6 +15,8 @@ from typing import IO, BinaryIO
 WINDOWS = os.name == "nt"
 LOCKED_BYTE = 1 << 30  # Windows keeps what is locked from being read: this, far behind the content
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # what `docker run --cpus` and Kubernetes' limits set
+
 
 class WorkerDiedError(RuntimeError):
     """A worker process ended by itself, as when the system ran out of memory."""
@@ -114,10 +116,15 @@ def sync_directory(path: Path) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use, as in a container."""
+    """As many as this process may use: a container's limit may be some of them, or a quota."""
+    there = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        there = len(os.sched_getaffinity(0))
+    try:  # "250000 100000" us, of all cores in each such period, are two; "max 100000" is no quota
+        share, each = map(int, QUOTA.read_text().split())
+    except (OSError, ValueError):
+        return there
+    return max(min(there, share // each), 1)
 
 
 def resident_bytes() -> int:

@@ -13,6 +13,14 @@ More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.pipeline_parallel`, 
 
 import types as _types
 
+import torch as _torch
+
+if not _torch.distributed.is_available():  # the imports below would miss some name of it
+    raise ImportError(
+        f"mb_parallel needs torch.distributed, without which this torch {_torch.__version__} was "
+        "built. Install a torch with it; mb_kernels and mb_layers run with either."
+    )
+
 # Public API
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
 from mb_parallel.data_parallel import gather_rest as gather_rest

@@ -33,6 +33,7 @@ from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
+from mb_train.models.fp32 import fp32_by_default
 from mb_train.only_writer import only_writer
 from mb_train.plan.sizing import LESS_MEMORY
 from mb_train.profiling import Profiler
@@ -91,11 +92,14 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     with (
         _less_memory_named(),
         # Whatever came before: a Ctrl-C may fall between the two halves of torch's own no_grad.
+        torch.inference_mode(False),
         torch.enable_grad(),
+        fp32_by_default(),
         warnings.catch_warnings(),
         distributed(
             device_type(config.device), timeout_s=60 * config.distributed_timeout_minutes
         ) as device,
+        torch.autocast(device.type, enabled=False),  # the dtype to compute with is the config's
         torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,
         stop_signals() as stop,

@@ -90,15 +90,15 @@ class _Reader:
 
     def __init__(self) -> None:
         ignore = f"import signal as s; [s.signal(getattr(s, n), s.SIG_IGN) for n in {_IGNORED}]"
-        serving = f"{ignore}; from mb_data.samples.readers import serve; serve()"
-        # It imports from where this process does. -c alone would put the current folder first, and
-        # a queue.py that lies there would be taken for Python's own.
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        # It imports from where this process does, by a path that no variable holds: a folder may
+        # have a colon in its name. -c alone would put the current folder first, and a queue.py that
+        # lies there would be taken for Python's own. What is no text imports skip, such as a Path.
+        path = [folder or os.getcwd() for folder in sys.path if isinstance(folder, str)]
+        serving = f"import sys; sys.path[:] = {path!a}; from mb_data.samples.readers import serve"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", serving],
+            [sys.executable, "-P", "-c", f"{ignore}; {serving}; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
         )
 
     def read(self, indices: Sequence[int]) -> list[Any]:

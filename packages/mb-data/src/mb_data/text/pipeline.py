@@ -9,11 +9,14 @@ or with the archive that it unpacks, whose blocks then wait in its ``SpillBuffer
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import pickle
 import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -108,6 +111,17 @@ def run_workers(
             worker.stop()
 
 
+@contextlib.contextmanager
+def _no_main_module() -> Generator[None]:
+    """Let processes that start meanwhile see none, as in an interactive Python."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 class _Worker:
     """A worker process, seen from the parent."""
 
@@ -130,7 +144,11 @@ class _Worker:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, NumPy's idle ones included.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
+            # A new Python runs the main module of this one again, and with it what a script does
+            # outside `if __name__ == "__main__":`. Only a job that comes from there needs that.
+            without = not fork and b"__main__" not in pickle.dumps(job)
+            with _no_main_module() if without else contextlib.nullcontext():
+                self.process.start()
         theirs.close()
         self.tasks: dict[int, Block | Archive] = {}  # units of work that it has not finished
         self.blocks: dict[Key, Block] = {}  # those encoded, but not written yet

@@ -70,7 +70,9 @@ class Console:
             self._out.flush()
         except BrokenPipeError:
             self._silent = True
-            signal.raise_signal(getattr(signal, "SIGHUP", signal.SIGTERM))
+            number = getattr(signal, "SIGHUP", signal.SIGTERM)
+            if callable(signal.getsignal(number)):  # in another thread than the main one a run has
+                signal.raise_signal(number)  # no handler, and the signal would kill the process
         except OSError:
             pass
 

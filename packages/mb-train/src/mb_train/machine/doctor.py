@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mb_data.system import cores
+
 from mb_train.machine.environment import explain
 from mb_train.machine.versions import PACKAGES
 
@@ -27,7 +29,7 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
     """Facts and problems of this machine; `folder` is where runs would be written."""
     facts = [
         f"python      {platform.python_version()} ({sys.executable})",
-        f"system      {platform.system()} {platform.machine()}, {_cores()} usable cores",
+        f"system      {platform.system()} {platform.machine()}, {cores()} usable cores",
     ]
     problems: list[str] = []
     for name in PACKAGES:
@@ -44,17 +46,12 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
     return facts + said, problems + wrong
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _check_torch(facts: list[str], problems: list[str]) -> None:
     try:
         import torch
-    except ImportError as error:
-        problems.append(f"torch cannot be imported: {error}. Install torch 2.11 or later.")
+    except (ImportError, OSError, ValueError) as error:  # for lack of a library
+        reason = str(error).rstrip(".")
+        problems.append(f"torch cannot be imported: {reason}. Install torch 2.11 or later.")
         return
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     build = "CPU only"
@@ -71,6 +68,11 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
         backends += ["gloo"] * torch.distributed.is_gloo_available()
         if torch.distributed.is_nccl_available():
             backends.append(f"nccl ({collectives} {_nccl_version()})")
+    else:
+        problems.append(
+            "This torch was built without torch.distributed, which training needs on one process "
+            "too. Install a torch with it."
+        )
     facts.append(f"distributed {', '.join(backends) or 'no backend'}")
     try:
         import triton
@@ -186,7 +188,7 @@ def _nccl_version() -> str:
 def _vendor() -> str | None:
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError, ValueError):
         return None
     if torch.version.hip or Path("/dev/kfd").exists():
         return "amd"

@@ -5,6 +5,7 @@ No torch: some of it has to be set before that is imported.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -22,11 +23,12 @@ def leads() -> bool:
 
 
 def prepare_host() -> None:
-    """Let threads sleep while they wait, and keep freed memory for the next tensor."""
+    """Let threads sleep while they wait, keep freed memory for the next tensor, open many files."""
     # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
     # times slower on two cores that ran anything else as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_freed_memory()
+    open_many_files()
 
 
 def keep_freed_memory() -> None:
@@ -42,6 +44,21 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def open_many_files() -> None:
+    """Let this process open as many files as it may ask for.
+
+    A dataset of a blend keeps up to five open, its own two and an index for each part. Two hundred
+    would end a run at the 1024 that systems begin with for the sake of programs that use select().
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has neither the module nor the limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS names one that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def host_memory() -> int:

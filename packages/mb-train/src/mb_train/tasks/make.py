@@ -11,6 +11,7 @@ from mb_parallel import ParallelDims, ParallelMesh
 from torch import nn
 
 from mb_train.config import TrainConfig
+from mb_train.models.fp32 import fp32_by_default
 from mb_train.tasks.base import Task
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.classify import ClassifyTask
@@ -66,13 +67,14 @@ def leaves_padding_out(config: TrainConfig, dims: ParallelDims) -> bool:
 def whole_model(
     config: TrainConfig, *, vocab_size: int, compute_dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The model of a run on one process, with fresh weights on the default device.
+    """The model of a run on one process, with fresh fp32 weights on the default device.
 
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
     task = one_process_task(config, None, vocab_size=vocab_size)
-    return task.build_model(compute_dtype=compute_dtype)
+    with fp32_by_default():
+        return task.build_model(compute_dtype=compute_dtype)
 
 
 def one_process_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> Task:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
-from mb_data.samples.bert import build_bert_datasets
+from mb_data.samples.bert import BertDataset, build_bert_datasets
 from mb_data.samples.blend import BlendedDataset
-from mb_data.samples.ict import build_ict_datasets
-from mb_data.samples.t5 import build_t5_datasets
+from mb_data.samples.ict import ICTDataset, build_ict_datasets
+from mb_data.samples.t5 import T5Dataset, build_t5_datasets
 from sentence_helpers import TOKENIZER, VOCABULARY, random_documents, write
 
 BUILD_SETTINGS = {"split": "8,2", "num_samples": (30, 5, 5), "seed": 1}
@@ -79,6 +80,26 @@ class TestBuilders:
                 num_samples=(1,),
                 seed=1,
             )
+
+    @pytest.mark.parametrize(
+        ("build", "dataset", "settings"),
+        [
+            (build_bert_datasets, BertDataset, {"seq_length": 40}),
+            (build_t5_datasets, T5Dataset, {"encoder_seq_length": 40, "decoder_seq_length": 16}),
+            (build_ict_datasets, ICTDataset, {"seq_length": 40, "titles_prefix": None}),
+        ],
+        ids=["bert", "t5", "ict"],
+    )
+    def test_what_is_handed_on(self, indexed, tmp_path, build, dataset, settings):
+        """The place of the indices, and defaults that are the dataset's own."""
+        settings = settings | BUILD_SETTINGS | {"cache_dir": tmp_path / "cache"}
+        build(indexed.prefix, tokenizer=TOKENIZER, **settings)
+        assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".mbindex"] * 2
+        assert not (tmp_path / "d_index").exists()
+        own = signature(dataset).parameters
+        for name, parameter in signature(build).parameters.items():
+            if name in own:
+                assert parameter.default == own[name].default
 
     def test_text_that_was_not_split_into_sentences(self, tmp_path):
         """One document of them is enough, where it is a part of the split."""

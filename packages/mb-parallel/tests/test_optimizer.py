@@ -658,6 +658,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
         (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer >= 1, got 2.5"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
+        (lambda p: SGD(p, momentum=-0.5), "momentum=-0.5"),
         (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),
         (
             lambda p: Muon([{"params": [nn.Parameter(p[0].detach().half())], "muon": True}]),

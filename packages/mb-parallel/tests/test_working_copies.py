@@ -83,6 +83,7 @@ def test_experts_alone_have_copies():
     assert layer.experts.working_copies.keys() == {"w1", "w2"}
     assert not layer.shared_expert.working_copies
     assert len(copies) == 2
+    assert not hold_working_copies([layer.bfloat16()], torch.bfloat16)  # already as narrow
 
 
 def test_layers_that_share_a_weight_share_its_copy():

@@ -50,6 +50,15 @@ def test_only_the_kept_tokens_are_drawn(sampling, possible):
     assert set(drawn(sampling)) == possible
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_not_numbers_are_refused(temperature):
+    """One is enough, and a model whose scores overflow has no likeliest token either."""
+    for bad in (torch.nan, torch.inf):
+        scores = torch.where(torch.arange(5) == 3, bad, SCORES)
+        with pytest.raises(ValueError, match="not numbers"):
+            choose(scores, Sampling(temperature=temperature), torch.Generator())
+
+
 def test_draws_follow_the_probabilities():
     counts = drawn(Sampling(top_k=2), times=7000)
     assert counts[1] / 7000 == pytest.approx(4 / 7, abs=0.02)

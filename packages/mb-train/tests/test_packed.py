@@ -16,7 +16,7 @@ from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.t5 import T5
 from mb_train.tasks.bert import BertTask
-from mb_train.tasks.packed import sample_lengths
+from mb_train.tasks.packed import pack, sample_lengths
 from mb_train.tasks.t5 import T5Task
 
 S, R, V = 10, 7, 37
@@ -135,13 +135,15 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
         return " ".join(f"w{i}" for i in g.integers(20, size=g.integers(1, 6)))
 
     rows = [". ".join(sentence() for _ in range(3)) for _ in range(60)]
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     tokenizer = mb_data.load_tokenizer(str(tmp_path / "vocab.txt"))
-    mb_data.preprocess(text, tmp_path / "x", tokenizer=tokenizer, workers=1, split_sentences=True)
+    options = {"tokenizer": tokenizer, "workers": 1, "split_sentences": True}
+    for name, part in (("x", rows), ("y", [". ".join([row, row]) for row in rows])):
+        text = tmp_path / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": row}) + "\n" for row in part))
+        mb_data.preprocess(text, tmp_path / name, **options)
     task = packed_task(seq_length=40)
     task._tokenizer = tokenizer
-    prefix = str(tmp_path / "x_text_sentence")
+    prefix, other = (str(tmp_path / f"{name}_text_sentence") for name in "xy")
     parts = task.build_datasets([prefix], (30, 10, 0))
     assert len(parts[0]) >= 30
     assert len(parts[1]) >= 10
@@ -151,8 +153,11 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     for index in range(len(train)):
         found = [int(sample["padding_mask"].sum()) for sample in train[index]]
         assert sum(found) <= 40
-    lengths = sample_lengths(train.dataset).tolist()
-    assert lengths == [[int(sample["padding_mask"].sum())] for sample in train.dataset]
+    mixed, _, _ = task.build_datasets(["0.3", prefix, "0.7", other], (30, None, None))
+    for packed in (train, mixed):
+        lengths = sample_lengths(packed.dataset).tolist()
+        assert lengths == [[int(sample["padding_mask"].sum())] for sample in packed.dataset]
+    assert pack(lambda wanted: wanted, (5, None, 2), rooms=[4], most=1) == (5, None, 2)
     assert max(len(train[index]) for index in range(len(train))) > 1
     kept, apart = (
         batches(task, train, torch.device("cpu"), ParallelDims().build("cpu"), consumed_samples=4,

@@ -154,6 +154,23 @@ def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):
         assert [tick for tick in axis.get_xticks() if tick % 1] == []
 
 
+def test_the_picture_has_the_numbers_of_the_log(tmp_path):
+    losses = [valid(iteration, loss) for iteration, loss in ((10, 3.5), (9, 4.0))]
+    loads = (interval(9, [4.0], [1.5, 3.0]), interval(10, [3.0], [2.0, 1.25]))
+    write(tmp_path, ("start", {"iteration": 0}), *loads, *losses)
+    curves = read_curves(tmp_path)
+    figure = figure_of(panels_of([curves]), [curves], 10.0)
+    axes = {axis.get_title() or axis.get_title("left"): axis for axis in figure.axes}
+    fullest, every = (
+        next(axis for title, axis in axes.items() if what in title).collections[0].get_array()
+        for what in ("fullest expert", "every expert")
+    )
+    assert fullest.tolist() == [[1.5, 2.0], [3.0, 1.25]]
+    assert every.tolist() == [pytest.approx([load, *[(4 - load) / 3] * 3]) for load in (2.0, 1.25)]
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert drawn == {"training": [[9, 4], [10, 3]], "validation": [[9, 4], [10, 3.5]]}
+
+
 def test_markup_in_a_name_stays_text(tmp_path):
     folder = tmp_path / "<b>&"
     folder.mkdir()

@@ -263,6 +263,8 @@ def test_bm25_ranks_by_rare_words_and_short_texts():
     weight = torch.log1p(torch.tensor((4 - 3 + 0.5) / 3.5)).item()
     norm = 1.2 * (0.25 + 0.75 * 2 / 3.5)
     assert BM25(texts).scores([1])[2] == pytest.approx(weight * 2.2 / (1 + norm))
+    both = BM25(texts).scores([4, 1, 77])  # one is in no text
+    assert both == pytest.approx(scores + BM25(texts).scores([1]))
     assert rank_of(scores, 3) == 0
     assert rank_of(scores, 0) == 3  # a tie is no find
     assert rank_of(np.full(4, np.nan), 0) == 3  # nor is what a diverged model computes

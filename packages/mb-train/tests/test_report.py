@@ -121,7 +121,9 @@ def test_the_picture_and_the_page(tmp_path, load, steps):
     assert f"the loss is not a number from iteration {steps} on" in text
     content = page.read_text()
     assert content.count("<svg") == (3 if load is None else 5)
-    assert "<td>moe_top_k</td><td>2</td>" in content
+    assert f"<tr><td>iterations</td><td>1 to {steps}</td></tr>" in content
+    assert "<tr><td>moe_top_k</td><td>2</td></tr>" in content
+    assert "<td>load</td>" not in content  # of no value
     # Nothing is fetched: addresses are names of XML vocabularies only.
     outside = [word for word in content.split('"') if word.startswith(("http", "//"))]
     vocabularies = {"www.w3.org", "purl.org", "creativecommons.org"}
@@ -142,6 +144,9 @@ def test_runs_side_by_side(tmp_path):
     assert (picture.name, page.name) == ("comparison.png", "comparison.html")
     assert "a:\n  iterations: 1 to 1" in text
     content = page.read_text()
+    assert "<tr><th></th><th>a</th><th>b</th></tr>" in content
+    assert "<tr><td>training loss</td><td>5.0000 -&gt; 5.0000</td><td>6.0000 -&gt;" in content
+    assert "<h2>Configuration, where it differs</h2>" in content
     assert "<td>seed</td><td>1</td><td>2</td>" in content
     assert "moe_top_k" not in content  # the same in both
     assert "b: Load of every expert" in content

@@ -81,7 +81,7 @@ def test_blocks_equal_the_loop():
 
 
 def test_long_sentences_exclude_a_document_unless_it_is_all_there_is():
-    sizes = np.array([600, 9, 9, 600], np.int32)
+    sizes = np.array([513, 9, 512, 513], np.int32)
     boundaries = np.array([0, 1, 3, 4])
     settings = {"max_length": 50, "num_samples": 0, "seed": 1}
     t5 = build_sample_mapping(sizes, boundaries, min_sentences=1, short_seq_prob=0, **settings)

@@ -37,14 +37,23 @@ def test_fill_in_the_middle_loses_nothing():
                 assert list(map(str, undo(list(map(int, new.split()))))) == old.split()
     nothing = FillInTheMiddle(samples, MARKS, eod=EOD, rate=0.0, seed=3)
     assert all((nothing[i] == sample).all() for i, sample in enumerate(samples))
+    # Cuts are at every place: some documents begin with their middle.
+    assert 0 < _suffix_first(everything) < 0.2
     swapped = FillInTheMiddle(samples, MARKS, eod=EOD, rate=1.0, suffix_first_rate=1.0, seed=3)
-    first = swapped[0].tolist()
-    assert first[first.index(1001) + 1] == 1003
+    assert _suffix_first(swapped) > 0.99  # all but one whose suffix was cut off
     half = FillInTheMiddle(samples, MARKS, eod=EOD, seed=3)
     share = sum((half[i] == 1001).sum() for i in range(50)) / sum(
         (everything[i] == 1001).sum() for i in range(50)
     )
     assert 0.35 < share < 0.65
+    assert 0.35 < _suffix_first(half) < 0.65
+
+
+def _suffix_first(dataset):
+    """The share of rearranged documents that have nothing before their suffix."""
+    tokens = np.concatenate([dataset[i] for i in range(len(dataset))])
+    starts = np.flatnonzero(tokens[:-1] == MARKS.prefix)
+    return np.mean(tokens[starts + 1] == MARKS.suffix)
 
 
 def test_fill_in_the_middle_of_fragments():
@@ -83,6 +92,9 @@ def test_fill_in_the_middle_of_fragments():
     alone = sum(len(f) == 1 and len(f[0]) > 0 and f[0][0] != 7 for f in documents)
     assert 0.3 < (counts[1.0, 0.5] - alone) / (whole - alone) < 0.7
     assert counts[0.0, 1.0] == 0
+    # A document without the token between fragments has no fragments to choose from.
+    alone = FillInTheMiddle([np.arange(1, 9)], MARKS, rate=1.0, fragment_rate=0.0, **options)
+    assert 1001 in alone[0]
 
 
 def test_fill_in_the_middle_refuses():

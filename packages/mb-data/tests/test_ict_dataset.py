@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from mb_data.samples.ict import ICTDataset
+from mb_data.samples.reference import block_mapping
 from sentence_helpers import CLS, PAD, SEP, write
 
 
@@ -106,6 +107,20 @@ class TestICT:
             block = dataset[index]["block_tokens"].tolist()
             title = [9001 + document] * ((document + 1) % 4)
             assert block[1 : block.index(SEP)] == title == dataset.title(document)
+
+    @pytest.mark.parametrize("titles", [True, False], ids=["titles", "no-titles"])
+    def test_blocks_leave_room_for_titles_and_special_tokens(self, tmp_path, titles):
+        dataset = self.dataset(tmp_path, range(3, 20), titles)
+        want = block_mapping(
+            dataset.indexed.sizes.tolist(),
+            dataset.indexed.document_indices.tolist(),
+            [(d + 1) % 5 if titles else 0 for d in range(20)],
+            max_length=16 - (3 if titles else 2),
+            min_sentences=2,
+            num_samples=1,
+        )
+        found = {tuple(row[:3]) for row in dataset.mapping.tolist()}
+        assert found == {row[:3] for row in want if row[2] >= 3}
 
     def test_title_longer_than_a_sample(self, tmp_path):
         dataset = ICTDataset(

@@ -140,6 +140,23 @@ def test_an_index_that_claims_more_than_there_is(tmp_path):
         IndexedDataset(tmp_path / "a")
 
 
+@pytest.mark.parametrize(("entry", "value"), [(2, 0), (2, -1), (4, 7)])
+def test_documents_that_are_no_ranges_of_sequences(tmp_path, entry, value):
+    build(tmp_path / "a")
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    struct.pack_into("<q", raw, 34 + 12 * 6 + 8 * entry, value)
+    (tmp_path / "a.idx").write_bytes(raw)
+    dataset = IndexedDataset(tmp_path / "a")
+    for read in (dataset.boundaries(range(1)).tolist, partial(dataset.document, 0)):
+        assert [*read()] in ([0, 1], [0])
+    for read in (
+        partial(dataset.boundaries, range(dataset.num_documents)),
+        partial(dataset.document, entry - 1),
+    ):
+        with pytest.raises(ValueError, match=rf"damaged: document {entry - 1} runs from sequence"):
+            read()
+
+
 def test_mutated_files_are_refused_or_their_errors_name_the_file(tmp_path):
     rng = random.Random(0)
     build(tmp_path / "whole", "u2")
@@ -204,6 +221,7 @@ def test_travels_to_processes_as_its_path(tmp_path, method):
 def test_empty_dataset(tmp_path):
     build(tmp_path / "a", documents=[])
     dataset = IndexedDataset(tmp_path / "a")
+    dataset.expect_random_access()
     assert len(dataset) == dataset.num_documents == 0
     assert dataset[:] == []
 

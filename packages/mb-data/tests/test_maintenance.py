@@ -240,3 +240,14 @@ def test_shuffle(prefix, tmp_path, capsys):
     assert len(orders) == 6
     with pytest.raises(ValueError, match="is the input"):
         shuffle(prefix, prefix, seed=0)
+
+
+def test_shuffle_takes_modes_along(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        for first in range(5):
+            builder.add_document([first, 7, 8], [1, 2], modes=[first, 9])
+    shuffle(tmp_path / "a", tmp_path / "b", seed=1)
+    dataset = IndexedDataset(tmp_path / "b")
+    firsts = [int(dataset[s][0]) for s in range(0, 10, 2)]
+    assert sorted(firsts) == list(range(5)) != firsts
+    assert dataset.modes.tolist() == [mode for first in firsts for mode in (first, 9)]

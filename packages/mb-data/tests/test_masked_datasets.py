@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from mb_data.samples.bert import build_bert_datasets
+from mb_data.samples.bert import BertDataset, build_bert_datasets
 from mb_data.samples.blend import BlendedDataset
-from mb_data.samples.ict import build_ict_datasets
-from mb_data.samples.t5 import build_t5_datasets
+from mb_data.samples.ict import ICTDataset, build_ict_datasets
+from mb_data.samples.masking import Vocabulary, mask_bert, mask_t5
+from mb_data.samples.t5 import T5Dataset, build_t5_datasets
 from sentence_helpers import TOKENIZER, VOCABULARY, random_documents, write
 
 BUILD_SETTINGS = {"split": "8,2", "num_samples": (30, 5, 5), "seed": 1}
@@ -80,6 +83,26 @@ class TestBuilders:
                 seed=1,
             )
 
+    @pytest.mark.parametrize(
+        ("build", "dataset", "settings"),
+        [
+            (build_bert_datasets, BertDataset, {"seq_length": 40}),
+            (build_t5_datasets, T5Dataset, {"encoder_seq_length": 40, "decoder_seq_length": 16}),
+            (build_ict_datasets, ICTDataset, {"seq_length": 40, "titles_prefix": None}),
+        ],
+        ids=["bert", "t5", "ict"],
+    )
+    def test_what_is_handed_on(self, indexed, tmp_path, build, dataset, settings):
+        """The place of the indices, and defaults that are the dataset's own."""
+        settings = settings | BUILD_SETTINGS | {"cache_dir": tmp_path / "cache"}
+        build(indexed.prefix, tokenizer=TOKENIZER, **settings)
+        assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".mbindex"] * 2
+        assert not (tmp_path / "d_index").exists()
+        own = signature(dataset).parameters
+        for name, parameter in signature(build).parameters.items():
+            if name in own:
+                assert parameter.default == own[name].default
+
     def test_text_that_was_not_split_into_sentences(self, tmp_path):
         """One document of them is enough, where it is a part of the split."""
         write(tmp_path / "d", [[[30] * 9] * 2] * 3 + [[[30] * 9]])
@@ -129,6 +152,25 @@ class TestBuilders:
                 mask_prob=mask_prob,
                 **BUILD_SETTINGS,
             )
+
+
+def test_runs_are_as_long_as_megatrons():
+    """BERT: 1, 2 or 3 words, n of them 1/n as often as one. T5: geometric, p = 0.2, up to 10."""
+    words = [21] * 10_000  # each a word, and so few hidden that runs seldom touch
+    many = Vocabulary(**{**vars(VOCABULARY), "sentinels": tuple(range(1000))})
+    bert, t5 = [], []
+    for seed in range(25):
+        rng = np.random.RandomState(seed)
+        options = {"probability": 0.02, "max_predictions": 200}
+        _, hidden = mask_bert(words, VOCABULARY, rng, **options)
+        starts = np.flatnonzero(np.diff(hidden, prepend=-2) > 1)
+        bert += np.diff(starts, append=len(hidden)).tolist()
+        t5 += map(len, mask_t5(words, many, rng, max_target=10_000, **options))
+    shares = [np.mean(np.equal(bert, n)) for n in (1, 2, 3)]
+    assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
+    assert max(t5) == 10
+    assert np.mean(t5) == pytest.approx((1 - 0.8**10) / 0.2, abs=0.25)
+    assert np.mean(np.equal(t5, 1)) == pytest.approx(0.2, abs=0.03)
 
 
 def test_tokens_of_another_tokenizer_are_named():

@@ -1,5 +1,7 @@
 """Best-fit packing against the rule placed piece by piece."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from mb_data import (
@@ -57,6 +59,9 @@ def test_every_token_is_predicted_once_an_epoch(prefix):
     for sequence, first, length in dataset.pieces.tolist():
         assert 1 <= length <= 10
         covered[sequence][first + (first > 0) : first + length] += 1
+    places = dataset.pieces[:, :2].tolist()
+    for start, end in pairwise(dataset.starts.tolist()):
+        assert places[start:end] == sorted(places[start:end])
     assert all((seen == 1).all() for seen in covered.values())
 
     def content(i):
@@ -83,6 +88,10 @@ def test_build_packed_datasets(prefix, reads_pages_one_by_one):
     narrow = PackedDataset(train.indexed, range(9), vocab_size=EOD, **options)
     with pytest.raises(ValueError, match="holds token 999, the vocabulary has ids 0 to 998"):
         list(narrow)
+    with pytest.raises(ValueError, match="seed must lie between 0"):
+        PackedDataset(train.indexed, range(9), **(options | {"seed": -1}))
+    with pytest.raises(IndexError, match=f"sample {len(narrow)} of {len(narrow)}"):
+        narrow[len(narrow)]
     for documents in (range(10**6), range(0, 9, 2), range(0)):
         with pytest.raises(ValueError, match="is no part of its"):
             PackedDataset(train.indexed, documents, **options)

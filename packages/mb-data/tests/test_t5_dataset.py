@@ -24,7 +24,7 @@ T5_GOLDEN = {
 
 
 class TestT5:
-    def test_golden_samples(self, tmp_path):
+    def test_golden_samples(self, tmp_path, reads_pages_one_by_one):
         dataset = T5Dataset(
             write(tmp_path / "d", [SENTENCES]),
             range(1),
@@ -36,6 +36,7 @@ class TestT5:
             mask_prob=0.3,
             short_seq_prob=0,
         )
+        assert reads_pages_one_by_one(dataset)
         for index, want in enumerate(T5_GOLDEN.values()):
             sample = dataset[index]
             assert sample["truncated"] == 1
@@ -93,17 +94,18 @@ class TestT5:
             spans = sum(int((tokens < 20).sum()) - 1 for tokens in written)
             means.append((sum(map(len, written)) - len(written) - spans) / spans)
         assert means[0] < means[1] < means[2]
-        with pytest.raises(ValueError, match="at least 1 word"):
-            T5Dataset(
-                indexed,
-                range(1),
-                vocabulary=VOCABULARY,
-                encoder_seq_length=40,
-                decoder_seq_length=40,
-                num_samples=1,
-                seed=3,
-                mean_span=0.5,
-            )
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"mean_span": 0.5}, "at least 1 word"),
+            ({"decoder_seq_length": 0}, "decoder_seq_length must be at least 1, got 0"),
+        ],
+    )
+    def test_bad_arguments(self, indexed, change, message):
+        settings = {"encoder_seq_length": 40, "decoder_seq_length": 40, "num_samples": 1, "seed": 3}
+        with pytest.raises(ValueError, match=message):
+            T5Dataset(indexed, range(1), vocabulary=VOCABULARY, **settings | change)
 
     @pytest.mark.parametrize(
         ("mask_prob", "decoder", "sentinels"),

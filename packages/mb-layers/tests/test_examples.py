@@ -44,15 +44,16 @@ def test_benchmarks_run_tiny_on_cpu(
     monkeypatch.setattr("sys.argv", [name, "--smoke"])
     runpy.run_path(str(EXAMPLES.parent / "benchmarks" / name))["main"]()
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert len(rows) == 2
+    assert len(rows) == (5 if name == "families.py" else 2)
     if name == "host.py":  # whose ops computed nothing
         assert mb_kernels.bin_tokens(torch.tensor([[1], [0]]), 2).order_N.tolist() == [1, 0]
     if name == "qwen3.py":  # two experts implementations, one model
         assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
     if name == "families.py":
-        assert [row["family"] for row in rows] == ["olmoe", "gpt_oss"]
-        assert max(row[what] for row in rows for what in ("logits", "gradients")) < 1e-5
-        assert rows[0]["round trip"]
+        families = ["olmoe", "gpt_oss", "lfm2_moe", "cohere2_moe", "laguna"]
+        assert [row["family"] for row in rows] == families
+        assert max(row[what] for row in rows for what in ("logits", "gradients", "swap")) < 1e-5
+        assert all(row["round trip"] for row in rows)
 
 
 def test_blocks_without_a_model_are_dmoe_too(

@@ -31,6 +31,7 @@ KINDS = {
         "renormalize": True,
         "balancing_bias": True,
         "shared_expert_hidden_size": 32,
+        "shared_expert_gate": True,
         "balance_over": "sequence",
     },
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},

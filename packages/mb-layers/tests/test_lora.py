@@ -29,31 +29,42 @@ def build(dtype: torch.dtype = torch.float64, **overrides) -> dMoE:
     return dMoE(MoEConfig(**(sizes | {"init_method_std": 0.3} | overrides)), dtype=dtype)
 
 
-def with_adapters(layer: dMoE, rank: int = 3) -> dMoE:
-    add_lora(layer.experts, rank=rank, alpha=6.0)
+def with_adapters(layer: dMoE, rank: int = 3, names: tuple[str, ...] = ("w1", "w2")) -> dMoE:
+    add_lora(layer.experts, rank=rank, alpha=6.0, names=names)
     with torch.no_grad():
         for name, p in layer.named_parameters():
-            if name.endswith(".b"):
+            if name.endswith((".b", ".b1", ".b2")):
                 p.normal_(std=0.3)
     return layer
 
 
 def merged_twin(layer: dMoE) -> dMoE:
     """A layer with plain weights, their values functions of the adapters."""
-    twin = build(layer.experts.w1.dtype, **{"activation": layer.config.activation})
-    twin.router = layer.router
+    twin = build(
+        layer.experts.w1.dtype,
+        activation=layer.config.activation,
+        mlp_bias=layer.config.mlp_bias,
+    )
+    twin.router, twin.experts.b1, twin.experts.b2 = (
+        layer.router,
+        layer.experts.b1,
+        layer.experts.b2,
+    )
     for name in ("w1", "w2"):
         delattr(twin.experts, name)
         setattr(twin.experts, name, getattr(layer.experts, name))
     return twin
 
 
-@pytest.mark.parametrize("overrides", [{}, {"activation": "gelu"}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"activation": "gelu", "mlp_bias": True}, {"recompute": True}], ids=str
+)
 @pytest.mark.parametrize("rank", [1, 3, 16])
 def test_adapters_equal_merged_weights(overrides: dict, rank: int) -> None:
     layer = with_adapters(build(**overrides), rank)
-    adapters = {n: p for n, p in layer.named_parameters() if n.endswith((".a", ".b"))}
-    assert len(adapters) == 4
+    endings = (".a", ".b", ".b1", ".b2")
+    adapters = {n: p for n, p in layer.named_parameters() if n.endswith(endings)}
+    assert len(adapters) == (6 if layer.config.mlp_bias else 4)
     assert not any(p.requires_grad for n, p in layer.named_parameters() if "original" in n)
     x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
     twin = merged_twin(layer)
@@ -114,6 +125,7 @@ def test_adapters_over_frozen_bits(bits: int, bound: float) -> None:
     exact = layer(x).y
     bytes_before = sum(t.nbytes for t in layer.experts.parameters())
     freeze_in_bits(layer.experts, bits)
+    assert not any(weight.requires_grad for weight in layer.experts.parameters())
     parts = [(w.codes, w.scales) for w in (layer.experts.w1, layer.experts.w2)]
     assert sum(t.nbytes for pair in parts for t in pair) < bytes_before * (bits + 2) / 64
     assert (layer(x).y - exact).norm() < bound * exact.norm()
@@ -131,8 +143,9 @@ def test_adapters_over_frozen_bits(bits: int, bound: float) -> None:
     assert isinstance(layer.experts.w1, nn.Parameter)
 
 
-def test_bf16_and_autocast() -> None:
-    layer = with_adapters(build(torch.float32))
+@pytest.mark.parametrize("names", [("w1",), ("w2",), ("w1", "w2")], ids=str)
+def test_bf16_and_autocast(names) -> None:
+    layer = with_adapters(build(torch.float32), names=names)
     x = torch.randn(9, 32)
     expected = layer(x).y
     with torch.autocast("cpu", torch.bfloat16):

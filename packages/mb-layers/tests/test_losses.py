@@ -151,6 +151,8 @@ def test_sequence_loss_masks_ids_of_experts_and_divides_by_the_number_it_is_told
     got = sequence_load_balancing_loss(probs, ids, mask_BS=mask)
     assert_close("loss", got, (3 * first + second) / 4)
     for number in (0.5, torch.tensor(0.5)):
+        one = load_balancing_loss(probs[0], torch.arange(4), num_tokens=number)
+        assert_close("of one", one, 10 * load_balancing_loss(probs[0], torch.arange(4)))
         got = sequence_load_balancing_loss(probs, ids, mask_BS=mask, num_tokens=number)
         assert_close("over a mean below 1", got, (3 * first + second) / 0.5)
 

@@ -232,6 +232,17 @@ def test_routers_that_look_at_all_tokens_do_not_see_padding(router: type, kept: 
     compare(layer, masked.y[mask], alone.y)
 
 
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def test_experts_chosen_elsewhere_are_visited_whatever_the_router(router: type) -> None:
+    layer = build(router).eval()
+    x, ids = tokens(9), torch.randint(0, 5, (9, 2))
+    y = layer(x, routing=ids).y
+    plain = Router(layer.config, dtype=torch.float64)
+    plain.weight = layer.router.weight
+    layer.router = plain
+    assert_close("y", y, layer(x, routing=ids).y)
+
+
 def test_expert_choice_refuses_balance_over_sequences() -> None:
     with pytest.raises(ValueError, match="chooses tokens for experts"):
         build(ExpertChoiceRouter, balance_over="sequence")(tokens(2, 5))

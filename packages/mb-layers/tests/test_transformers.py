@@ -12,6 +12,7 @@ from layers_oracle import assert_close
 pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb
+from mb_layers.state_dicts import Rule, translate
 from mb_layers.transformers import experts
 from tiny_models import BLOCKS, FAMILIES, build, moe_block, outputs_and_gradients
 
@@ -131,6 +132,9 @@ def test_every_tensor_is_accounted_for() -> None:
         mb.translate_block(state, config)
     assert "missing from the source: experts.down_proj" in str(error.value)
     assert "nothing uses: experts.extra" in str(error.value)
+    rules = [Rule("a", ("x",)), Rule("a", ("x",))]
+    with pytest.raises(ValueError, match=r"(?s)used more than once: x.*filled more than once: a"):
+        translate({"x": torch.zeros(1)}, rules, ["a"])
     narrow = {k: v for k, v in block.state_dict().items() if "shared" not in k}
     with pytest.raises(ValueError, match=r"shared_expert\.down_proj\.weight"):
         mb.translate_block(narrow, config)

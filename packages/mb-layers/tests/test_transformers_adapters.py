@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mb_layers import add_lora
+from mb_layers import MoEConfig, add_lora, dMoE
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
@@ -88,6 +88,24 @@ def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path)
             expected = Expert(gate_up[e].detach(), down[e].detach())(x)
             got = loaded.get_submodule(f"base_model.model.model.layers.{n}.mlp.experts.{e}")(x)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_a_gate_have_two_projections(tmp_path: Path) -> None:
+    config = MoEConfig(
+        hidden_size=16, ffn_hidden_size=32, num_experts=3, top_k=1, activation="gelu"
+    )
+    model = nn.ModuleDict({"mlp": dMoE(config)})
+    experts = model["mlp"].experts
+    add_lora(experts, rank=2, alpha=8.0)
+    mb.save_adapters(model, tmp_path, projections=("w1", "w3", "w2"))
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    for name, stacked in (("w3", "w1"), ("w2", "w2")):
+        adapter = experts.parametrizations[stacked][0]
+        for e in range(3):
+            place = f"base_model.model.mlp.experts.{e}.{name}"
+            assert torch.equal(saved.pop(f"{place}.lora_A.weight"), adapter.a[e])
+            assert torch.equal(saved.pop(f"{place}.lora_B.weight"), adapter.b[e])
+    assert not saved
 
 
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:

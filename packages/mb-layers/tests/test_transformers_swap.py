@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,8 +169,14 @@ def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_trainer_moves_the_balancing_biases_once_per_step(recompute: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "reduce_counts"),
+    [(False, None), (True, lambda counts_LE: counts_LE.flip(1))],
+    ids=["plain", "recomputed and reduced"],
+)
+def test_trainer_moves_the_balancing_biases_once_per_step(
+    recompute: bool, reduce_counts: Callable[[torch.Tensor], torch.Tensor] | None, tmp_path: Path
+) -> None:
     """By the counts of all its micro-batches, recomputed or not; the checkpoint has them."""
     pytest.importorskip("accelerate")
     from mb_layers.transformers.trainer import BalancingBiasCallback
@@ -195,8 +202,10 @@ def test_trainer_moves_the_balancing_biases_once_per_step(recompute: bool, tmp_p
         use_cpu=True,
     )
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    callback = BalancingBiasCallback(rate=0.25)
+    callback = BalancingBiasCallback(rate=0.25, reduce_counts=reduce_counts)
     transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    if reduce_counts is not None:
+        (counts,) = reduce_counts(counts[None])
     step = 0.25 * torch.sign(counts.float().mean() - counts)
     torch.testing.assert_close(layer.router.balancing_bias, before + step - step.mean())
     names = [n for n in model.state_dict() if n.endswith("e_score_correction_bias")]
@@ -297,6 +306,7 @@ def test_restored_blocks_are_the_original_ones_with_todays_weights(family: str) 
     mb.swap_blocks(model, load_balancing_loss_weight=0.0)
     names = mb.restore_blocks(model)
     assert names
+    assert not model._forward_pre_hooks | model._forward_hooks
     assert [type(m).__name__ for m in model.modules()] == kinds
     same(outputs_and_gradients(model), expected, rtol=0, atol=0)
 
@@ -358,9 +368,11 @@ def test_what_was_frozen_stays_frozen() -> None:
             "shared_expert.w2": False,
             "shared_expert.gate": True,
         }
+        layer.router.requires_grad_(False)
+        layer.experts.w1.requires_grad_(True)
     mb.restore_blocks(model)
     for name, p in model.named_parameters():
-        assert p.requires_grad == ("gate_up_proj" not in name and "shared_expert." not in name)
+        assert p.requires_grad == ("mlp.gate.weight" not in name and "shared_expert." not in name)
 
 
 @pytest.mark.parametrize("by", ["peft", "add_lora"])

@@ -75,6 +75,17 @@ def _tied():
     return model
 
 
+def test_experts_alone_have_copies():
+    """A shared expert's weights are no more than those of any other layer."""
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 2, "top_k": 1}
+    layer = dMoE(MoEConfig(**sizes, shared_expert_hidden_size=4))
+    copies = hold_working_copies([layer], torch.bfloat16)
+    assert layer.experts.working_copies.keys() == {"w1", "w2"}
+    assert not layer.shared_expert.working_copies
+    assert len(copies) == 2
+    assert not hold_working_copies([layer.bfloat16()], torch.bfloat16)  # already as narrow
+
+
 def test_layers_that_share_a_weight_share_its_copy():
     plain, kept = _tied(), _tied()
     copies = hold_working_copies([kept], torch.bfloat16)

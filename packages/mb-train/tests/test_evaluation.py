@@ -257,6 +257,12 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
     broken = SimpleNamespace(model=model, config=trained.config, tokenizer=Words())
     with pytest.raises(ValueError, match="not numbers"):
         task_of("lambada")(broken, lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+    # Of one text among several, too: here that which reaches a place without a number.
+    model.load_state_dict(trained.model.state_dict())
+    with torch.no_grad():
+        model.embedding.positions.weight[2].fill_(torch.nan)
+    with pytest.raises(ValueError, match="not numbers"):
+        score(model, [Window([1, 2], 1), Window([1, 2, 3, 4], 1)], batch_size=1)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,19 @@
 
 import json
 import math
+import re
 
 import pytest
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.report.frontier import noise_of, points_of, read_run, same_size_speed_up, speed_up
+from mb_train.report.frontier import (
+    Noise,
+    noise_of,
+    points_of,
+    read_run,
+    same_size_speed_up,
+    speed_up,
+)
 from mb_train.train import train as train_run
 
 BATCH, S = 4, 16
@@ -165,6 +173,20 @@ def test_uncertainty_comes_from_seeds(tmp_path):
             assert 1.001 * found.value < high < 1.25 * found.value
 
 
+def test_an_interval_is_as_wide_as_the_noise_of_all_points_that_it_rests_on(tmp_path):
+    dmoe_as = {"shape": (4, 256), **DROPLESS}
+    _, _, folders = frontier(tmp_path)
+    folders.append(finished(tmp_path / "again", 30.0, 2.5, seed=2, **dmoe_as))
+    points = points_of(map(read_run, folders))
+    (dmoe,) = (p for p in points if p.family == "dMoE")
+    dense = [p for p in points if p.family == "dense"]
+    # Of times alone, and well known: the point has two runs, the curve one in each of its ends.
+    low, high = speed_up(dmoe, dense, Noise(loss=0.0, log_seconds=0.01, freedom=10**6)).interval
+    share = (dense[0].loss - dmoe.loss) / (dense[0].loss - dense[1].loss)
+    deviation = 0.01 * math.sqrt(1 / 2 + share**2 + (1 - share) ** 2)
+    assert math.log(high / low) / (2 * 1.96) == pytest.approx(deviation, rel=0.05)
+
+
 def test_runs_of_two_rates_are_no_seeds_of_one_point(tmp_path):
     """Nor are those of two numbers of experts; where a run was saved makes no difference.
 
@@ -225,6 +247,7 @@ def test_report_draws_and_says(tmp_path, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "dMoE 3.1M over MoE cf 1.5: below all of it, whose end took 0.83 x the time" in said
+    assert re.search(r"dMoE 3\.1M over dense: [\d.]+ x sooner \(95 %: [\d.]+ to [\d.]+\);", said)
     assert "dMoE        3.1M: loss 2.5010 in 3.0 s (2,133 tokens/s, experts and again)" in said
     assert "not at their end, or diverged: going, nan" in said
     numbers = json.loads((tmp_path / "out" / "frontier.json").read_text())

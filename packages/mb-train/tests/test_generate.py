@@ -50,6 +50,15 @@ def test_only_the_kept_tokens_are_drawn(sampling, possible):
     assert set(drawn(sampling)) == possible
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_not_numbers_are_refused(temperature):
+    """One is enough, and a model whose scores overflow has no likeliest token either."""
+    for bad in (torch.nan, torch.inf):
+        scores = torch.where(torch.arange(5) == 3, bad, SCORES)
+        with pytest.raises(ValueError, match="not numbers"):
+            choose(scores, Sampling(temperature=temperature), torch.Generator())
+
+
 def test_draws_follow_the_probabilities():
     counts = drawn(Sampling(top_k=2), times=7000)
     assert counts[1] / 7000 == pytest.approx(4 / 7, abs=0.02)
@@ -157,8 +166,8 @@ def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(32, (n,), generator=generator).tolist() for n in (70, 1, 9, 66)]
     cache, done, before = KVCache(4, torch.device("cpu")), [0, 0, 0, 0], [0, 1, 2, 3]
-    # It grows beyond 64 places; rows end.
-    for new in ([65, 1, 4, 30], [3, 0, 5, 36], [1, 0, 0, 0], [1, 0, 0, 0]):
+    # What it holds grows beyond 64 places; rows end.
+    for new in ([30, 1, 4, 30], [38, 0, 5, 36], [1, 0, 0, 0], [1, 0, 0, 0]):
         here = [row for row in before if new[row]]
         cache.keep(torch.tensor([place for place, row in enumerate(before) if new[row]]))
         before = here

@@ -1,7 +1,9 @@
 """Several short samples in a sequence: the losses of each by itself, in the same order."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mb_data
 import numpy as np
@@ -14,9 +16,10 @@ from mb_train.data.batches import batches
 from mb_train.machine.signals import StopFlag
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
+from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
 from mb_train.tasks.bert import BertTask
-from mb_train.tasks.packed import sample_lengths
+from mb_train.tasks.packed import pack, sample_lengths
 from mb_train.tasks.t5 import T5Task
 
 S, R, V = 10, 7, 37
@@ -96,10 +99,7 @@ def t5_sample(read, written, seed):
 @pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
 def test_packed_samples_of_a_t5_give_the_losses_of_each_by_itself(positions):
     """Also where one of the two sequences has no padding, or both are full."""
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": S}
-    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "t5"}
-    more = {"decoder_seq_length": R, "samples_per_sequence": 3}
-    task = T5Task(TrainConfig(**sizes, **run, **more), None, vocab_size=V)
+    task = t5_task(samples_per_sequence=3)
     lengths = [(4, 3), (3, 1), (3, 2), (S, R), (5, 1), (2, 2)]
     samples = [t5_sample(*both, seed) for seed, both in enumerate(lengths)]
     packed = task.collate([samples[:3], samples[3:4], samples[4:]])
@@ -114,6 +114,103 @@ def test_packed_samples_of_a_t5_give_the_losses_of_each_by_itself(positions):
         grads = torch.autograd.grad(output.losses["lm loss"], list(model.parameters()))
         found.append((output, grads))
     _assert_alike(*found)
+
+
+def test_a_bert_is_measured_by_its_first_choices():
+    """Labels are made of these: right are half of the tokens, and the order of three in four."""
+    task = packed_task()
+    torch.manual_seed(0)
+    model = Bert(SMALL, binary_head=True).eval()
+    samples = [bert_sample(6 + seed % 4, seed) for seed in range(40)]  # more than one batch
+    for number, sample in enumerate(samples):
+        tokens, types, valid = (
+            torch.from_numpy(sample[name][None]) for name in ("text", "types", "padding_mask")
+        )
+        x_BSD, _ = model.encode(tokens, types, torch.tensor([[6 + number % 4, S]]), valid)
+        one, other = model.logits(x_BSD, torch.tensor([[1, 4]])).argmax(2)[0].tolist()
+        sample["labels"][:] = -1
+        sample["labels"][[1, 4]] = one, (other + 1) % V
+        told = int(model.order(x_BSD, torch.tensor([[0]])).argmax())
+        sample["is_random"] = told if number % 4 else 1 - told
+    labels = Counter(label for sample in samples for label in sample["labels"].tolist())
+    del labels[-1]
+    assert task.evaluate_more(model, samples, 40) == pytest.approx(
+        {
+            "masked accuracy": 0.5,
+            "most frequent token": max(labels.values()) / 80,
+            "order accuracy": 0.75,
+        }
+    )
+
+
+def t5_task(**change):
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": S}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "t5"}
+    config = TrainConfig(**sizes, **run, decoder_seq_length=R, **change)
+    return T5Task(config, None, vocab_size=V)
+
+
+def test_a_t5_is_measured_by_its_first_choices_and_by_what_it_writes(monkeypatch):
+    task, special = t5_task(), (30, 31, 32)
+    task._tokenizer = SimpleNamespace(extra_ids=special[:2], eos=special[2], bos=33)
+    torch.manual_seed(0)
+    model = T5(SMALL, decoder_layers=1).eval()
+    samples = [t5_sample(5, 6, seed) for seed in range(40)]
+    right, labels, spans, rows = 0, Counter(), Counter(), []
+    for number, sample in enumerate(samples):
+        batch = {name: torch.from_numpy(a) for name, a in task.collate([sample]).items()}
+        read, written = (
+            Segments(batch[f"{side}ends_BN"], size) for side, size in (("", S), ("decoder_", R))
+        )
+        memory, _ = model.encode(batch["tokens_BS"], read, batch["valid_BS"])
+        states, _ = model.decode(
+            batch["decoder_tokens_BR"], written, batch["decoder_valid_BR"], memory, read
+        )
+        choices = model.logits(states)[0].argmax(1).tolist()
+        a, b, c = (choices[1], number % 5, number % 3)
+        sample["labels"][:6] = 30, a, 31, b, c, 32
+        for place, label in ((1, a), (3, b), (4, c)):
+            if label not in special:
+                right += choices[place] == label
+                labels[label] += 1
+        first = () if a in special else (a,)
+        spans.update((first, (b, c)))
+        # The second span of every other text is written wrong, and nothing counts behind the end.
+        rows.append([30, *first, 31, b, c + number % 2, 32, *[b] * (2 - len(first))])
+    queue = iter(rows)
+
+    def write(tokens_BS, ends_BN, valid_BS, *, first, length):
+        assert (first, length) == (33, 6)
+        return torch.tensor([next(queue) for _ in tokens_BS])
+
+    monkeypatch.setattr(model, "write", write)
+    assert task.evaluate_more(model, samples, 40) == pytest.approx(
+        {
+            "token accuracy": right / labels.total(),
+            "most frequent token": max(labels.values()) / labels.total(),
+            "exact match of spans": 0.75,
+            "most frequent span": max(spans.values()) / 80,
+        }
+    )
+    assert right >= 30
+
+
+@torch.no_grad()
+def test_a_t5_writes_its_first_choices():
+    torch.manual_seed(1)
+    model = T5(SMALL, decoder_layers=1).eval()
+    tokens = torch.randint(V, (3, S))
+    ends, valid = torch.tensor([[S, S], [4, S], [7, S]]), torch.ones(3, S, dtype=torch.int64)
+    valid[1, 4:] = valid[2, 7:] = 0
+    written = model.write(tokens, ends, valid, first=3, length=R)
+    assert written.shape == (3, R)
+    assert len(written.unique()) > 3
+    read = Segments(ends, S)
+    memory, _ = model.encode(tokens, read, valid)
+    before = torch.cat([torch.full((3, 1), 3), written[:, :-1]], dim=1)
+    own = Segments(torch.full_like(ends, R), R)
+    states, _ = model.decode(before, own, torch.ones_like(before), memory, read)
+    assert torch.equal(model.logits(states).argmax(2), written)
 
 
 def test_samples_are_packed_in_their_order():
@@ -135,13 +232,15 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
         return " ".join(f"w{i}" for i in g.integers(20, size=g.integers(1, 6)))
 
     rows = [". ".join(sentence() for _ in range(3)) for _ in range(60)]
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     tokenizer = mb_data.load_tokenizer(str(tmp_path / "vocab.txt"))
-    mb_data.preprocess(text, tmp_path / "x", tokenizer=tokenizer, workers=1, split_sentences=True)
+    options = {"tokenizer": tokenizer, "workers": 1, "split_sentences": True}
+    for name, part in (("x", rows), ("y", [". ".join([row, row]) for row in rows])):
+        text = tmp_path / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": row}) + "\n" for row in part))
+        mb_data.preprocess(text, tmp_path / name, **options)
     task = packed_task(seq_length=40)
     task._tokenizer = tokenizer
-    prefix = str(tmp_path / "x_text_sentence")
+    prefix, other = (str(tmp_path / f"{name}_text_sentence") for name in "xy")
     parts = task.build_datasets([prefix], (30, 10, 0))
     assert len(parts[0]) >= 30
     assert len(parts[1]) >= 10
@@ -151,8 +250,11 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     for index in range(len(train)):
         found = [int(sample["padding_mask"].sum()) for sample in train[index]]
         assert sum(found) <= 40
-    lengths = sample_lengths(train.dataset).tolist()
-    assert lengths == [[int(sample["padding_mask"].sum())] for sample in train.dataset]
+    mixed, _, _ = task.build_datasets(["0.3", prefix, "0.7", other], (30, None, None))
+    for packed in (train, mixed):
+        lengths = sample_lengths(packed.dataset).tolist()
+        assert lengths == [[int(sample["padding_mask"].sum())] for sample in packed.dataset]
+    assert pack(lambda wanted: wanted, (5, None, 2), rooms=[4], most=1) == (5, None, 2)
     assert max(len(train[index]) for index in range(len(train))) > 1
     kept, apart = (
         batches(task, train, torch.device("cpu"), ParallelDims().build("cpu"), consumed_samples=4,

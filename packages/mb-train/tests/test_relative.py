@@ -24,9 +24,23 @@ def test_heads_begin_near(bidirectional):
     if bidirectional:  # it looks back
         assert first == [-3, -2, -1, -3, -4, -5, -6]
         assert scores[buckets, 1].tolist() == [-6, -5, -4, -3, -1, -2, -3]
+        assert scores[buckets[:3], 2].tolist() == [-3 / 16, -2 / 16, -1 / 16]
     else:
         assert first[:4] == [-3, -2, -1, 0]
+        assert scores[buckets[:3], 3].tolist() == [-3 / 64, -2 / 64, -1 / 64]
     assert scores.min() >= -8
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_are_t5s(bidirectional):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distance = torch.arange(-300, 301)
+    want = t5.T5Attention._relative_position_bucket(distance, bidirectional=bidirectional)
+    assert torch.equal(relative_buckets(distance, bidirectional=bidirectional), want)
+    # What heads begin with is drawn around their scores.
+    bias = RelativeBias(SMALL, bidirectional=bidirectional)
+    drawn = bias.table.weight - near_scores(4, bidirectional=bidirectional)
+    assert drawn.std().item() == pytest.approx(SMALL.init_std, rel=0.3)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -72,15 +72,19 @@ def test_what_a_task_tells_beside_its_losses(tmp_path):
 
 def test_what_runs_are_compared_by_is_in_words(tmp_path):
     kinds = {"expert exchange": {"busy": 30.0, "alone": 10.0, "calls": 4}}
-    kind, values = interval(200, [2.0] * 200)
+    kind, values = interval(200, [2.0] * 200, [1.5, 2.0])
     write(
         tmp_path,
         ("start", {"iteration": 0, "notes": ["12 layers by peer"]}),
         (kind, values | {"ms_per_iteration": 200.0, "mfu": 0.5, "steps_redone": 3}),
         ("profile", {"iteration": 12, "step_ms": 200.0, "kinds": kinds}),
+        *(valid(iteration, loss) for iteration, loss in ((100, 2.5), (200, 2.25))),
     )
     told = dict(summary(read_curves(tmp_path)))
     assert told["training loss of a step"] == "2.0000 at 100, 2.0000 at 200"
+    assert told["validation loss"] == "2.2500 (PPL 9.49) at iteration 200"
+    assert told["tokens per second"] == "20,000, the median"
+    assert told["expert load, max/mean"] == "1.50 2.00 (by layer, at the end)"
     assert told["ms a step"] == "200.0, the median"
     assert told["MFU"] == "0.500, the median"
     assert told["decided at the start"] == "12 layers by peer"
@@ -117,7 +121,9 @@ def test_the_picture_and_the_page(tmp_path, load, steps):
     assert f"the loss is not a number from iteration {steps} on" in text
     content = page.read_text()
     assert content.count("<svg") == (3 if load is None else 5)
-    assert "<td>moe_top_k</td><td>2</td>" in content
+    assert f"<tr><td>iterations</td><td>1 to {steps}</td></tr>" in content
+    assert "<tr><td>moe_top_k</td><td>2</td></tr>" in content
+    assert "<td>load</td>" not in content  # of no value
     # Nothing is fetched: addresses are names of XML vocabularies only.
     outside = [word for word in content.split('"') if word.startswith(("http", "//"))]
     vocabularies = {"www.w3.org", "purl.org", "creativecommons.org"}
@@ -138,6 +144,9 @@ def test_runs_side_by_side(tmp_path):
     assert (picture.name, page.name) == ("comparison.png", "comparison.html")
     assert "a:\n  iterations: 1 to 1" in text
     content = page.read_text()
+    assert "<tr><th></th><th>a</th><th>b</th></tr>" in content
+    assert "<tr><td>training loss</td><td>5.0000 -&gt; 5.0000</td><td>6.0000 -&gt;" in content
+    assert "<h2>Configuration, where it differs</h2>" in content
     assert "<td>seed</td><td>1</td><td>2</td>" in content
     assert "moe_top_k" not in content  # the same in both
     assert "b: Load of every expert" in content
@@ -148,6 +157,23 @@ def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):
     curves = read_curves(tmp_path)
     for axis in figure_of(panels_of([curves]), [curves], 10.0).axes[:5]:
         assert [tick for tick in axis.get_xticks() if tick % 1] == []
+
+
+def test_the_picture_has_the_numbers_of_the_log(tmp_path):
+    losses = [valid(iteration, loss) for iteration, loss in ((10, 3.5), (9, 4.0))]
+    loads = (interval(9, [4.0], [1.5, 3.0]), interval(10, [3.0], [2.0, 1.25]))
+    write(tmp_path, ("start", {"iteration": 0}), *loads, *losses)
+    curves = read_curves(tmp_path)
+    figure = figure_of(panels_of([curves]), [curves], 10.0)
+    axes = {axis.get_title() or axis.get_title("left"): axis for axis in figure.axes}
+    fullest, every = (
+        next(axis for title, axis in axes.items() if what in title).collections[0].get_array()
+        for what in ("fullest expert", "every expert")
+    )
+    assert fullest.tolist() == [[1.5, 2.0], [3.0, 1.25]]
+    assert every.tolist() == [pytest.approx([load, *[(4 - load) / 3] * 3]) for load in (2.0, 1.25)]
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert drawn == {"training": [[9, 4], [10, 3]], "validation": [[9, 4], [10, 3.5]]}
 
 
 def test_markup_in_a_name_stays_text(tmp_path):

@@ -1,6 +1,7 @@
 """What a task makes of samples."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mb_data
 import numpy as np
@@ -13,7 +14,7 @@ from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.bm25 import BM25, rank_of, recall
-from mb_train.tasks.collate import kept_places
+from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.gpt import fill_in_the_middle
 from mb_train.tasks.make import leaves_padding_out, one_process_task, whole_model
 
@@ -159,6 +160,21 @@ def test_both_sides_of_a_t5_have_experts_by_their_flags():
         assert stack.num_moe_layers == 2
 
 
+def test_streams_are_divided_where_one_of_them_is():
+    whole, padded = (np.array([[8]]), 8), (np.array([[3]]), 5)
+    found = [ends_BN.tolist() for ends_BN in segment_ends(whole, padded)]
+    assert found == [[[8, 8]], [[3, 5]]]
+    assert [ends_BN.tolist() for ends_BN in segment_ends(whole, whole)] == [[[8]], [[8]]]
+
+
+def test_samples_are_evaluated_a_few_at_a_time():
+    task = SimpleNamespace(collate=lambda chunk: {"n": np.array(chunk)[::-1]})
+    found = list(batches_of(task, list(range(70)), torch.device("cpu")))
+    assert [len(chunk) for chunk, _ in found] == [32, 32, 6]
+    assert [n for chunk, _ in found for n in chunk] == list(range(70))
+    assert all(batch["n"].tolist() == chunk[::-1] for chunk, batch in found)
+
+
 def test_blocks_are_shown_what_is_not_padding():
     """And padding up to one of a few sizes; nothing is said where that is all."""
     valid_BS = np.arange(256) < np.array([[100], [0], [256], [7]])
@@ -247,6 +263,8 @@ def test_bm25_ranks_by_rare_words_and_short_texts():
     weight = torch.log1p(torch.tensor((4 - 3 + 0.5) / 3.5)).item()
     norm = 1.2 * (0.25 + 0.75 * 2 / 3.5)
     assert BM25(texts).scores([1])[2] == pytest.approx(weight * 2.2 / (1 + norm))
+    both = BM25(texts).scores([4, 1, 77])  # one is in no text
+    assert both == pytest.approx(scores + BM25(texts).scores([1]))
     assert rank_of(scores, 3) == 0
     assert rank_of(scores, 0) == 3  # a tie is no find
     assert rank_of(np.full(4, np.nan), 0) == 3  # nor is what a diverged model computes

@@ -204,7 +204,7 @@ class Router(nn.Module):
         A subclass may return others, but not change these in place: weights are taken from them.
         """
         if self.balancing_bias is not None:
-            scores_TE = scores_TE + at_least_fp32(self.balancing_bias)
+            scores_TE = scores_TE + self.balancing_bias
         if self.config.num_expert_groups is not None:
             scores_TE = self._mask_groups(scores_TE)
         return scores_TE

@@ -174,6 +174,7 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
         "--moe-router-bias",
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-balance-by scores --moe-router-enable-expert-bias",
         "--moe-weights-on-input", "--moe-num-zero-experts 1",
     ):  # fmt: skip
         if rng.random() < 0.2:

@@ -118,6 +118,58 @@ def test_sequence_loss_is_the_mean_over_sequences() -> None:
     assert_close("loss", sequence_load_balancing_loss(probs, ids), sum(each) / 3)
 
 
+@pytest.mark.parametrize("balance_over", ["micro_batch", "sequence", "global_batch"])
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"balancing_bias": True, "score_function": "sigmoid"}, False),
+        ({"balancing_bias": True, "num_expert_groups": 2, "top_k_groups": 1}, False),
+        ({"num_zero_experts": 2, "balancing_bias": True}, False),
+        ({"uniform_assignment": True}, False),
+        ({"uniform_assignment": True}, True),
+        ({}, True),
+        ({}, False),
+    ],
+)
+def test_balance_by_scores_counts_the_best_whatever_is_visited(
+    options: dict, given: bool, balance_over: str
+) -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=4, num_experts=6, top_k=2, balance_over=balance_over,
+        load_balancing_loss_weight=1.0, balance_by="scores", **options,
+    )  # fmt: skip
+    layer = dMoE(config)
+    torch.nn.init.normal_(layer.router.weight)
+    if config.balancing_bias:
+        layer.router.balancing_bias.copy_(torch.randn(config.num_choices))
+    if balance_over == "global_batch":
+        layer.reduce_counts = lambda counts_E: 3 * counts_E
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]]).bool()
+    routing = torch.randint(0, 6, (2, 5, 2)) if given else None
+    out = layer(x, mask=mask, routing=routing)
+    scores = x @ layer.router.weight.T
+    probs = scores.softmax(-1)
+    if config.score_function == "sigmoid":
+        probs = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
+    best = scores.topk(2).indices
+    if balance_over == "sequence":
+        want = sequence_load_balancing_loss(probs, best, mask_BS=mask)
+    else:
+        counts = torch.bincount(best[mask].flatten(), minlength=config.num_choices)
+        want = load_balancing_loss(probs[mask], counts)
+    assert_close("aux_loss", out.aux_loss, want)
+    visits = layer.route(x, mask=mask).expert_ids_TK if routing is None else routing.view(-1, 2)
+    visits = visits[mask.flatten()].long().flatten()
+    there = torch.bincount(visits, minlength=config.num_choices)
+    assert out.metrics["tokens_per_expert"].tolist() == there.tolist()
+    got, wanted = (
+        torch.autograd.grad(loss, layer.router.weight, retain_graph=True)[0]
+        for loss in (out.aux_loss, want)
+    )
+    assert_close("gradient", got, wanted)
+
+
 @pytest.mark.parametrize("sequence_dim", [-2, -3, 0, 1])
 def test_layer_balances_along_the_sequence_it_is_told(sequence_dim: int) -> None:
     config = MoEConfig(

@@ -32,6 +32,8 @@ SIGMOID = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
 }  # fmt: skip
+# What is ours of it: groups are scored by their best, the loss counts the best of all.
+OURS = SIGMOID | {"moe_router_group_score_top": 1, "moe_balance_by": "scores"}
 # Biases in experts and router, a balancing loss of each sequence, experts in every other layer.
 BIASED = {
     "moe_num_experts": EXPERTS, "moe_top_k": 1, "moe_mlp_bias": True, "moe_router_bias": True,

@@ -15,6 +15,7 @@ from megatron_core_models import (
     LLAMA,
     MIXTURE,
     MIXTURE_ARGS,
+    OURS,
     SIGMOID,
     VOCAB,
     arguments,
@@ -76,7 +77,7 @@ def change_each(folder, change):
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "pp": 2, "ep": 2}),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"ep": 4, "experts": "numbered"}),
         (
-            LLAMA | MIXTURE | SIGMOID | {"moe_router_group_score_top": 1},
+            LLAMA | MIXTURE | OURS,
             LLAMA | MIXTURE_ARGS | SIGMOID,
             {"tp": 2, "ep": 2, "experts": "two"},
         ),

@@ -24,6 +24,7 @@ from megatron_core_models import (
     LLAMA,
     MIXTURE,
     MIXTURE_ARGS,
+    OURS,
     SIGMOID,
     VOCAB,
     check_read,
@@ -47,7 +48,7 @@ ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
         (ALIKE, ALIKE_ARGS, {"stacked": True, "tp": 2, "pp": 2, "ep": 2, "core": "0.19"}),
         (ALIKE, ALIKE_ARGS, {"stacked": True, "ep": 4, "experts": "numbered", "kind": "local"}),
         (
-            ALIKE | SIGMOID | {"moe_router_group_score_top": 1},
+            ALIKE | OURS,
             ALIKE_ARGS | SIGMOID,
             {"stacked": True, "tp": 2, "ep": 2, "experts": "two"},
         ),

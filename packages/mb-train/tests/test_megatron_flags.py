@@ -380,11 +380,16 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
         ("--moe-aux-loss-coeff 1e-4", False),
     ],
 )
-def test_a_balancing_loss_beside_a_bias_or_groups_is_said_to_count_others(typed, others):
+def test_a_balancing_loss_beside_a_bias_or_groups_counts_the_best_as_in_megatron(typed, others):
     sigmoid = ["--moe-router-score-function", "sigmoid"]
     words = ["--num-experts", "8", "--moe-router-topk", "4", *sigmoid, *typed.split()]
-    notes = parse([*RUN, *words]).notes
-    assert any("experts that tokens visit" in note for note in notes) == others
+    line = parse([*RUN, *words])
+    assert any("without bias and groups" in note for note in line.notes) == others
+    if others:
+        assert resolve(line).moe_balance_by == "scores"
+        as_here = parse([*RUN, *words, "--moe-balance-by", "visits"])
+        assert resolve(as_here).moe_balance_by == "visits"
+        assert not any("without bias and groups" in note for note in as_here.notes)
 
 
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():

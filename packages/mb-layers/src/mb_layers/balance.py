@@ -49,8 +49,7 @@ def router_losses(
         config: of the layer.
         routed, dispatched: what its router decided and its dispatcher made of it.
         shape: of the layer's input, whose dimension `config.sequence_dim` is the sequence.
-        balance_counts_E: slots per expert to balance, `dispatched.tokens_per_expert_E` or those of
-            the global batch.
+        balance_counts_E: slots per expert to balance, of the micro-batch or the global batch.
         mask_T: bool [T], the tokens that count; None: all.
         num_tokens: what the losses are divided by; None: the tokens that count.
         probs_of_logits: whether `routed.probs_TE` are `config.score_function` of the logits.
@@ -145,9 +144,11 @@ def _sequence_balance(
     mask_BS = None
     if mask_T is not None:
         mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
+    balanced_TK = routed.balanced_ids_TK
+    ids_TK = routed.expert_ids_TK if balanced_TK is None else balanced_TK
     return sequence_load_balancing_loss(
         _by_sequence(probs_TE, shape, config.sequence_dim),
-        _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
+        _by_sequence(ids_TK, shape, config.sequence_dim),
         mask_BS=mask_BS,
         num_tokens=num_tokens,
     )

@@ -21,6 +21,7 @@ from mb_layers import arguments
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
+BalanceBy = Literal["visits", "scores"]
 DropPolicy = Literal["position", "probability"]
 MLPImpl = Literal["grouped", "sparse"]
 
@@ -74,6 +75,9 @@ class MoEConfig:
         load_balancing_loss_weight, z_loss_weight: their weights in `MoEOutput.aux_loss`.
         balance_over: balance the experts' load over each "micro_batch", over each "sequence", or
             over the "global_batch" (see `mb_layers.losses`; the layer needs `reduce_counts`).
+        balance_by: which experts of a token the load-balancing loss counts: those of its "visits",
+            or the best K by "scores", before a balancing bias, groups or the caller's ids
+            (DeepSeek-V3, arXiv 2412.19437, eq. 18, and Megatron Core since 2025).
         sequence_dim: the dimension of x [..., D] along which a sequence runs, for "sequence": -2
             for [B, S, D], 0 for Megatron's [S, B, D].
 
@@ -128,6 +132,7 @@ class MoEConfig:
     load_balancing_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
     balance_over: BalanceOver = "micro_batch"
+    balance_by: BalanceBy = "visits"
     sequence_dim: int = -2
 
     capacity_factor: float | None = None
@@ -164,6 +169,7 @@ class MoEConfig:
             )
         _check_choice("score_function", self.score_function, get_args(ScoreFunction))
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
+        _check_choice("balance_by", self.balance_by, get_args(BalanceBy))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
         _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
         if self.sequence_dim == -1:

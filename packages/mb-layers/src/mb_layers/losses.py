@@ -81,8 +81,8 @@ def sequence_load_balancing_loss(
 
     DeepSeek-V3's complementary loss (arXiv 2412.19437, eq. 17 to 20), in the scale of
     `load_balancing_loss`: it is 1.0 when every sequence is balanced within itself. With a mask a
-    sequence weighs as much as it has valid tokens. Its eq. 18 counts the best K scores; a layer
-    counts the experts that tokens visit, which a balancing bias or groups can make others.
+    sequence weighs as much as it has valid tokens. Its eq. 18 counts the best K scores, as a
+    layer does with `balance_by="scores"`.
 
     Args:
         probs_BSE: the router's probabilities [B, S, E], with gradient.

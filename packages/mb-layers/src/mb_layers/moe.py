@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import mb_kernels
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
@@ -206,7 +207,10 @@ class MoELayer(nn.Module):
             return routed
         real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
         ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
-        return replaced(routed, expert_ids_TK=ids_TK)
+        balanced_TK = routed.balanced_ids_TK
+        if balanced_TK is not None:
+            balanced_TK = torch.where(real_T[:, None], balanced_TK, -1)
+        return replaced(routed, expert_ids_TK=ids_TK, balanced_ids_TK=balanced_TK)
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Add what every token gets, the output bias and the shared expert; padding stays 0."""
@@ -234,8 +238,11 @@ class MoELayer(nn.Module):
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         has_probs_of_logits = is_ours(self.router, "forward", "scores")
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
+        if routed.balanced_ids_TK is not None:
+            balanced = mb_kernels.bin_tokens(routed.balanced_ids_TK, counts_E.shape[0])
+            balance_counts_E = balanced.tokens_per_expert_E
         if self.reduce_counts is not None:
-            balance_counts_E = reduced(counts_E, self.reduce_counts)
+            balance_counts_E = reduced(balance_counts_E, self.reduce_counts)
         elif self.config.balance_over == "global_batch" and self.training:
             raise ValueError(
                 "expected reduce_counts with balance_over='global_batch', got None: pass it to the "
@@ -296,6 +303,12 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
             )
     weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
     rows = num_tokens if token_ids is None else token_ids.numel()
+    balanced = ids if routed.balanced_ids_TK is None else routed.balanced_ids_TK
+    if balanced.shape != ids.shape:
+        raise ValueError(
+            f"expected balanced_ids_TK of the shape of expert_ids_TK, {tuple(ids.shape)}, got "
+            f"{described(balanced)}"
+        )
     if ids.dim() != 2 or ids.shape[0] != rows or weights.shape != ids.shape:
         what = "tokens" if token_ids is None else "entries of token_ids_N"
         raise ValueError(

@@ -38,6 +38,8 @@ class RouterOutput(NamedTuple):
     logits_TE: fp32, with gradient: the z-loss reads them. None: there is no z-loss.
     token_ids_N: for routers that choose tokens for experts: weights and ids are then [N, 1], and
         their row n is of token token_ids_N[n]. None: row t is of token t.
+    balanced_ids_TK: int32, the experts that the load-balancing loss counts, -1 for none. None:
+        those of expert_ids_TK.
     """
 
     weights_TK: Tensor
@@ -45,6 +47,7 @@ class RouterOutput(NamedTuple):
     probs_TE: Tensor | None
     logits_TE: Tensor | None
     token_ids_N: Tensor | None = None
+    balanced_ids_TK: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -130,8 +133,12 @@ class Router(nn.Module):
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
                 )
+                best_TK = ids_TK
             else:
                 scores_TE, probs_TE = self.scores(logits_TE)
+                best_TK = None
+                if config.balance_by == "scores":
+                    best_TK = mb_kernels.topk_ids(scores_TE.detach(), config.top_k)
                 if chooses:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
                     if choice_TE.shape != scores_TE.shape:  # else ids of experts that are none
@@ -154,7 +161,10 @@ class Router(nn.Module):
         elif config.uniform_assignment:
             slots_N = torch.arange(ids_TK.numel(), device=ids_TK.device, dtype=torch.int32)
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
-        return RouterOutput(weights_TK, ids_TK.int(), probs_TE, logits_TE)
+        balanced_TK = best_TK if config.balance_by == "scores" else None
+        return RouterOutput(
+            weights_TK, ids_TK.int(), probs_TE, logits_TE, balanced_ids_TK=balanced_TK
+        )
 
     def _is_plain_softmax(self) -> bool:
         # A method: torch 2.11's compiler follows no property of a parent class.

@@ -58,6 +58,12 @@ class MoEFields:
         "micro_batch", choices=("micro_batch", "sequence", "global_batch"), on_load="said",
         layer="balance_over", in_training=True,
     )  # fmt: skip
+    moe_balance_by: str = flag(
+        "which experts of a token the load-balancing loss counts: those that it visits or its best "
+        "by score, before a bias and groups, as in Megatron Core (ours)",
+        "visits", choices=("visits", "scores"), on_load="said",
+        layer="balance_by", in_training=True,
+    )  # fmt: skip
     moe_z_loss_weight: float = flag(
         "weight of the router's z-loss, a mean over the layers (ours)", 0.0, bounds=AT_LEAST_0,
         on_load="said", layer="z_loss_weight", in_training=True,

@@ -24,7 +24,6 @@ from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.megatron_defaults import (
     defaults_beside,
-    other_balance,
     other_muon,
     remarks_on,
     summed_logits,
@@ -112,7 +111,7 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    notes += [*remarks_on(beside, values), *muons, *other_balance(typed, values)]
+    notes += [*remarks_on(beside, values), *muons]
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 

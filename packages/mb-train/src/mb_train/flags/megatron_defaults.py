@@ -41,6 +41,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     Where 0 experts are asked for, those of experts are nobody's matter.
 
     - The loss of a balancing type has weight 0 unless `--moe-aux-loss-coeff` is given.
+    - That loss, of `--moe-aux-loss-coeff`, counts the best experts by score where a bias or groups
+      make a token visit others, as Core does since 2025.
     - A capacity factor drops an expert's least probable tokens.
     - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
       biases if linear maps have them, and a token has two experts if the script is one of Core's.
@@ -67,6 +69,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         return found
     if "--moe-router-load-balancing-type" in typed:
         found["moe_loss_weight"] = 0.0
+    chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
+    if chosen and "--moe-aux-loss-coeff" in typed:
+        found["moe_balance_by"] = "scores"
     if "--moe-expert-capacity-factor" in typed:
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
@@ -92,6 +97,11 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     notes = []
     if "moe_loss_weight" in unsaid:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
+    if "moe_balance_by" in unsaid and values.get("moe_loss_weight"):
+        notes.append(
+            "the load-balancing loss counts the best experts by score, without bias and groups, as "
+            "in Megatron since 2025"
+        )
     if "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in unsaid:
@@ -150,18 +160,6 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     return [
         "Muon iterates with Jordan's coefficients, as Megatron does with --muon-coefficient-type "
         "simple; without it today's has others"
-    ]
-
-
-def other_balance(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
-    """A remark on a balancing loss, of Core's flag, that counts other experts there."""
-    chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
-    weighted = "--moe-aux-loss-coeff" in typed and values.get("moe_loss_weight")
-    if _is_dense(values) or not (chosen and weighted):
-        return []
-    return [
-        "the balancing loss counts the experts that tokens visit: Megatron Core, since 2025, those "
-        "that they would without bias and groups"
     ]
 
 

@@ -23,7 +23,8 @@ from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import host_copy, snapshot, writer
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
-from mb_train.folder.checksums import SummedFile, format_sums, sum_of
+from mb_train.folder import checksums
+from mb_train.folder.checksums import SummedFile, format_sums, sum_of, summed_file
 from mb_train.folder.run_folder import SavedRun, checkpoints, find_checkpoint, read_saved_run
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -167,6 +168,28 @@ def test_small_tensors_are_written_together_and_large_ones_whole():
         assert raw.calls == 2
     assert summed.size == len(raw.content) > 2**22
     assert summed.sum() == hashlib.sha256(raw.content).hexdigest()
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["linux", "elsewhere"])
+def test_a_file_goes_to_the_disk_while_it_is_written(begins, tmp_path, monkeypatch):
+    path, there = tmp_path / "file", []
+
+    def begin(descriptor, offset, length, advice):
+        assert (offset, length, advice) == (0, 0, 4)  # POSIX_FADV_DONTNEED
+        there.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(checksums, "_AHEAD_BYTES", 1000)
+    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
+    if begins:
+        monkeypatch.setattr(os, "posix_fadvise", begin, raising=False)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    with summed_file(path) as file:
+        for _ in range(5):
+            file.write(b"x" * 400)
+    assert there == ([1200] if begins else [])
+    assert file.size == path.stat().st_size == 2000
+    assert file.sum() == hashlib.sha256(b"x" * 2000).hexdigest()
 
 
 def test_stages_on_one_rank_that_share_a_name_both_get_it(tmp_path):

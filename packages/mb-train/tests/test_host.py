@@ -1,4 +1,4 @@
-"""What the program does with its process: the memory it freed, and its end."""
+"""What the program does with its process: its imports, the memory it freed, and its end."""
 
 import ctypes
 import os
@@ -73,6 +73,29 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     facts = []
     _check_memory(facts)
     assert not any(fact.startswith("memory") for fact in facts)
+
+
+IMPORTING = """
+import gc
+from mb_train.machine.host import first_import
+
+with first_import():
+    assert not gc.isenabled()
+    import torch
+assert gc.isenabled()
+there = gc.get_freeze_count()
+made = [[] for _ in range(100)]
+with first_import():
+    assert gc.isenabled()
+assert gc.get_freeze_count() == there
+print(there)
+"""
+
+
+def test_what_is_imported_first_is_not_looked_through():
+    words = [sys.executable, "-c", IMPORTING]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100_000
 
 
 ENDING = """

@@ -18,7 +18,7 @@ from mb_train.flags.command_line import CommandLine, without_effect
 from mb_train.folder.history import recover
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.logs.console import in_a_line
-from mb_train.machine.host import leads, prepare_host
+from mb_train.machine.host import first_import, leads, prepare_host
 from mb_train.starting import Start, resolve_start
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def train(command: CommandLine) -> int:
     prepare_host()
     if leader:
         _tell(f"mb-train {__version__}: {_headline(config)}")
-    from mb_train.train import train
+    with first_import():
+        from mb_train.train import train
 
     result = train(config, started.start)
     if leader:

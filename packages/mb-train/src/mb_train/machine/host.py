@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 # malloc.h of glibc. Memory up to the first size comes from the heap, and the heap gives none of it
@@ -59,6 +61,24 @@ def open_many_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS names one that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextlib.contextmanager
+def first_import() -> Generator[None]:
+    """Within it torch is imported, without collections of garbage: what modules make stays.
+
+    Later collections pass over it, too: torch alone is half a million objects, and a full
+    collection looks at all of them. Nothing of this where torch is imported already.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def host_memory() -> int:

@@ -58,7 +58,8 @@ class SummedFile:
         self._under_way = self.size
         self._file.flush()
         if hasattr(os, "posix_fadvise"):  # on Linux this begins to write, and does not wait
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # a file system may refuse advice
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
         """Nothing: torch asks for it after every tensor."""

@@ -34,9 +34,9 @@ def muon_momentum_kernel(
     grad = tl.load(grad_ptr + i, mask=taken, other=0.0).to(tl.float32) / tl.load(grad_scale_ptr)
     grad = tl.where(taken, grad, 0.0)
     buffer = tl.load(buffer_ptr + i, mask=inside, other=0.0)
-    buffer = tl.where(taken, buffer + (grad - buffer) * (1 - momentum), buffer)
+    buffer = tl.where(taken, buffer * momentum + grad * (1 - momentum), buffer)
     tl.store(buffer_ptr + i, buffer, mask=taken)
-    direction = buffer + (grad - buffer) * ahead
+    direction = buffer * (1 - ahead) + grad * ahead
     tl.store(direction_ptr + i, direction.to(direction_ptr.dtype.element_ty), mask=inside)
 
 

@@ -40,7 +40,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from mb_layers import Experts, MoE, dMoE
+from mb_layers import Experts
+from mb_layers.moe import MoELayer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,7 +186,7 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             "each rank would train its own. Call parallelize_experts first, or build a mesh of "
             "ep = 1."
         )
-    layers = (module for module in model.modules() if isinstance(module, MoE | dMoE))
+    layers = (module for module in model.modules() if isinstance(module, MoELayer))
     if mesh.tp_size > 1 and not all(map(is_surrounded, layers)):
         raise ValueError(
             f"Expected layers of experts that know of tp = {mesh.tp_size}, got one that counts "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.moe import MoE, dMoE
+from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
@@ -24,11 +24,9 @@ from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
-Layer = MoE | dMoE
-
 
 def surround(
-    layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
+    layer: MoELayer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
 ) -> None:
     """Change the layer's dispatchers, losses and counts as said above, in place."""
     config, tp = layer.config, mesh.axis("tp")
@@ -74,7 +72,7 @@ def surround(
             layer.reduce_counts = StepCounts(layer.reduce_counts)
 
 
-def is_surrounded(layer: Layer) -> bool:
+def is_surrounded(layer: MoELayer) -> bool:
     """Whether `surround` or its caller has made the layer one of several ranks'."""
     here = isinstance(layer.dispatcher, LocalDispatcher)  # which may be left, under hooks
     return not here or _count_sequences in layer._forward_pre_hooks.values()
@@ -93,7 +91,7 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     return axis.get_group()
 
 
-def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before forward: tells dispatchers the number of sequences in x [..., S, D]."""
     x: Tensor = args[0] if args else kwargs["x"]
     for dispatcher in (layer.dispatcher, layer.eval_dispatcher):

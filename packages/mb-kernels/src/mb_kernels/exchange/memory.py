@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.runtime import registration
-from mb_kernels.runtime.checks import require_countable
+from mb_kernels.runtime.checks import require_countable, require_exactly
 
 Buffer = Literal["tokens", "grads", "home"]
 _BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
@@ -177,16 +177,16 @@ class PeerMemory:
         layout, words = self.layout, self.layout.words
         rows = layout.rows if order_N is None or x is None else x.shape[0]
         if x is not None:
-            _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
+            require_exactly("x", x, (layout.dtype,), (rows, layout.hidden), self.arena)
         if order_N is not None and rows > layout.tokens:
             raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
-        _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
+        require_exactly("counts_P", counts_P, (torch.int32,), (layout.ranks,), self.arena)
         if payload is not None:
             _require_payload(buffer)
             words = max(min(payload.shape[-1], words), 1)
-            _require("payload", payload, (rows, words), torch.float32, self.arena)
+            require_exactly("payload", payload, (torch.float32,), (rows, words), self.arena)
         if order_N is not None:
-            _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
+            require_exactly("order_N", order_N, (torch.int32,), (rows * columns,), self.arena)
         counts_P = counts_P.contiguous()
         silent = x is None and payload is None
         # Not more than there can be rows to store: each draws a ticket.
@@ -252,14 +252,14 @@ class PeerMemory:
         Raises:
             ValueError: a tensor of another shape, dtype or device than the layout's.
         """
-        _require("rows", rows, (self.layout.rows, rows.shape[-1]), rows.dtype, self.arena)
+        require_exactly("rows", rows, (rows.dtype,), (self.layout.rows, rows.shape[-1]), self.arena)
         slots, ends = peers_TC.numel(), self.layout.ranks + 1
         for name, index, shape in (
             ("peers_TC", peers_TC, peers_TC.shape if peers_TC.ndim == 2 else ("T", "C")),
             ("inverse_N", inverse_N, (slots,)),
             ("offsets_P1", offsets_P1, (ends,)),
         ):
-            _require(name, index, shape, torch.int32, self.arena)
+            require_exactly(name, index, (torch.int32,), shape, self.arena)
         indices = (peers_TC.contiguous(), inverse_N.contiguous(), offsets_P1.contiguous())
         with registration.device_of(self.arena):
             return _kernels().sum_home(rows.contiguous(), *indices, self.layout.tokens)
@@ -282,15 +282,4 @@ def _require_payload(buffer: Buffer) -> None:
         raise ValueError(
             'payload: expected "tokens" or "home"; got "grads", which come in the same rows as the '
             'tokens and have none. Read that of "tokens".'
-        )
-
-
-def _require(
-    name: str, x: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, arena: Tensor
-) -> None:
-    """ValueError unless ``x`` is what the kernels take it for: they write to other ranks."""
-    if tuple(x.shape) != tuple(shape) or x.dtype is not dtype or x.device != arena.device:
-        raise ValueError(
-            f"{name}: expected {dtype} {tuple(shape)} on {arena.device}, as the layout has it; "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}."
         )

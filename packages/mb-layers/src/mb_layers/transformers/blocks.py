@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import Rule, translate, translate_back
+from mb_layers.state_dicts import Rule, put_in, translate, translate_back
 from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import (
     GLU_NAMES,
@@ -43,10 +43,7 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     layer = dMoE(config_from_block(block, **overrides), device="meta")
     tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
     state = translate_block({**block.state_dict(), **tensors}, layer.config)
-    trainable = {name for name, tensor in state.items() if tensor.requires_grad}
-    layer.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name in trainable)
+    put_in(layer, state)
     return layer.train(block.training)
 
 

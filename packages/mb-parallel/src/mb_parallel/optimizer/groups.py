@@ -30,7 +30,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     at_least_0(weight_decay=weight_decay)
     free_gathered(model)
     matrices, vectors = [], []
-    for _, parameter, axes in _with_axes(model):
+    for parameter, axes in _with_axes(model):
         (matrices if axes > 1 else vectors).append(parameter)
     return [
         {"params": matrices, "decays": True, "weight_decay": weight_decay},
@@ -71,7 +71,7 @@ def muon_groups(
         if w1 is not None and module.config.is_glu:
             rows[id(w1)] = (w1.shape[-2] // 2,) * 2
     muon: dict[tuple[int, ...], list[Tensor]] = {}
-    for _, p, axes in _with_axes(model):
+    for p, axes in _with_axes(model):
         if axes > 1 and id(p) not in ends:
             muon.setdefault(rows.get(id(p), ()), []).append(p)
     taken = {id(p) for ps in muon.values() for p in ps}
@@ -88,19 +88,15 @@ def _stacks(model: nn.Module) -> list[Experts | SharedExpert]:
     return [module for module in model.modules() if isinstance(module, Experts | SharedExpert)]
 
 
-def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
-    """Name, parameter, and its number of axes without the one that stacks experts."""
+def _with_axes(model: nn.Module) -> list[tuple[Tensor, int]]:
+    """What trains, with its number of axes without the one that stacks experts."""
     stacks = {
         id(parameter)
         for module in _stacks(model)
         for name, parameter in module.named_parameters(recurse=False)
         if name in ("w1", "w2", "b1", "b2")
     }
-    return [
-        (name, p, p.ndim - (id(p) in stacks))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    return [(p, p.ndim - (id(p) in stacks)) for p in model.parameters() if p.requires_grad]
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:

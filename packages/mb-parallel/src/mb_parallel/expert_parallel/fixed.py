@@ -8,9 +8,9 @@ nothing back, and a CUDA graph can hold the layer on any backend.
     E = 4 experts on P = 2 ranks, C = 3       to rank 0       |  to rank 1
     rows that a rank sends, - for empty:      a c -   b d e   |  - - -   a f -
 
-So which tokens are dropped depends on how they are spread over ranks. `around.GlobalCapacity`
-counts the tokens of all ranks instead. There an expert may get all of its rows from one rank, and
-fixed shapes would need room for every token on every rank, as in `AllGatherDispatcher`.
+So which tokens are dropped depends on how they are spread over ranks. `GlobalCapacity` counts the
+tokens of all ranks instead. There an expert may get all of its rows from one rank, and fixed shapes
+would need room for every token on every rank, as in `AllGatherDispatcher`.
 
 Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, P ranks, s ranks per expert,
 C capacity, J = K s places of a token, M = T J of all, R = E s C rows sent, and received.

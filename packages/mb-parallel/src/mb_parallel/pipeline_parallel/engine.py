@@ -13,7 +13,7 @@ from mb_layers.losses import attach_aux_loss
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from mb_parallel.expert_parallel.balance import StepCounts
+from mb_parallel.expert_parallel.counts import StepCounts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 

@@ -1,9 +1,6 @@
-"""Dispatchers around another one, for capacity and tensor parallelism, whichever moves the rows.
+"""An expert's capacity over the tokens of all ranks: the same slots are dropped on one and on many.
 
-- `GlobalCapacity` drops slots before they travel, by their place among the tokens of all ranks, so
-  that the same slots are dropped on one rank and on many.
-- `SharedTokens` is for ranks that hold the same tokens (tensor parallelism without sequence
-  parallelism): each dispatches its share of them, and the results are joined.
+Slots are dropped before they travel, whichever dispatcher moves the others.
 
 Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 """
@@ -11,7 +8,6 @@ Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import mb_kernels
 import torch
@@ -30,13 +26,7 @@ from mb_layers.dispatch import (
 from mb_layers.tensors import at_least_fp32
 from torch import Tensor
 
-from mb_parallel.expert_parallel.collectives import (
-    Place,
-    counts_of_ranks,
-    gathered,
-    join_rows,
-    share_of_rows,
-)
+from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gathered
 from mb_parallel.expert_parallel.peer import PeerDispatcher
 
 
@@ -188,49 +178,3 @@ def batch_order(
         runs_pBS = row_pT[:, :tokens].unflatten(1, (max(sequences, 1), -1))
         order += [runs_pBS.transpose(0, 1).flatten(), row_pT[:, tokens:].flatten()]
     return torch.cat(order)
-
-
-class SharedTokens:
-    """For tokens that all ranks of a group hold: each rank dispatches a share of them.
-
-    Otherwise every expert would see each token once for each rank of the group.
-
-    Args:
-        inner: moves the share.
-        place: the tensor-parallel group.
-    """
-
-    def __init__(self, inner: TokenDispatcher, place: Place) -> None:
-        self.inner = inner
-        self.place = place
-
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
-        """Dispatch this rank's share; counts are those of all tokens."""
-        tokens = x_TD.shape[0]
-        padding = (0, 0, 0, -tokens % self.place.size)
-        dispatched = self.inner.dispatch(
-            share_of_rows(F.pad(x_TD, padding), self.place),
-            share_of_rows(F.pad(weights_TK, padding), self.place),
-            F.pad(expert_ids_TK, padding, value=-1).chunk(self.place.size)[self.place.rank],
-        )
-        mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))
-        total = gathered(mine[None], self.place).sum(dim=0, dtype=torch.int32)
-        return replaced(
-            dispatched,
-            tokens_per_expert_E=total[:-1],
-            kept_slots=total[-1],
-            state=_Share(dispatched.state, tokens),
-        )
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Combine the share, and join the shares of all ranks."""
-        share: _Share = dispatched.state
-        y_TD = self.inner.combine(y_RD, replaced(dispatched, state=share.inner))
-        return join_rows(y_TD, self.place)[: share.tokens]
-
-
-class _Share(NamedTuple):
-    """The inner dispatcher's state, and the number of tokens before they were shared out."""
-
-    inner: Any
-    tokens: int

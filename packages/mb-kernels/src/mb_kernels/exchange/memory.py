@@ -21,7 +21,6 @@ Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank 
 W words of payload.
 """
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -274,7 +273,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _kernels() -> Any:
-    return importlib.import_module("mb_kernels.exchange.kernels")
+    from mb_kernels.exchange import kernels  # imports Triton
+
+    return kernels
 
 
 def _require_payload(buffer: Buffer) -> None:

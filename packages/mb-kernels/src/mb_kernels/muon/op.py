@@ -9,7 +9,6 @@ direction is m. As with ``adamw_step`` the divisor holds clipping and loss scale
 skipped changes nothing, and nothing is read back.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -102,4 +101,6 @@ def _implementation(name: str, *tensors: Tensor) -> Any:
     as_it_lies = all(t.is_contiguous() and not t.is_neg() for t in tensors)
     if not registration.use_triton(tensors[0]) or not as_it_lies:
         return getattr(reference, name)
-    return getattr(importlib.import_module("mb_kernels.muon.kernels"), name)
+    from mb_kernels.muon import kernels
+
+    return getattr(kernels, name)

@@ -66,24 +66,35 @@ class Layout:
         """Rows of one buffer, P M."""
         return self.ranks * self.tokens
 
+    # Three times rows, two payloads, the counts of all ranks, and three times their signals.
+
     def rows_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.rows * self.hidden * self.dtype.itemsize)
-        return _BUFFERS.index(buffer) * size
+        return _BUFFERS.index(buffer) * self._rows_size
 
     def payload_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.rows * self.words * 4)
-        return len(_BUFFERS) * self.rows_at("grads") + (buffer == "home") * size
+        return 3 * self._rows_size + (buffer == "home") * self._payload_size
 
     def counts_at(self) -> int:
-        return 2 * self.payload_at("home") - self.payload_at("tokens")
+        return 3 * self._rows_size + 2 * self._payload_size
 
     def signals_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.ranks * 4)
-        return self.counts_at() + (1 + _BUFFERS.index(buffer)) * size
+        return self.counts_at() + (1 + _BUFFERS.index(buffer)) * self._counts_size
 
     @property
     def nbytes(self) -> int:
-        return self.signals_at("home") + _aligned(self.ranks * 4)
+        return self.counts_at() + 4 * self._counts_size
+
+    @property
+    def _rows_size(self) -> int:
+        return _aligned(self.rows * self.hidden * self.dtype.itemsize)
+
+    @property
+    def _payload_size(self) -> int:
+        return _aligned(self.rows * self.words * 4)
+
+    @property
+    def _counts_size(self) -> int:
+        return _aligned(self.ranks * 4)
 
 
 class PeerMemory:

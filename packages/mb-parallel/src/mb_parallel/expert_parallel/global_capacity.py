@@ -14,15 +14,7 @@ import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_layers.config import DropPolicy
-from mb_layers.dispatch import (
-    Dispatched,
-    TokenDispatcher,
-    as_ratio,
-    bin_within_capacity,
-    capacity,
-    capacity_of,
-    replaced,
-)
+from mb_layers.dispatch import Capacity, Dispatched, TokenDispatcher, bin_within, replaced
 from mb_layers.tensors import at_least_fp32
 from torch import Tensor
 
@@ -64,9 +56,7 @@ class GlobalCapacity:
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
-        self._ratio = as_ratio(capacity_factor)
-        self.min_capacity = min_capacity
+        self.capacity = Capacity(num_experts, capacity_factor, min_capacity)
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
@@ -92,8 +82,7 @@ class GlobalCapacity:
             kept_TK = self._kept(weights_TK.detach(), expert_ids_TK, per_rank)
         # With padding the limit on the device is lower: slots of no expert do not count there.
         slots, top_k = sum(theirs for theirs, _ in per_rank), expert_ids_TK.shape[1]
-        limit = capacity(slots, top_k, self.num_experts, self.capacity_factor)
-        limit = max(limit, self.min_capacity)
+        limit = self.capacity.of(slots * top_k)
         ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
         dispatched = self.inner.dispatch(x_TD, weights_TK, ids_TK)
         kept = kept_TK.sum(dtype=torch.int32)
@@ -122,8 +111,7 @@ class GlobalCapacity:
             counts_PE = gathered(counts_E[None], self.place)
         else:
             counts_PE = peers.buffers.gathered(counts_E, peers.layer)
-        limits = (self.num_experts, self._ratio, self.min_capacity)
-        limit = capacity_of(counts_PE.sum(), *limits)
+        limit = self.capacity.on_device(counts_PE.sum())
         left_E = limit - counts_PE[: self.place.rank].sum(dim=0)
         ids_N = expert_ids_TK.reshape(-1).clamp(0, self.num_experts - 1).long()
         place_N = bins.inverse_N - bins.offsets_E1[ids_N]
@@ -148,13 +136,7 @@ class GlobalCapacity:
         weights_GK = None
         if self.drop_policy != "position":
             weights_GK = of_batch(at_least_fp32(weights_TK), 0)
-        bins = bin_within_capacity(
-            ids_GK,
-            self.num_experts,
-            self._ratio,
-            min_capacity=self.min_capacity,
-            by_weight_TK=weights_GK,
-        )
+        bins = bin_within(self.capacity, ids_GK, by_weight_TK=weights_GK)
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         if order_G is not None:
             kept_GK = torch.empty_like(kept_GK).index_copy_(0, order_G, kept_GK)

@@ -22,7 +22,6 @@ from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import apply, choose_dispatcher
 from mb_parallel.expert_parallel.apply import keeps_rows_anyway
-from mb_parallel.expert_parallel.around import batch_order
 from mb_parallel.expert_parallel.collectives import (
     Place,
     exchange_rows,
@@ -31,6 +30,7 @@ from mb_parallel.expert_parallel.collectives import (
     share_of_rows,
     sum_rows,
 )
+from mb_parallel.expert_parallel.global_capacity import batch_order
 from mb_parallel.expert_parallel.overlap import Exchange
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows

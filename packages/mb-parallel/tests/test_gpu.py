@@ -14,7 +14,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import AllGatherDispatcher, FixedDispatcher, Place
-from mb_parallel.expert_parallel.around import GlobalCapacity
+from mb_parallel.expert_parallel.global_capacity import GlobalCapacity
 from mb_parallel.optimizer import local
 from mb_parallel.testing import run_ranks
 from torch.distributed.tensor import DTensor

@@ -88,23 +88,18 @@ class LocalDispatcher:
         drop_policy: DropPolicy = "position",
     ) -> None:
         self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
-        self._ratio = None if capacity_factor is None else as_ratio(capacity_factor)
-        self.min_capacity = min_capacity
+        self.capacity = None
+        if capacity_factor is not None:
+            self.capacity = Capacity(num_experts, capacity_factor, min_capacity)
         self.drop_policy = drop_policy
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Sort the slots by expert; a slot of expert id -1 visits none."""
-        if self._ratio is None:
+        if self.capacity is None:
             bins = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts)
         else:
-            bins = bin_within_capacity(
-                expert_ids_TK,
-                self.num_experts,
-                self._ratio,
-                min_capacity=self.min_capacity,
-                by_weight_TK=weights_TK if self.drop_policy == "probability" else None,
-            )
+            by_weight_TK = weights_TK if self.drop_policy == "probability" else None
+            bins = bin_within(self.capacity, expert_ids_TK, by_weight_TK=by_weight_TK)
         return Dispatched(
             x_TD, weights_TK, bins, bins.tokens_per_expert_E, kept_slots=bins.offsets_E1[-1]
         )
@@ -133,42 +128,50 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
         num_experts: E.
         capacity_factor: 1 is room for perfectly even routing.
     """
-    return _capacity(num_tokens * top_k, num_experts, as_ratio(capacity_factor))
+    return Capacity(num_experts, capacity_factor).of(num_tokens * top_k)
 
 
-def as_ratio(capacity_factor: float) -> tuple[int, int]:
-    """Return the fraction that a capacity factor means, (numerator, denominator).
+class Capacity:
+    """The most slots of n that one of E experts takes: ceil(factor n / E), or `least` if more."""
 
-    Numerator and denominator are small enough that products with a number of slots fit int64. For
-    that, factors above 2**31 (an expert then takes any number of slots) count as 2**31, and those
-    below a millionth as a millionth.
-    """
-    bounded = min(max(float(capacity_factor), 1e-6), 2.0**31)
-    factor = Fraction(repr(bounded)).limit_denominator(1_000_000)
-    return factor.numerator, factor.denominator
+    def __init__(self, num_experts: int, factor: float, least: int = 0) -> None:
+        # Products of these numbers with a number of slots fit int64. With a factor above 2**31 an
+        # expert takes any number of slots; one below a millionth counts as a millionth.
+        bounded = min(max(float(factor), 1e-6), 2.0**31)
+        ratio = Fraction(repr(bounded)).limit_denominator(1_000_000)
+        self.num_experts, self._least = num_experts, least
+        self._numerator, self._denominator = ratio.numerator, ratio.denominator * num_experts
+
+    def of(self, slots: int) -> int:
+        """C of a number of slots on the host."""
+        return max(self._share(slots), self._least)
+
+    def on_device(self, slots: Tensor) -> Tensor:
+        """C of an integer scalar.
+
+        int64 that fits int32: compared with int32, it would be cut to its low 32 bits.
+        """
+        largest = torch.iinfo(torch.int32).max
+        return self._share(slots.long()).clamp(min=self._least, max=largest)
+
+    def _share(self, slots: Any) -> Any:
+        return -(-self._numerator * slots // self._denominator)
 
 
-def bin_within_capacity(
-    expert_ids_TK: Tensor,
-    num_experts: int,
-    factor: tuple[int, int],
-    *,
-    min_capacity: int = 0,
-    by_weight_TK: Tensor | None = None,
+def bin_within(
+    capacity: Capacity, expert_ids_TK: Tensor, *, by_weight_TK: Tensor | None = None
 ) -> Bins:
-    """Bin slots as `mb_kernels.bin_tokens`, keeping at most ceil(factor n / E) for each expert.
+    """Bin slots as `mb_kernels.bin_tokens`, keeping as many for each expert as its capacity.
 
-    n are the slots of all experts: K T, less those of id -1, so that padding changes neither what
-    is kept nor how much. It is counted on the device: no host sync, and nothing that depends on
-    the number of tokens is compiled into a graph.
+    The slots of all experts are K T, less those of id -1, so that padding changes neither what is
+    kept nor how much. They are counted on the device: no host sync, and nothing that depends on the
+    number of tokens is compiled into a graph.
 
     Args:
-        factor: the capacity factor, from `as_ratio`.
-        min_capacity: keep at least so many slots.
         by_weight_TK: keep each expert's largest weights, equal ones in slot order; None: its first
             slots. The kept slots of an expert stay in slot order.
     """
-    ids_N = expert_ids_TK.reshape(-1)
+    ids_N, num_experts = expert_ids_TK.reshape(-1), capacity.num_experts
     order_N = None
     if by_weight_TK is not None:  # slots by weight, equal weights in slot order
         weights_N = by_weight_TK.detach().reshape(-1)
@@ -179,30 +182,8 @@ def bin_within_capacity(
     rows_N = all_bins.inverse_N  # a slot's place among all, or -1
     if order_N is not None:
         rows_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
-    limit = capacity_of(all_bins.offsets_E1[-1], num_experts, factor, min_capacity)
+    limit = capacity.on_device(all_bins.offsets_E1[-1])
     first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
     ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
     bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)
     return replaced(bins, tokens_per_expert_E=all_bins.tokens_per_expert_E)
-
-
-def capacity_of(
-    slots: Tensor, num_experts: int, factor: tuple[int, int], min_capacity: int
-) -> Tensor:
-    """ceil(factor slots / E), at least `min_capacity`, of a number of slots on the device.
-
-    Args:
-        slots: integer scalar.
-        factor: from `as_ratio`.
-
-    Returns:
-        int64 scalar that fits int32: compared with int32, it would be cut to its low 32 bits.
-    """
-    limit = _capacity(slots.long(), num_experts, factor)
-    return limit.clamp(min=min_capacity, max=torch.iinfo(torch.int32).max)
-
-
-def _capacity(slots: Any, num_experts: int, factor: tuple[int, int]) -> Any:
-    """ceil(factor slots / E) of an int or an integer tensor."""
-    numerator, denominator = factor
-    return -(-numerator * slots // (denominator * num_experts))

@@ -227,7 +227,9 @@ class Router(nn.Module):
         norm_T1 = torch.linalg.vector_norm(
             chosen_TK, ord=config.renormalize_p, dim=-1, keepdim=True
         )
-        return chosen_TK / _not_zero(norm_T1)
+        # A token's norm is 0 if all its scores underflow or none belongs to an expert. With 1e-20,
+        # as in DeepSeek-V3, the gradient is finite, and what it is multiplied by makes it 0.
+        return chosen_TK / norm_T1.clamp(min=1e-20)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Set the scores outside each token's best groups to -inf."""
@@ -287,15 +289,6 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
     counts_E = counts.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     bias_E += step_E - step_E.mean()
-
-
-def _not_zero(sums_T1: Tensor) -> Tensor:
-    """Sums to divide scores by, at least 1e-20 as in DeepSeek-V3.
-
-    A token's sum is 0 if all its scores underflow or none belongs to an expert. Divided by 1e-20
-    the gradient is still finite, and what it is multiplied by makes it 0.
-    """
-    return sums_T1.clamp(min=1e-20)
 
 
 def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _LISTED = 6  # names of a kind in a message
 
@@ -66,6 +66,13 @@ def translate(
         rule.target: (rule.build or _same)(*(source[name] for name in rule.sources))
         for rule in rules
     }
+
+
+def put_in(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Make these tensors the module's own, without a copy, trainable if they require a gradient."""
+    module.load_state_dict({name: tensor.detach() for name, tensor in state.items()}, assign=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(state[name].requires_grad)
 
 
 def _listed(names: Collection[str]) -> str:

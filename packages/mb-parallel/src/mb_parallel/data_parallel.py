@@ -40,7 +40,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from mb_layers import Experts, MoE, dMoE
+from mb_layers import Experts
+from mb_layers.moe import MoELayer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -131,7 +132,7 @@ def apply_data_parallel(
         inner = getattr(model, "_orig_mod", model)
         setattr(inner, REPLICAS, replicate(inner, mesh))
     setattr(model, _STAGE, zero_stage)
-    watch(_compiled(model))
+    watch(_sharded(model))
     keep_sizes(mesh, model)
 
 
@@ -164,7 +165,7 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
     # once, by the whole.
     replicated = any(hasattr(module, REPLICAS) for module in model.modules())
     inside = zero_stage == 0 and any(map(is_fsdp, model.modules()))
-    if is_fsdp(_compiled(model)) or replicated or inside:
+    if is_fsdp(_sharded(model)) or replicated or inside:
         raise ValueError(
             "Expected a model of which no part is replicated or sharded yet, got "
             f"{type(model).__name__}. Call apply_data_parallel once, for the whole model, and not "
@@ -185,7 +186,7 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             "each rank would train its own. Call parallelize_experts first, or build a mesh of "
             "ep = 1."
         )
-    layers = (module for module in model.modules() if isinstance(module, MoE | dMoE))
+    layers = (module for module in model.modules() if isinstance(module, MoELayer))
     if mesh.tp_size > 1 and not all(map(is_surrounded, layers)):
         raise ValueError(
             f"Expected layers of experts that know of tp = {mesh.tp_size}, got one that counts "
@@ -213,13 +214,13 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
         replicas.expect(last=enabled)
-    stage, sharded = zero_stage_of(model), _compiled(model)
+    stage, sharded = zero_stage_of(model), _sharded(model)
     if stage is None or not is_fsdp(sharded):
         return
     sharded.set_requires_gradient_sync(enabled or stage > 1)
     sharded.set_requires_all_reduce(enabled)
     sharded.set_reshard_after_backward(enabled or stage == 3)
-    keep_apart(_compiled(model), not enabled)
+    keep_apart(_sharded(model), not enabled)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -251,7 +252,7 @@ def gather_rest(model: nn.Module) -> None:
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
         replicas.follow(getattr(model, "_orig_mod", model))
-    model = _compiled(model)
+    model = _sharded(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.
         model._get_fsdp_state()._lazy_init()
@@ -263,7 +264,7 @@ def zero_stage_of(model: nn.Module) -> int | None:
     return getattr(model, _STAGE, None)
 
 
-def _compiled(model: nn.Module) -> Any:
-    """What `torch.compile` has wrapped, which may be what is sharded; else the model itself."""
+def _sharded(model: nn.Module) -> Any:
+    """What FSDP2 shards, also inside of what `torch.compile` returned; else the model itself."""
     inner = getattr(model, "_orig_mod", model)
     return inner if is_fsdp(inner) else model

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from mb_layers import MoE, dMoE
+from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +52,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
     at_least_1(every=every)
     chosen = list(dict.fromkeys(several(blocks, "blocks")[::every]))
     if mode == "moe":
-        found = (m for block in chosen for m in block.modules() if isinstance(m, MoE | dMoE))
+        found = (m for block in chosen for m in block.modules() if isinstance(m, MoELayer))
         chosen = list(dict.fromkeys(found))  # blocks may share a layer
         if not chosen:
             raise ValueError(

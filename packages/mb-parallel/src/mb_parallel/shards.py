@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mb_parallel.engines import is_dtensor, is_under_way
@@ -120,6 +120,23 @@ def spread(
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride() if stride is None else tuple(stride),
     )
+
+
+def part_of(parameter: nn.Parameter, mesh: DeviceMesh, dims: Sequence[int]) -> nn.Parameter:
+    """This rank's part of a parameter that all ranks hold alike, as a DTensor over `mesh`.
+
+    Args:
+        dims: what each axis of the mesh cuts; its ranks divide that dimension.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    part = parameter.detach()
+    for axis, dim in enumerate(dims):
+        part = part.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
+    # A copy lets go of the other ranks' parts.
+    part = part.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(part, mesh, [Shard(dim) for dim in dims], run_check=False)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def moved(placement: Any, by: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -150,8 +149,6 @@ def any_rank(flag: bool) -> bool:
 def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank unless all ranks were given an equal `value`; call it at start.
 
-    Hashes are compared; only when they differ do ranks tell each other what they have.
-
     Args:
         value: a dataclass, a mapping, or anything that differs in its repr; of sets the members are
             compared.
@@ -164,14 +161,9 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
     if world_size() == 1:
         return
     ranks = list(range(world_size())) if group is None else dist.get_process_group_ranks(group)
-    lines = _lines(value)
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_carried(group))
-    everyone = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(everyone, mine, group=group)
-    if all(torch.equal(other, everyone[0]) for other in everyone):
+    by_rank = of_all_ranks(_lines(value), group)
+    if all(lines == by_rank[0] for lines in by_rank):
         return
-    by_rank = of_all_ranks(lines, group)
     common = set(by_rank[0]).intersection(*by_rank)
     told = [
         f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
@@ -196,12 +188,10 @@ def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return everyone
 
 
-def _carried(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device whose tensors a group, None: the world's, can send: the host's if any can."""
+def _carried() -> torch.device:
+    """The device whose tensors the world's group can send: the host's if any can."""
     backends = dist.get_backend_config()
     alone = "nccl" in backends and "cpu" not in backends
-    if group is not None:  # one that was split off may have fewer
-        alone = all(device.type != "cpu" for device in group._device_types)
     return torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
 
 

@@ -54,7 +54,7 @@ CASES = [
     Case((3, 4), top_k=1, one_rank=True, policy="budget"),
     Case((2, 2), hooked=True),
     Case((2, 3), experts=1, top_k=1),  # the width is shared
-    Case((5, 4), experts=6, capacity=0.7, depth=3),  # six counts: no multiple of 16 bytes
+    Case((5, 4), experts=6, capacity=0.7, depth=2),  # six counts: no multiple of 16 bytes
     Case((4, 0), capacity=0.5, masked=True),
 ]
 
@@ -174,7 +174,7 @@ def _ranks(rank: int, ranks: int, folder: str):
         results.append(_through(layer, case.depth, x, weights, ids, most))
         assert bool(results[-1]["stored home"]) == case.stored_home
         if case.depth > 1:
-            for how in ("as it is", "compiled", "recomputed"):
+            for how in ("compiled", "recomputed"):
                 layer.zero_grad()
                 again = _through(layer, case.depth, x, weights, ids, most, how)
                 for name, value in again.items():

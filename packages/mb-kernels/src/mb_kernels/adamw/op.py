@@ -13,7 +13,6 @@ Moments in bf16 are rounded stochastically. To nearest, v would never shrink: a 
 at most a thousandth of it away, and a bf16 number ends after eight bits.
 """
 
-import importlib
 from collections.abc import Sequence
 
 import torch
@@ -77,10 +76,9 @@ def adamw_step(
     )
     checks.require_scalar("grad_scale", grad_scale, weights[0])
     checks.require_scalar("found_inf", found_inf, weights[0])
+    step = reference.adamw_step
     if registration.use_triton(weights[0]):
-        step = importlib.import_module("mb_kernels.adamw.kernels").adamw_step
-    else:
-        step = reference.adamw_step
+        from mb_kernels.adamw.kernels import adamw_step as step
     # Kernels read memory as it lies; the gradient of an imaginary part may lie there negated.
     grads = [grad.resolve_neg() for grad in grads]
     with registration.device_of(weights[0]):

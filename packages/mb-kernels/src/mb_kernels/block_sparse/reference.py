@@ -48,11 +48,10 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
     if not topology.is_contiguous():
         product = product.t()
     t = topology_of(topology)
-    used = _used(t)
-    rows, columns = t.row_indices[:used].long(), t.column_indices[:used].long()
+    rows, columns = _used(t)
     blocks = product.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     data = product.new_zeros(t.row_indices.numel(), BLOCK, BLOCK)
-    data = torch.cat([blocks[rows, :, columns], data[used:]])
+    data = torch.cat([blocks[rows, :, columns], data[len(rows) :]])
     return with_data(topology, data)
 
 
@@ -69,10 +68,10 @@ def dds(a: Tensor, b: "stk.Matrix") -> Tensor:
 def to_dense(matrix: "stk.Matrix") -> Tensor:
     """The whole matrix, zeros included; differentiable in its data."""
     t = topology_of(matrix)
-    used = _used(t)
+    rows, columns = _used(t)
     blocks = matrix.data.new_zeros(t.offsets.numel() - 1, t.offsets_t.numel() - 1, BLOCK, BLOCK)
-    index = (t.row_indices[:used].long(), t.column_indices[:used].long())
-    dense = blocks.index_put(index, matrix.data[:used]).transpose(1, 2).flatten(2).flatten(0, 1)
+    blocks = blocks.index_put((rows, columns), matrix.data[: len(rows)])
+    dense = blocks.transpose(1, 2).flatten(2).flatten(0, 1)
     return dense if matrix.is_contiguous() else dense.t()
 
 
@@ -119,19 +118,17 @@ def sdd_blocks(a_GMK: Tensor, b_GKN: Tensor, topology: Topology) -> Tensor:
     """``data`` of the blocks of ``a @ b`` that the topology names; unused blocks are zero."""
     a_RBK = a_GMK.flatten(0, 1).unflatten(0, (-1, BLOCK))
     b_QKB = b_GKN.transpose(1, 2).flatten(0, 1).unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    used = _used(topology)
-    rows, columns = topology.row_indices[:used].long(), topology.column_indices[:used].long()
+    rows, columns = _used(topology)
     accumulator = wide_dtype(a_GMK)
     product = torch.bmm(a_RBK[rows].to(accumulator), b_QKB[columns].to(accumulator))
-    unused = product.new_zeros(topology.row_indices.numel() - used, BLOCK, BLOCK)
+    unused = product.new_zeros(topology.row_indices.numel() - len(rows), BLOCK, BLOCK)
     return torch.cat([product, unused]).to(a_GMK.dtype)
 
 
 def dsd_blocks(data: Tensor, b_GKN: Tensor, topology: Topology, transposed: bool) -> Tensor:
     """``S @ b`` [M, N], or ``S^T @ b``."""
-    used = _used(topology)
-    rows, columns = topology.row_indices[:used].long(), topology.column_indices[:used].long()
-    blocks = data[:used]
+    rows, columns = _used(topology)
+    blocks = data[: len(rows)]
     out_blocks = topology.offsets.numel() - 1
     if transposed:
         rows, columns, blocks = columns, rows, blocks.transpose(1, 2)
@@ -150,5 +147,7 @@ def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major
     return like.new_empty((groups, rows // groups, columns))
 
 
-def _used(topology: Topology) -> int:
-    return int(topology.offsets[-1])
+def _used(topology: Topology) -> tuple[Tensor, Tensor]:
+    """Block rows and block columns of the blocks in use."""
+    used = int(topology.offsets[-1])
+    return topology.row_indices[:used].long(), topology.column_indices[:used].long()

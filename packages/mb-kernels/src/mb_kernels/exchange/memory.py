@@ -21,7 +21,6 @@ Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank 
 W words of payload.
 """
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.runtime import registration
-from mb_kernels.runtime.checks import require_countable
+from mb_kernels.runtime.checks import require_countable, require_exactly
 
 Buffer = Literal["tokens", "grads", "home"]
 _BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
@@ -67,24 +66,35 @@ class Layout:
         """Rows of one buffer, P M."""
         return self.ranks * self.tokens
 
+    # Three times rows, two payloads, the counts of all ranks, and three times their signals.
+
     def rows_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.rows * self.hidden * self.dtype.itemsize)
-        return _BUFFERS.index(buffer) * size
+        return _BUFFERS.index(buffer) * self._rows_size
 
     def payload_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.rows * self.words * 4)
-        return len(_BUFFERS) * self.rows_at("grads") + (buffer == "home") * size
+        return 3 * self._rows_size + (buffer == "home") * self._payload_size
 
     def counts_at(self) -> int:
-        return 2 * self.payload_at("home") - self.payload_at("tokens")
+        return 3 * self._rows_size + 2 * self._payload_size
 
     def signals_at(self, buffer: Buffer) -> int:
-        size = _aligned(self.ranks * 4)
-        return self.counts_at() + (1 + _BUFFERS.index(buffer)) * size
+        return self.counts_at() + (1 + _BUFFERS.index(buffer)) * self._counts_size
 
     @property
     def nbytes(self) -> int:
-        return self.signals_at("home") + _aligned(self.ranks * 4)
+        return self.counts_at() + 4 * self._counts_size
+
+    @property
+    def _rows_size(self) -> int:
+        return _aligned(self.rows * self.hidden * self.dtype.itemsize)
+
+    @property
+    def _payload_size(self) -> int:
+        return _aligned(self.rows * self.words * 4)
+
+    @property
+    def _counts_size(self) -> int:
+        return _aligned(self.ranks * 4)
 
 
 class PeerMemory:
@@ -177,16 +187,16 @@ class PeerMemory:
         layout, words = self.layout, self.layout.words
         rows = layout.rows if order_N is None or x is None else x.shape[0]
         if x is not None:
-            _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
+            require_exactly("x", x, (layout.dtype,), (rows, layout.hidden), self.arena)
         if order_N is not None and rows > layout.tokens:
             raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
-        _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
+        require_exactly("counts_P", counts_P, (torch.int32,), (layout.ranks,), self.arena)
         if payload is not None:
             _require_payload(buffer)
             words = max(min(payload.shape[-1], words), 1)
-            _require("payload", payload, (rows, words), torch.float32, self.arena)
+            require_exactly("payload", payload, (torch.float32,), (rows, words), self.arena)
         if order_N is not None:
-            _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
+            require_exactly("order_N", order_N, (torch.int32,), (rows * columns,), self.arena)
         counts_P = counts_P.contiguous()
         silent = x is None and payload is None
         # Not more than there can be rows to store: each draws a ticket.
@@ -252,14 +262,14 @@ class PeerMemory:
         Raises:
             ValueError: a tensor of another shape, dtype or device than the layout's.
         """
-        _require("rows", rows, (self.layout.rows, rows.shape[-1]), rows.dtype, self.arena)
+        require_exactly("rows", rows, (rows.dtype,), (self.layout.rows, rows.shape[-1]), self.arena)
         slots, ends = peers_TC.numel(), self.layout.ranks + 1
         for name, index, shape in (
             ("peers_TC", peers_TC, peers_TC.shape if peers_TC.ndim == 2 else ("T", "C")),
             ("inverse_N", inverse_N, (slots,)),
             ("offsets_P1", offsets_P1, (ends,)),
         ):
-            _require(name, index, shape, torch.int32, self.arena)
+            require_exactly(name, index, (torch.int32,), shape, self.arena)
         indices = (peers_TC.contiguous(), inverse_N.contiguous(), offsets_P1.contiguous())
         with registration.device_of(self.arena):
             return _kernels().sum_home(rows.contiguous(), *indices, self.layout.tokens)
@@ -274,7 +284,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _kernels() -> Any:
-    return importlib.import_module("mb_kernels.exchange.kernels")
+    from mb_kernels.exchange import kernels  # imports Triton
+
+    return kernels
 
 
 def _require_payload(buffer: Buffer) -> None:
@@ -282,15 +294,4 @@ def _require_payload(buffer: Buffer) -> None:
         raise ValueError(
             'payload: expected "tokens" or "home"; got "grads", which come in the same rows as the '
             'tokens and have none. Read that of "tokens".'
-        )
-
-
-def _require(
-    name: str, x: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, arena: Tensor
-) -> None:
-    """ValueError unless ``x`` is what the kernels take it for: they write to other ranks."""
-    if tuple(x.shape) != tuple(shape) or x.dtype is not dtype or x.device != arena.device:
-        raise ValueError(
-            f"{name}: expected {dtype} {tuple(shape)} on {arena.device}, as the layout has it; "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}."
         )

@@ -10,7 +10,6 @@ pre-activations h, the index maps and the kernels' list of row tiles. With
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -130,8 +129,9 @@ def expert_mlp(
 
 @_disable_dynamo
 def _at_home(*arguments: Any) -> Tensor:
-    home = importlib.import_module("mb_kernels.expert_mlp.home")  # imports Triton
-    return home.ExpertMLPHome.apply(*arguments)[0]
+    from mb_kernels.expert_mlp.home import ExpertMLPHome  # imports Triton
+
+    return ExpertMLPHome.apply(*arguments)[0]
 
 
 def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:

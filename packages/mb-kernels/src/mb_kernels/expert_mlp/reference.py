@@ -57,9 +57,9 @@ def expert_mlp(
         )
     if max_rows is not None and bins.offsets_E1[-1] > max_rows:
         weights_TK = weights_TK * torch.nan
-    h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
-    h_NF = _add_bias(h_NF, b1_EF, bins)
-    y_TD = _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
+    y_TD, h_NF = expert_mlp_forward(
+        *(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
+    )
     if saved_activation_bits is None:
         return y_TD
     # The value of y, with the gradient that the rounded pre-activations give.

@@ -9,7 +9,6 @@ direction is m. As with ``adamw_step`` the divisor holds clipping and loss scale
 skipped changes nothing, and nothing is read back.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ def muon_momentum(
     """
     if dtype not in _FLOATS:
         raise ValueError(f"dtype: expected {' or '.join(map(str, _FLOATS))}; got {dtype}.")
-    _check("grad", grad, grad, _FLOATS)
-    _check("buffer", buffer, grad, (torch.float32,))
+    checks.require_exactly("grad", grad, _FLOATS, grad.shape, grad)
+    checks.require_exactly("buffer", buffer, _FLOATS[:1], grad.shape, grad)
     checks.require_scalar("grad_scale", grad_scale, grad)
     checks.require_scalar("found_inf", found_inf, grad)
     compute = _implementation("muon_momentum", grad, buffer)
@@ -86,10 +85,10 @@ def muon_step(
     Raises:
         ValueError: tensors of other shapes, dtypes or devices.
     """
-    _check("weight", weight, weight, (torch.float32,))
-    _check("update", update, weight, _FLOATS)
+    checks.require_exactly("weight", weight, _FLOATS[:1], weight.shape, weight)
+    checks.require_exactly("update", update, _FLOATS, weight.shape, weight)
     if copy is not None:
-        _check("copy", copy, weight, _FLOATS[1:])
+        checks.require_exactly("copy", copy, _FLOATS[1:], weight.shape, weight)
     checks.require_scalar("found_inf", found_inf, weight)
     tensors = (weight, update) if copy is None else (weight, update, copy)
     step = _implementation("muon_step", *tensors)
@@ -102,13 +101,6 @@ def _implementation(name: str, *tensors: Tensor) -> Any:
     as_it_lies = all(t.is_contiguous() and not t.is_neg() for t in tensors)
     if not registration.use_triton(tensors[0]) or not as_it_lies:
         return getattr(reference, name)
-    return getattr(importlib.import_module("mb_kernels.muon.kernels"), name)
+    from mb_kernels.muon import kernels
 
-
-def _check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    checks.require_dense(name, x)
-    if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
-        raise ValueError(
-            f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(like.shape)} on "
-            f"{like.device}; got {x.dtype} {tuple(x.shape)} on {x.device}."
-        )
+    return getattr(kernels, name)

@@ -59,6 +59,18 @@ def require_same(what: str, first: Tensor, **others: Tensor) -> None:
             )
 
 
+def require_exactly(
+    name: str, x: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], like: Tensor
+) -> None:
+    """ValueError unless ``x`` is dense, of one of ``dtypes`` and this shape, where ``like`` is."""
+    require_dense(name, x)
+    if x.dtype not in dtypes or tuple(x.shape) != tuple(shape) or x.device != like.device:
+        raise ValueError(
+            f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}; "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}."
+        )
+
+
 def require_scalar(name: str, x: Tensor, like: Tensor) -> None:
     """ValueError unless ``x`` is an fp32 scalar tensor where ``like`` is."""
     if not isinstance(x, Tensor):

@@ -6,7 +6,6 @@ another one with ``assume``.
 
 import contextlib
 import functools
-import importlib
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -157,6 +156,8 @@ def _hopper(device: torch.device) -> bool:
 def gluon_serves() -> bool:
     """Whether Gluon, which is experimental, has what ``runtime.gluon`` expects."""
     try:
-        return importlib.import_module("mb_kernels.runtime.gluon").serves()
+        from mb_kernels.runtime import gluon
+
+        return gluon.serves()
     except (ImportError, AttributeError):
         return False

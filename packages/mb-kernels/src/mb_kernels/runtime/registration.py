@@ -82,8 +82,8 @@ def register(
     schema: str,
     *,
     reference: Callable[..., Any],
+    kernels: str,
     fake: Callable[..., Any],
-    kernels: str | None = None,
     flops: Callable[..., int] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -97,9 +97,8 @@ def register(
         schema: "name(Tensor x, ...) -> Tensor", or a list of tensors first; the first tensor
             decides who computes; no defaults.
         reference: the op in plain PyTorch, any device, called without autograd.
+        kernels: the module whose function ``name`` launches the Triton kernels.
         fake: shapes and dtypes only.
-        kernels: the module whose function ``name`` launches the Triton kernels; None runs the
-            reference everywhere.
         flops: FLOP formula over shapes, as ``register_flop_formula`` takes it.
         setup_context, backward: the autograd formula, as ``torch.autograd.Function`` takes it.
         differentiable_twice: ``backward`` consists of differentiable ops alone, so that a second
@@ -113,7 +112,7 @@ def register(
 
     @functools.cache
     def launch() -> Callable[..., Any]:
-        return getattr(importlib.import_module(kernels), name) if kernels else reference
+        return getattr(importlib.import_module(kernels), name)
 
     def implementation(*args: Any) -> Any:
         if _any_autocast():  # it would cast some of the op's steps and not others

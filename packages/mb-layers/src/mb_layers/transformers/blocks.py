@@ -16,14 +16,9 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import Rule, translate, translate_back
+from mb_layers.state_dicts import Rule, put_in, translate, translate_back
 from mb_layers.transformers.block_routing import BLOCKS
-from mb_layers.transformers.experts import (
-    GLU_NAMES,
-    IMPLEMENTATION,
-    activation_name,
-    refuse_offloaded,
-)
+from mb_layers.transformers.experts import IMPLEMENTATION, glu_name, refuse_offloaded
 
 
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
@@ -43,10 +38,7 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     layer = dMoE(config_from_block(block, **overrides), device="meta")
     tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
     state = translate_block({**block.state_dict(), **tensors}, layer.config)
-    trainable = {name for name, tensor in state.items() if tensor.requires_grad}
-    layer.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name in trainable)
+    put_in(layer, state)
     return layer.train(block.training)
 
 
@@ -110,13 +102,7 @@ class _Numbers:
 def _gate_of(experts: Any) -> str:
     if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
         return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
-    activation = activation_name(experts.act_fn)
-    if activation not in GLU_NAMES:
-        raise ValueError(
-            "expected experts with SiLU, GELU or ReLU, got "
-            f"hidden_act={experts.config.hidden_act!r}"
-        )
-    return GLU_NAMES[activation]
+    return glu_name(experts.act_fn)
 
 
 def translate_block(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:

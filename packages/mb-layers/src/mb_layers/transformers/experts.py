@@ -201,6 +201,14 @@ def activation_name(act_fn: object) -> str | None:
     return next((ours for kind, ours in _ACTIVATIONS if _is_a(act_fn, kind)), None)
 
 
+def glu_name(act_fn: object) -> str:
+    """Our name of a GLU whose gate has this activation; ValueError if there is none."""
+    plain = activation_name(act_fn)
+    if plain not in GLU_NAMES:
+        raise ValueError(f"expected experts with SiLU, GELU or ReLU, got {act_fn!r}")
+    return GLU_NAMES[plain]
+
+
 def _is_a(act_fn: object, prototype: nn.Module) -> bool:
     """Same class and, where the class wraps one of several functions, the same function."""
     if type(act_fn) is not type(prototype):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
+from mb_layers.state_dicts import put_in
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import (
     block_rules,
@@ -76,10 +77,7 @@ class BlockAdapter(nn.Module):
                 f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
                 "first: merge_lora, or PEFT's merge_and_unload"
             )
-        trainable = {name for name, tensor in state.items() if tensor.requires_grad}
-        block.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
-        for name, parameter in block.named_parameters():
-            parameter.requires_grad_(name in trainable)
+        put_in(block, state)
         return block.train(self.training)
 
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from mb_layers.moe import MoELayer
 from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 from mb_layers.transformers.experts import (
-    GLU_NAMES,
     IMPLEMENTATION,
-    activation_name,
+    glu_name,
     recognise_gate,
     refuse_offloaded,
 )
@@ -115,14 +114,12 @@ def _experts(
 ) -> Tensor:
     """Gated experts, w1 [E, 2F, D] and w2 [E, D, F]; ids of E and above add nothing."""
     num_experts = w2.shape[0]
-    plain = activation_name(act_fn)
-    if plain not in GLU_NAMES:
-        raise ValueError(f"expected experts with SiLU, GELU or ReLU, got {act_fn!r}")
+    activation = glu_name(act_fn)
     x_TD, w1, w2 = cast_alike(x_TD, w1, w2)
     ids_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
     bins = mb_kernels.bin_tokens(ids_TK, num_experts)
     return mb_kernels.expert_mlp(
-        x_TD, w1, w2, bins, at_least_fp32(weights_TK), activation=GLU_NAMES[plain]
+        x_TD, w1, w2, bins, at_least_fp32(weights_TK), activation=activation
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from mb_layers import Experts
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
+from mb_layers.moe import MoELayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +33,7 @@ from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
-from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
+from mb_parallel.expert_parallel.surround import is_surrounded, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 from mb_parallel.tensor_parallel.experts import (
     check_sequence_parallel,
@@ -121,7 +122,7 @@ def parallelize_experts(
         at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
         above_0(timeout_s=timeout_s)
         rows = Rows(row_policy, row_budget)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     ep = mesh.axis("ep")
     with refused_alike(mesh):
         in_parts = {name: _in_parts(name, m, mesh, sequence_parallel) for name, m in layers.items()}
@@ -203,7 +204,7 @@ def choose_dispatcher(
     return "all_to_all", f"since top_k = {top_k} < 2 ep, a token needs few of the ranks{instead}"
 
 
-def _alike(layers: Mapping[str, Layer], **arguments: Any) -> dict[str, Any]:
+def _alike(layers: Mapping[str, MoELayer], **arguments: Any) -> dict[str, Any]:
     """What ranks that exchange tokens have in common; else they would wait for each other."""
     sizes = {
         f"{name or 'the layer'}.{field}": getattr(layer.config, field)
@@ -213,7 +214,7 @@ def _alike(layers: Mapping[str, Layer], **arguments: Any) -> dict[str, Any]:
     return {**arguments, "layers": list(layers), **sizes}
 
 
-def _in_parts(name: str, layer: Layer, mesh: ParallelMesh, given: bool | None) -> bool:
+def _in_parts(name: str, layer: MoELayer, mesh: ParallelMesh, given: bool | None) -> bool:
     """Whether each tp rank brings tokens of its own to the layer."""
     if mesh.tp_size == 1:
         return False
@@ -227,7 +228,7 @@ def _in_parts(name: str, layer: Layer, mesh: ParallelMesh, given: bool | None) -
     return noted
 
 
-def _refuse(name: str, layer: Layer, in_parts: bool, dispatcher: str) -> None:
+def _refuse(name: str, layer: MoELayer, in_parts: bool, dispatcher: str) -> None:
     where = f"in {name or 'the layer'}"
     if is_surrounded(layer):
         local = isinstance(layer.dispatcher, LocalDispatcher)
@@ -250,7 +251,7 @@ def _refuse(name: str, layer: Layer, in_parts: bool, dispatcher: str) -> None:
         )
 
 
-def _refuse_held(model: nn.Module, layers: dict[str, Layer], ep: DeviceMesh) -> None:
+def _refuse_held(model: nn.Module, layers: dict[str, MoELayer], ep: DeviceMesh) -> None:
     """Refuse parameters that cannot be split, or whose other holders would train the old ones."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -308,7 +309,7 @@ class _Spreading:
     chunks: int
     shared: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
-    def spread(self, layer: Layer, name: str, dispatcher: str) -> str:
+    def spread(self, layer: MoELayer, name: str, dispatcher: str) -> str:
         """Shard the experts' parameters, give the layer its dispatcher; says what a rank holds."""
         experts = layer.config.num_experts
         place = Place(self.ep.get_group(), name)
@@ -326,7 +327,7 @@ class _Spreading:
         return held
 
     def _dispatcher(
-        self, layer: Layer, place: Place, placement: Placement, name: str
+        self, layer: MoELayer, place: Place, placement: Placement, name: str
     ) -> TokenDispatcher:
         experts, rows = placement.num_experts, self.rows
         if name == "all_gather":

@@ -8,9 +8,9 @@ nothing back, and a CUDA graph can hold the layer on any backend.
     E = 4 experts on P = 2 ranks, C = 3       to rank 0       |  to rank 1
     rows that a rank sends, - for empty:      a c -   b d e   |  - - -   a f -
 
-So which tokens are dropped depends on how they are spread over ranks. `around.GlobalCapacity`
-counts the tokens of all ranks instead. There an expert may get all of its rows from one rank, and
-fixed shapes would need room for every token on every rank, as in `AllGatherDispatcher`.
+So which tokens are dropped depends on how they are spread over ranks. `GlobalCapacity` counts the
+tokens of all ranks instead. There an expert may get all of its rows from one rank, and fixed shapes
+would need room for every token on every rank, as in `AllGatherDispatcher`.
 
 Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, P ranks, s ranks per expert,
 C capacity, J = K s places of a token, M = T J of all, R = E s C rows sent, and received.
@@ -22,7 +22,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
-from mb_layers.dispatch import Dispatched, LocalDispatcher, capacity, replaced
+from mb_layers.dispatch import Dispatched, LocalDispatcher, replaced
 from mb_layers.tensors import cast_alike
 from torch import Tensor
 
@@ -59,9 +59,8 @@ class FixedDispatcher:
             x_TD, weights_TK = F.pad(x_TD, padding), F.pad(weights_TK, padding)
             expert_ids_TK = F.pad(expert_ids_TK, padding, value=-1)
         local = self.local.dispatch(x_TD, weights_TK, expert_ids_TK)
-        assert self.local.capacity_factor is not None
-        limit = capacity(longest, top_k, self.local.num_experts, self.local.capacity_factor)
-        limit = min(max(limit, self.local.min_capacity), longest * top_k)
+        assert self.local.capacity is not None
+        limit = min(self.local.capacity.of(longest * top_k), longest * top_k)
         shards = self.placement.width_shards
         sent = _in_fixed_places(local.bins, expert_ids_TK, limit, shards)
         # The gradient of a dropped slot's weight is not written.

@@ -15,7 +15,8 @@ Letters: S rows to send, R received rows, D columns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,23 +105,24 @@ class _End(torch.autograd.Function):
         return grad_RD, None
 
 
+@dataclass(frozen=True)
 class Chunk:
     """One chunk of a dispatch: on its way to the experts here, or on its way home.
 
-    Args:
-        arrive: waits for the chunk, and returns what the experts compute on.
-        home: the exchange that brings their results back.
+    arrive: waits for the chunk, and returns what the experts compute on.
+    home: the exchange that brings their results back.
     """
 
-    def __init__(self, arrive: Callable[[], Dispatched], home: Exchange) -> None:
-        self.arrive, self.home = arrive, home
+    arrive: Callable[[], Dispatched]
+    home: Exchange
 
 
+@dataclass(frozen=True)
 class Chunks:
     """The `state` of a dispatch in chunks. The `Dispatched` around it is the first chunk."""
 
-    def __init__(self, chunks: Iterable[Chunk], state: Any) -> None:
-        self.chunks, self.state = list(chunks), state
+    chunks: list[Chunk]
+    state: Any
 
 
 def compute_in_chunks(experts: Experts) -> None:

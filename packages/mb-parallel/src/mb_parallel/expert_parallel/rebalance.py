@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from mb_layers import MoE, Router, dMoE
+from mb_layers import Router
+from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
@@ -96,7 +97,7 @@ def rebalance_experts(
     """
     one_module(model)
     check_mesh(mesh, model)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     with refused_alike(mesh):
         optimizers = several_optimizers(optimizer)
         at_least_0(least_gain=least_gain)
@@ -129,9 +130,7 @@ def rebalance_experts(
     return done
 
 
-def _check_counts(
-    tokens_per_expert: Mapping[str, Tensor], layers: Mapping[str, MoE | dMoE]
-) -> None:
+def _check_counts(tokens_per_expert: Mapping[str, Tensor], layers: Mapping[str, MoELayer]) -> None:
     """Refuse counts of no layer, or of one whose experts cannot get new numbers."""
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
@@ -198,7 +197,7 @@ def _check_divides(ranks: int, experts: int) -> None:
         raise ValueError(f"Expected ranks to divide the {experts} experts, got {ranks}.")
 
 
-def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
+def _renumbers(layer: MoELayer, ranks: int) -> bool:
     """Whether the layer's experts can get new numbers without changing what it computes."""
     config, router = layer.config, layer.router
     by_choice = isinstance(router, Router) and all(
@@ -210,7 +209,7 @@ def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
 
 
 def _renumber(
-    layer: MoE | dMoE, order_E: Tensor, optimizers: Sequence[torch.optim.Optimizer]
+    layer: MoELayer, order_E: Tensor, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Let expert i be the one that was order_E[i]."""
     router = layer.router

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
 from torch import nn
@@ -20,6 +19,7 @@ from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 from mb_parallel.mesh import ParallelMesh, keep_timeout
+from mb_parallel.shards import part_of
 from mb_parallel.world import of_all_ranks
 
 
@@ -95,36 +95,14 @@ def shard_experts(
         spread: the new parameters by the old ones, added to. A parameter that is in it, since an
             earlier module shares it, is replaced by the same new one.
     """
-    if placement.width_shards == 1:
-        for module in list(experts.modules()):
-            for weight_name, weight in list(module.named_parameters(recurse=False)):
-                _replace(module, weight_name, weight, mesh, (0,), spread)
-        return
-    experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
-    assert isinstance(experts, WidthShardedExperts)
-    experts.width = Place(mesh["ep_width"].get_group(), name)
-    for weight_name, weight in list(experts.named_parameters(recurse=False)):
-        width_dim = 2 if weight_name == "w2" else 1
-        _replace(experts, weight_name, weight, mesh, (0, width_dim), spread)
-
-
-def _replace(
-    module: nn.Module,
-    name: str,
-    weight: nn.Parameter,
-    mesh: DeviceMesh,
-    dims: tuple[int, ...],
-    spread: dict[nn.Parameter, nn.Parameter],
-) -> None:
-    from torch.distributed.tensor import DTensor, Shard
-
-    if weight not in spread:
-        local = weight.detach()
-        for axis, dim in enumerate(dims):
-            local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-        # A copy lets go of the other ranks' parts.
-        local = local.clone(memory_format=torch.contiguous_format)
-        placements = [Shard(dim) for dim in dims]
-        sharded = DTensor.from_local(local, mesh, placements, run_check=False)
-        spread[weight] = nn.Parameter(sharded, requires_grad=weight.requires_grad)
-    module.register_parameter(name, spread[weight])
+    shared = placement.width_shards > 1
+    if shared:
+        experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
+        assert isinstance(experts, WidthShardedExperts)
+        experts.width = Place(mesh["ep_width"].get_group(), name)
+    for module in list(experts.modules()):
+        for weight_name, weight in list(module.named_parameters(recurse=False)):
+            if weight not in spread:
+                width_dim = 2 if weight_name == "w2" else 1
+                spread[weight] = part_of(weight, mesh, [0, width_dim] if shared else [0])
+            module.register_parameter(weight_name, spread[weight])

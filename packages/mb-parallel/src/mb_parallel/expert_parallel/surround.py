@@ -3,32 +3,38 @@
 Capacity, load and auxiliary loss are then those of all these ranks. Tokens that all tensor-parallel
 ranks hold are shared out among them.
 
-Letters: B sequences, S tokens of a sequence, D hidden, E experts.
+Letters: B sequences, S tokens of a sequence, T tokens, D hidden, E experts, K top-k.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.moe import MoE, dMoE
+import torch.nn.functional as F
+from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
+from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 
-from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
-from mb_parallel.expert_parallel.balance import StepCounts
-from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.collectives import (
+    Place,
+    gathered,
+    join_rows,
+    mean_over,
+    share_of_rows,
+)
+from mb_parallel.expert_parallel.counts import StepCounts
 from mb_parallel.expert_parallel.fixed import FixedDispatcher
+from mb_parallel.expert_parallel.global_capacity import GlobalCapacity
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
-Layer = MoE | dMoE
-
 
 def surround(
-    layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
+    layer: MoELayer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
 ) -> None:
     """Change the layer's dispatchers, losses and counts as said above, in place."""
     config, tp = layer.config, mesh.axis("tp")
@@ -74,7 +80,7 @@ def surround(
             layer.reduce_counts = StepCounts(layer.reduce_counts)
 
 
-def is_surrounded(layer: Layer) -> bool:
+def is_surrounded(layer: MoELayer) -> bool:
     """Whether `surround` or its caller has made the layer one of several ranks'."""
     here = isinstance(layer.dispatcher, LocalDispatcher)  # which may be left, under hooks
     return not here or _count_sequences in layer._forward_pre_hooks.values()
@@ -93,7 +99,7 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     return axis.get_group()
 
 
-def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before forward: tells dispatchers the number of sequences in x [..., S, D]."""
     x: Tensor = args[0] if args else kwargs["x"]
     for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
@@ -120,3 +126,49 @@ def _mean_losses(place: Place) -> Callable[..., Any]:
         return replaced(output, aux_loss=mean_over(output.aux_loss, place))
 
     return hook
+
+
+class SharedTokens:
+    """For tokens that all ranks of a group hold: each rank dispatches a share of them.
+
+    Otherwise every expert would see each token once for each rank of the group.
+
+    Args:
+        inner: moves the share.
+        place: the tensor-parallel group.
+    """
+
+    def __init__(self, inner: TokenDispatcher, place: Place) -> None:
+        self.inner = inner
+        self.place = place
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+        """Dispatch this rank's share; counts are those of all tokens."""
+        tokens = x_TD.shape[0]
+        padding = (0, 0, 0, -tokens % self.place.size)
+        dispatched = self.inner.dispatch(
+            share_of_rows(F.pad(x_TD, padding), self.place),
+            share_of_rows(F.pad(weights_TK, padding), self.place),
+            F.pad(expert_ids_TK, padding, value=-1).chunk(self.place.size)[self.place.rank],
+        )
+        mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))
+        total = gathered(mine[None], self.place).sum(dim=0, dtype=torch.int32)
+        return replaced(
+            dispatched,
+            tokens_per_expert_E=total[:-1],
+            kept_slots=total[-1],
+            state=_Share(dispatched.state, tokens),
+        )
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Combine the share, and join the shares of all ranks."""
+        share: _Share = dispatched.state
+        y_TD = self.inner.combine(y_RD, replaced(dispatched, state=share.inner))
+        return join_rows(y_TD, self.place)[: share.tokens]
+
+
+class _Share(NamedTuple):
+    """The inner dispatcher's state, and the number of tokens before they were shared out."""
+
+    inner: Any
+    tokens: int

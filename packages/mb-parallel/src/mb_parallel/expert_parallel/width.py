@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from mb_layers.experts import Experts
 from torch import Tensor
 
-from mb_parallel.engines import is_dtensor
 from mb_parallel.expert_parallel.collectives import Place, exchange_rows
+from mb_parallel.tensor_parallel.adapt import to_local
 
 
 class WidthShardedExperts(Experts):
@@ -28,7 +28,9 @@ class WidthShardedExperts(Experts):
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 as this rank computes with them."""
-        w1, w2, b1, b2 = map(self._local, ("w1", "w2", "b1", "b2"))
+        names = ("w1", "w2", "b1", "b2")
+        held = (self.working_copies.get(name, getattr(self, name)) for name in names)
+        w1, w2, b1, b2 = (None if w is None else to_local(w) for w in held)
         assert w1 is not None
         if self.config.is_glu:
             w1 = _gate_over_up(w1[0], self.width)[None]
@@ -38,13 +40,6 @@ class WidthShardedExperts(Experts):
             before = self.width.rank * b2.shape[1]
             b2 = F.pad(b2, (before, self.config.hidden_size - before - b2.shape[1]))
         return [w1, w2, b1, b2]
-
-    def _local(self, name: str) -> Tensor | None:
-        if name in self.working_copies:
-            return self.working_copies[name]
-        weight = getattr(self, name)
-        assert weight is None or is_dtensor(weight)
-        return None if weight is None else weight.to_local()
 
 
 def _gate_over_up(rows: Tensor, place: Place) -> Tensor:

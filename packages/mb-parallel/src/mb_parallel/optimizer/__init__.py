@@ -10,7 +10,6 @@ the skip of a step with NaN or infinity need neither a pass over the gradients n
 from mb_parallel.optimizer.adafactor import Adafactor as Adafactor
 from mb_parallel.optimizer.adamw import AdamW as AdamW
 from mb_parallel.optimizer.groups import decay_groups as decay_groups
-from mb_parallel.optimizer.groups import describe as describe
 from mb_parallel.optimizer.groups import muon_groups as muon_groups
 from mb_parallel.optimizer.muon import Muon as Muon
 from mb_parallel.optimizer.norm import StepResult as StepResult
@@ -23,6 +22,7 @@ from mb_parallel.optimizer.rehearsal import rehearse_step as rehearse_step
 from mb_parallel.optimizer.scaler import GradScaler as GradScaler
 from mb_parallel.optimizer.sgd import SGD as SGD
 from mb_parallel.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
+from mb_parallel.optimizer.sharded import describe as describe
 from mb_parallel.optimizer.working_copies import WorkingCopies as WorkingCopies
 from mb_parallel.optimizer.working_copies import hold_working_copies as hold_working_copies
 from mb_parallel.shards import local as local

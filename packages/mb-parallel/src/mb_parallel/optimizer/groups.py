@@ -1,4 +1,4 @@
-"""Which parameters decay, which are matrices; and what an optimizer keeps, to print."""
+"""Which parameters decay, and which are matrices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from mb_layers.experts import Experts, SharedExpert
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, one_module, several
 from mb_parallel.gradient_sync import free_gathered
-from mb_parallel.optimizer.sharded import ShardedOptimizer
-from mb_parallel.shards import local
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -30,7 +27,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     at_least_0(weight_decay=weight_decay)
     free_gathered(model)
     matrices, vectors = [], []
-    for _, parameter, axes in _with_axes(model):
+    for parameter, axes in _with_axes(model):
         (matrices if axes > 1 else vectors).append(parameter)
     return [
         {"params": matrices, "decays": True, "weight_decay": weight_decay},
@@ -71,7 +68,7 @@ def muon_groups(
         if w1 is not None and module.config.is_glu:
             rows[id(w1)] = (w1.shape[-2] // 2,) * 2
     muon: dict[tuple[int, ...], list[Tensor]] = {}
-    for _, p, axes in _with_axes(model):
+    for p, axes in _with_axes(model):
         if axes > 1 and id(p) not in ends:
             muon.setdefault(rows.get(id(p), ()), []).append(p)
     taken = {id(p) for ps in muon.values() for p in ps}
@@ -88,46 +85,12 @@ def _stacks(model: nn.Module) -> list[Experts | SharedExpert]:
     return [module for module in model.modules() if isinstance(module, Experts | SharedExpert)]
 
 
-def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
-    """Name, parameter, and its number of axes without the one that stacks experts."""
+def _with_axes(model: nn.Module) -> list[tuple[Tensor, int]]:
+    """What trains, with its number of axes without the one that stacks experts."""
     stacks = {
         id(parameter)
         for module in _stacks(model)
         for name, parameter in module.named_parameters(recurse=False)
         if name in ("w1", "w2", "b1", "b2")
     }
-    return [
-        (name, p, p.ndim - (id(p) in stacks))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-
-
-def describe(optimizer: torch.optim.Optimizer) -> str:
-    """A line per kind of tensor: dtypes and this rank's GB of weights, and of state to come.
-
-    An optimizer of this package is described before its first step too, one of torch's has no
-    state until then.
-    """
-    kinds: dict[str, dict[torch.dtype, int]] = {}
-
-    def count(kind: str, tensor: Tensor) -> None:
-        tensor = local(tensor)
-        sizes = kinds.setdefault(kind, {})
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
-
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        count("weights", parameter)
-        state = optimizer.state.get(parameter)
-        if not state and isinstance(optimizer, ShardedOptimizer):
-            state = optimizer.planned_state(parameter)
-        for kind, value in (state or {}).items():
-            if isinstance(value, Tensor):
-                count(kind, value)
-    lines = [f"{type(optimizer).__name__} on this rank:"]
-    for kind, sizes in kinds.items():
-        parts = [f"{n / 1e9:.3f} GB {str(d).removeprefix('torch.')}" for d, n in sizes.items()]
-        lines.append(f"  {kind}: {', '.join(parts)}")
-    if len(kinds) < 2:
-        lines.append("  no state before the first step")
-    return "\n".join(lines)
+    return [(p, p.ndim - (id(p) in stacks)) for p in model.parameters() if p.requires_grad]

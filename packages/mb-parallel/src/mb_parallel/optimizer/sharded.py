@@ -1,4 +1,7 @@
-"""What the optimizers of this package share: state in shards, and steps skipped on the device."""
+"""What the optimizers of this package share: state in shards, steps skipped on the device.
+
+`describe` says what an optimizer keeps.
+"""
 
 from __future__ import annotations
 
@@ -161,3 +164,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Meta tensors of the sizes and dtypes of `make_state` on this rank, nothing allocated."""
         return self.make_state(on_meta(parameter))
+
+
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """A line per kind of tensor: dtypes and this rank's GB of weights, and of state to come.
+
+    An optimizer of this package is described before its first step too, one of torch's has no
+    state until then.
+    """
+    kinds: dict[str, dict[torch.dtype, int]] = {}
+
+    def count(kind: str, tensor: Tensor) -> None:
+        tensor = local(tensor)
+        sizes = kinds.setdefault(kind, {})
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
+
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        count("weights", parameter)
+        state = optimizer.state.get(parameter)
+        if not state and isinstance(optimizer, ShardedOptimizer):
+            state = optimizer.planned_state(parameter)
+        for kind, value in (state or {}).items():
+            if isinstance(value, Tensor):
+                count(kind, value)
+    lines = [f"{type(optimizer).__name__} on this rank:"]
+    for kind, sizes in kinds.items():
+        parts = [f"{n / 1e9:.3f} GB {str(d).removeprefix('torch.')}" for d, n in sizes.items()]
+        lines.append(f"  {kind}: {', '.join(parts)}")
+    if len(kinds) < 2:
+        lines.append("  no state before the first step")
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ from mb_layers.losses import attach_aux_loss
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from mb_parallel.expert_parallel.balance import StepCounts
+from mb_parallel.expert_parallel.counts import StepCounts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 
@@ -52,10 +52,10 @@ class Stage(PipelineStage):
         received = args[0] if len(args) == 1 else args
         x = batch[passing.first_input] if self.is_first else received
         output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
-        passing.metrics.setdefault(self.stage_index, []).append(output.metrics)
+        passing.reported[self.stage_index, "metric"].append(output.metrics)
         if self.is_last:
             detached = {name: value.detach() for name, value in output.losses.items()}
-            passing.losses.setdefault(self.stage_index, []).append(detached)
+            passing.reported[self.stage_index, "loss"].append(detached)
             total = self._total(output)
             self._hold([total])
             return total

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
-from mb_parallel.expert_parallel.balance import step_counts
+from mb_parallel.expert_parallel.counts import step_counts
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,

@@ -51,8 +51,7 @@ class Reports:
             self._check(number, _entries(passing, number))
         mine = {
             (stage, kind, name): value
-            for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
-            for stage, of_batches in by_stage.items()
+            for (stage, kind), of_batches in passing.reported.items()
             for name, value in _stacked(of_batches).items()
         }
         batches = len(passing.batches)
@@ -100,8 +99,7 @@ def _entries(passing: Pass, number: int) -> list[Entry]:
     """What this rank's stages report of a micro-batch."""
     return sorted(
         Entry(stage, kind, name, tuple(value.shape), value.dtype)
-        for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
-        for stage, of_batches in by_stage.items()
+        for (stage, kind), of_batches in passing.reported.items()
         for name, value in of_batches[number].items()
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,7 +41,7 @@ class Pass:
 
     passes: the number of micro-batches of all data-parallel ranks in the step. Auxiliary losses are
         averaged over them.
-    losses, metrics: by stage, those of each micro-batch, in order.
+    reported: by stage and kind, "loss" or "metric", those of each micro-batch by name, in order.
     """
 
     batches: Sequence[Batch]
@@ -48,5 +49,6 @@ class Pass:
     passes: int
     loss_scale: Tensor | float
     before: Callable[[int], None]
-    losses: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)
-    metrics: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)
+    reported: defaultdict[tuple[int, str], list[Mapping[str, Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from mb_parallel.engines import is_dtensor
+from mb_parallel.shards import part_of
 from mb_parallel.tensor_parallel import collectives
 
 View = Callable[[Tensor], Tensor]
@@ -107,12 +108,7 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
             f"Expected tp = {ranks} to divide the {what}, got {size} in {name} of shape "
             f"{tuple(parameter.shape)}. Choose a tp that divides it, or pad it."
         )
-    from torch.distributed.tensor import DTensor, Shard
-
-    mine = parameter.detach().split(size // ranks, dim)[mesh.get_local_rank()]
-    mine = mine.clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
-    module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    module._parameters[name] = part_of(parameter, mesh, [dim])
 
 
 def to_local(parameter: Tensor) -> Tensor:

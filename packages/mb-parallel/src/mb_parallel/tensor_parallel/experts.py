@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from mb_layers import MoE, MoEOutput, RouterOutput, dMoE
+from mb_layers import MoEOutput, RouterOutput
 from mb_layers.dispatch import replaced
 from mb_layers.experts import Experts
+from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 
 from mb_parallel.random import make_distinct
@@ -42,7 +43,7 @@ class ExpertLayer(Style):
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        if not isinstance(module, (MoE, dMoE)):
+        if not isinstance(module, MoELayer):
             raise ValueError(
                 f"Expected mb_layers.MoE or dMoE, got {type(module).__name__}, whose router and "
                 "losses are not known here."

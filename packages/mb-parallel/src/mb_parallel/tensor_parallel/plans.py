@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from mb_layers import MoE, dMoE
+from mb_layers.moe import MoELayer
 from torch import nn
 
 from mb_parallel.tensor_parallel.apply import Plan
@@ -72,4 +72,4 @@ def embedding_plan(embedding: str = "embedding") -> Plan:
 
 
 def _feed_forward(module: nn.Module) -> Style:
-    return ExpertLayer() if isinstance(module, (MoE, dMoE)) else ParallelInput()
+    return ExpertLayer() if isinstance(module, MoELayer) else ParallelInput()

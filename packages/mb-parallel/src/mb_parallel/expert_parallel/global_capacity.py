@@ -1,9 +1,6 @@
-"""Dispatchers around another one, for capacity and tensor parallelism, whichever moves the rows.
+"""An expert's capacity over the tokens of all ranks: the same slots are dropped on one and on many.
 
-- `GlobalCapacity` drops slots before they travel, by their place among the tokens of all ranks, so
-  that the same slots are dropped on one rank and on many.
-- `SharedTokens` is for ranks that hold the same tokens (tensor parallelism without sequence
-  parallelism): each dispatches its share of them, and the results are joined.
+Slots are dropped before they travel, whichever dispatcher moves the others.
 
 Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 """
@@ -11,32 +8,17 @@ Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_layers.config import DropPolicy
-from mb_layers.dispatch import (
-    Dispatched,
-    TokenDispatcher,
-    as_ratio,
-    bin_within_capacity,
-    capacity,
-    capacity_of,
-    replaced,
-)
+from mb_layers.dispatch import Capacity, Dispatched, TokenDispatcher, bin_within, replaced
 from mb_layers.tensors import at_least_fp32
 from torch import Tensor
 
-from mb_parallel.expert_parallel.collectives import (
-    Place,
-    counts_of_ranks,
-    gathered,
-    join_rows,
-    share_of_rows,
-)
+from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gathered
 from mb_parallel.expert_parallel.peer import PeerDispatcher
 
 
@@ -74,9 +56,7 @@ class GlobalCapacity:
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
-        self._ratio = as_ratio(capacity_factor)
-        self.min_capacity = min_capacity
+        self.capacity = Capacity(num_experts, capacity_factor, min_capacity)
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
@@ -102,8 +82,7 @@ class GlobalCapacity:
             kept_TK = self._kept(weights_TK.detach(), expert_ids_TK, per_rank)
         # With padding the limit on the device is lower: slots of no expert do not count there.
         slots, top_k = sum(theirs for theirs, _ in per_rank), expert_ids_TK.shape[1]
-        limit = capacity(slots, top_k, self.num_experts, self.capacity_factor)
-        limit = max(limit, self.min_capacity)
+        limit = self.capacity.of(slots * top_k)
         ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
         dispatched = self.inner.dispatch(x_TD, weights_TK, ids_TK)
         kept = kept_TK.sum(dtype=torch.int32)
@@ -132,8 +111,7 @@ class GlobalCapacity:
             counts_PE = gathered(counts_E[None], self.place)
         else:
             counts_PE = peers.buffers.gathered(counts_E, peers.layer)
-        limits = (self.num_experts, self._ratio, self.min_capacity)
-        limit = capacity_of(counts_PE.sum(), *limits)
+        limit = self.capacity.on_device(counts_PE.sum())
         left_E = limit - counts_PE[: self.place.rank].sum(dim=0)
         ids_N = expert_ids_TK.reshape(-1).clamp(0, self.num_experts - 1).long()
         place_N = bins.inverse_N - bins.offsets_E1[ids_N]
@@ -158,13 +136,7 @@ class GlobalCapacity:
         weights_GK = None
         if self.drop_policy != "position":
             weights_GK = of_batch(at_least_fp32(weights_TK), 0)
-        bins = bin_within_capacity(
-            ids_GK,
-            self.num_experts,
-            self._ratio,
-            min_capacity=self.min_capacity,
-            by_weight_TK=weights_GK,
-        )
+        bins = bin_within(self.capacity, ids_GK, by_weight_TK=weights_GK)
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         if order_G is not None:
             kept_GK = torch.empty_like(kept_GK).index_copy_(0, order_G, kept_GK)
@@ -188,49 +160,3 @@ def batch_order(
         runs_pBS = row_pT[:, :tokens].unflatten(1, (max(sequences, 1), -1))
         order += [runs_pBS.transpose(0, 1).flatten(), row_pT[:, tokens:].flatten()]
     return torch.cat(order)
-
-
-class SharedTokens:
-    """For tokens that all ranks of a group hold: each rank dispatches a share of them.
-
-    Otherwise every expert would see each token once for each rank of the group.
-
-    Args:
-        inner: moves the share.
-        place: the tensor-parallel group.
-    """
-
-    def __init__(self, inner: TokenDispatcher, place: Place) -> None:
-        self.inner = inner
-        self.place = place
-
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
-        """Dispatch this rank's share; counts are those of all tokens."""
-        tokens = x_TD.shape[0]
-        padding = (0, 0, 0, -tokens % self.place.size)
-        dispatched = self.inner.dispatch(
-            share_of_rows(F.pad(x_TD, padding), self.place),
-            share_of_rows(F.pad(weights_TK, padding), self.place),
-            F.pad(expert_ids_TK, padding, value=-1).chunk(self.place.size)[self.place.rank],
-        )
-        mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))
-        total = gathered(mine[None], self.place).sum(dim=0, dtype=torch.int32)
-        return replaced(
-            dispatched,
-            tokens_per_expert_E=total[:-1],
-            kept_slots=total[-1],
-            state=_Share(dispatched.state, tokens),
-        )
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Combine the share, and join the shares of all ranks."""
-        share: _Share = dispatched.state
-        y_TD = self.inner.combine(y_RD, replaced(dispatched, state=share.inner))
-        return join_rows(y_TD, self.place)[: share.tokens]
-
-
-class _Share(NamedTuple):
-    """The inner dispatcher's state, and the number of tokens before they were shared out."""
-
-    inner: Any
-    tokens: int

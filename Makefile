@@ -9,7 +9,7 @@ lint:   ## style, imports between packages
 	uv run ruff format --check .
 	uv run lint-imports
 type:   ## static types
-	uv run ty check packages/*/src
+	uv run ty check packages/*/src integration-tests/sweep_*.py
 test:   ## the whole suite on CPU
 	uv run pytest
 oldest: ## tests that depend on torch's internals, with the oldest supported torch

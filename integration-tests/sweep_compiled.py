@@ -136,7 +136,7 @@ def flags(case: Case, gpt: list[str], sentences: list[str]) -> list[str]:
 
 def steps(
     line: list[str], backend: str | None, *, cut: bool, anyway: bool = False
-) -> tuple[str, list[Tensor], int]:
+) -> tuple[str, list[tuple[str, Tensor]], int]:
     """Train: what it said when it failed, the names and values of two steps, graphs compiled."""
     from mb_train import assemble, execute, step, train
 
@@ -148,11 +148,12 @@ def steps(
         recompute(blocks, config)
         if backend is not None:
             if not anyway:
-                assemble._compile(blocks, config, config.tensor_model_parallel_size)
+                assemble.compile_blocks(blocks, config, tp_size=config.tensor_model_parallel_size)
             for block in blocks:
                 block.compile()
 
     def compile_module(module, **_):
+        assert backend is not None
         module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
 
     def a_step(run, *rest):

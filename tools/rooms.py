@@ -30,7 +30,10 @@ ROWS: list[dict[str, tuple[int, int]]] = [
         )
     },
     {"language": (0, 5), "runtime": (6, 12)},
-    {"activation": (0, 3), "exporting": (4, 5), "bins": (6, 8), "targets": (9, 12)},
+    {
+        **{"activation": (0, 2), "exporting": (3, 4), "uncompiled": (5, 6)},
+        **{"bins": (7, 8), "targets": (9, 12)},
+    },
 ]
 BELOW = {name for row in ROWS[4:] for name in row}
 # They import every room, and no room imports them: their arrows would hide all others.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -94,6 +95,8 @@ def dtensor_weights() -> None:
     _loss(layer, tokens[dist.get_rank()]).backward()
     for name, p in layer.named_parameters():
         assert_close(f"d {name}", p.grad.full_tensor(), expected[name])
+    with pytest.raises(ValueError, match=r"got a DTensor, of which \.to_local\(\) are this rank's"):
+        layer(distribute_tensor(tokens[0], mesh, [Shard(0)]))
 
 
 def global_batch_balance() -> None:

@@ -102,6 +102,30 @@ def test_steps_with_clipping_match_another_implementation(name):
             torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_compiled_step_is_compiled_once_whatever_the_learning_rate(name):
+    results = []
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        parameters = _parameters()
+        optimizer = OURS[name](parameters)
+
+        def train(parameters=parameters, optimizer=optimizer):
+            loss = sum(p.square().sum() for p in parameters)
+            loss.backward()
+            clip_and_step(optimizer, max_norm=2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = torch.compile(train, backend="aot_eager") if compiled else train
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(3):
+                _set_lr(optimizer, step)
+                run()
+        results.append(parameters)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "numbers", [{"nesterov": False}, {"momentum": 0.5}, {"ns_steps": 3}], ids=str
 )

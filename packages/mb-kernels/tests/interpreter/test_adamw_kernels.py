@@ -190,3 +190,22 @@ def test_gradients_that_lie_negated_in_memory(reachable, monkeypatch):
         mb_kernels.muon_step(w, grad, None, size=0.1, decay=0.0, found_inf=flag)
         results.append((w, m, v, buffer, direction))
     torch.testing.assert_close(*results)
+
+
+def test_a_compiled_step_leaves_the_optimizers_kernels_alone(reachable):
+    flags = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+
+    def train(grad, weight, m, v, step):
+        mb_kernels.adamw_step([weight], [grad], [m], [v], [None], [step], **HYPER, **flags)
+        direction = mb_kernels.muon_momentum(grad, m, momentum=0.9, **flags, dtype=torch.float32)
+        mb_kernels.muon_step(weight, direction, None, size=0.1, decay=0.0, found_inf=step * 0)
+        return weight * 2
+
+    results = []
+    for run in (train, torch.compile(train, backend="aot_eager")):
+        weights, grads, first, second, _, steps = _state([(5, 16)])
+        given = [*grads, *weights, *first, *second, *steps]
+        reachable[:] = given
+        results.append((run(*given), *given))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)

@@ -11,11 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mb_layers.tensors import is_dtensor
+
 
 def described(value: object) -> str:
     """What an error says it got: a tensor's dtype and shape, anything else's type."""
     if isinstance(value, Tensor) and value.is_nested:
         return "a nested tensor, of which .values() are the tokens of all sequences"
+    if isinstance(value, Tensor) and is_dtensor(value):
+        return "a DTensor, of which .to_local() are this rank's tokens"
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

@@ -27,7 +27,7 @@ from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, rep
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
-from mb_layers.tensors import to_plain
+from mb_layers.tensors import is_dtensor, to_plain
 
 
 class MoEOutput(NamedTuple):
@@ -177,7 +177,7 @@ class MoELayer(nn.Module):
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         hidden = self.config.hidden_size
-        is_plain = isinstance(x, Tensor) and not x.is_nested
+        is_plain = isinstance(x, Tensor) and not (x.is_nested or is_dtensor(x))
         is_matrix = is_plain and x.dim() > 0 and x.shape[-1] == hidden
         if not (is_matrix and x.is_floating_point()):
             raise ValueError(

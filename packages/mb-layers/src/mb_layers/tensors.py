@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -42,13 +45,20 @@ def to_plain(weight: Tensor, length: int) -> Tensor:
     shard: it is unwrapped. Any other DTensor is gathered, and its gradient summed over the mesh:
     each rank brings its own tokens.
     """
-    if type(weight) in (Tensor, nn.Parameter):
+    if not is_dtensor(weight):
         return weight
-    # Imported late: it takes as long to import as torch itself.
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Partial
 
-    if not isinstance(weight, DTensor):
-        return weight
     if weight.shape[0] != length:
         return weight.to_local()
     return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether x is a tensor spread over a mesh."""
+    if type(x) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
+        return False
+    # Imported late: it takes as long to import as torch itself.
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from mb_kernels.adamw import reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.uncompiled import uncompiled
 
 
+@uncompiled
 @torch.no_grad()
 def adamw_step(
     weights: Sequence[Tensor],

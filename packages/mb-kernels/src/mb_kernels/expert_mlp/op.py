@@ -24,11 +24,7 @@ from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
 from mb_kernels.runtime.widths import cut
-
-try:
-    from torch._compile import _disable_dynamo
-except ImportError:  # the public one imports the compiler, and takes seconds
-    from torch.compiler import disable as _disable_dynamo
+from mb_kernels.uncompiled import uncompiled
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -127,7 +123,7 @@ def expert_mlp(
     return _at_home(*tensors, *options, home_P)
 
 
-@_disable_dynamo
+@uncompiled
 def _at_home(*arguments: Any) -> Tensor:
     from mb_kernels.expert_mlp.home import ExpertMLPHome  # imports Triton
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
@@ -82,6 +83,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             refuse_apart(p for group in self.param_groups for p in group["params"])
+        self._step_groups()
+        return loss
+
+    @uncompiled
+    def _step_groups(self) -> None:
         for group in self.param_groups:
             by_device: dict[torch.device, list[Tensor]] = {}
             for parameter in group["params"]:
@@ -93,7 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for device, parameters in by_device.items():
                 divisor = self._flag("grad_scale", 1.0, device)
                 self.update(group, parameters, divisor, self._flag("found_inf", 0.0, device))
-        return loss
 
     def _flag(self, name: str, default: float, device: torch.device) -> Tensor:
         value = getattr(self, name, None)

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from mb_layers import MoE, dMoE, update_balancing_bias
+from mb_layers import update_balancing_bias
+from mb_layers.moe import MoELayer
 from mb_parallel import ParallelMesh, rebalance_experts
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ class LoadBalance:
         self._interval = config.moe_rebalance_interval
         self._parts, self._mesh = parts, mesh
         self._layers = [
-            {name: m for name, m in part.named_modules() if isinstance(m, MoE | dMoE)}
+            {name: m for name, m in part.named_modules() if isinstance(m, MoELayer)}
             for part in parts
         ]
         names = [name for layers in self._layers for name in layers]

@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from mb_layers import MoE, dMoE
 from mb_layers.dispatch import LocalDispatcher
+from mb_layers.moe import MoELayer
 from mb_parallel import ParallelDims, set_gradient_sync, sum_gradients
 from mb_parallel.expert_parallel import (
     GlobalCapacity,
@@ -104,7 +104,7 @@ def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
     Raises:
         ValueError: rows are exchanged, or counted for a capacity, in another way.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE | dMoE)]
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     dispatchers = [
         dispatcher.inner
         if isinstance(dispatcher, GlobalCapacity) and not dispatcher.has_collectives

@@ -7,10 +7,12 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mb_data
 import mb_data.system
+import mb_data.text.pipeline
 import mb_data.text.reading
 import mb_data.text.worker
 import numpy as np
@@ -109,6 +111,56 @@ def test_a_script_is_not_run_again_by_workers_that_are_no_forks(tmp_path):
     command = [sys.executable, script, source, tmp_path / "out"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, "60\n", "")
+
+
+OF_A_CHILD = """
+    import multiprocessing
+    import sys
+    sys.platform = "darwin"
+    from mb_data import load_tokenizer, preprocess
+
+    def own():
+        tokenizer = load_tokenizer("gpt2")
+        tokenizer.rebuild = own
+        return tokenizer
+
+    def work():
+        print(preprocess(sys.argv[1], sys.argv[2], tokenizer=own(), workers=1).documents)
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("spawn")
+        child = multiprocessing.Process(target=work)
+        child.start()
+        child.join()
+"""
+
+
+def test_a_tokenizer_of_a_script_whose_child_preprocesses(tmp_path):
+    """There the script is called __mp_main__, and the workers have to run it as well."""
+    source = write(tmp_path / "in.jsonl", random_records(3, 60))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(OF_A_CHILD))
+    command = [sys.executable, script, source, tmp_path / "out"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "60\n", "")
+
+
+def test_threads_that_start_workers_at_once_leave_the_main_module_in_place():
+    main, within = sys.modules["__main__"], threading.Barrier(2)
+
+    def start():
+        within.wait()
+        with mb_data.text.pipeline._no_main_module():
+            there = sys.modules["__main__"]
+            assert there is not main
+            assert (there.__file__, there.__spec__) == (None, None)
+            assert vars(there).keys() == vars(main).keys()
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(start) for _ in range(10)]:
+            done.result()
+    assert sys.modules["__main__"] is main
 
 
 @pytest.mark.parametrize("options", [{}, {"split_sentences": True}, {"shard": (1, 2)}])

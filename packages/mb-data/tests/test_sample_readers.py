@@ -47,6 +47,13 @@ def equal(found, wanted):
     return True
 
 
+class Folder(str):
+    """As path.py has it."""
+
+    def __repr__(self):
+        return f"Folder({super().__repr__()})"
+
+
 def test_a_reader_imports_from_where_its_parent_does(tmp_path, monkeypatch):
     """Files of the current folder are taken for modules only if the parent takes them for such."""
     (tmp_path / "queue.py").write_text("raise RuntimeError('a queue of waiting jobs')")
@@ -61,7 +68,8 @@ def test_a_reader_imports_from_where_its_parent_does(tmp_path, monkeypatch):
     samples = importlib.import_module("a_users_own").Samples([3, 5])
     with SampleReaders(samples, 1) as read:
         assert read([1]) == [5]
-    monkeypatch.setattr(sys, "path", [tmp_path, str(odd), *sys.path[:-1]])  # a Path: is skipped
+    # A Path is skipped, a text of another class is read as it is.
+    monkeypatch.setattr(sys, "path", [tmp_path, Folder(odd), *sys.path[:-1]])
     samples = importlib.import_module("odd_one").Samples([3, 5])
     with SampleReaders(samples, 1) as read:
         assert read([1]) == [5]

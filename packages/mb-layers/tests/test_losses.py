@@ -170,6 +170,18 @@ def test_balance_by_scores_counts_the_best_whatever_is_visited(
     assert_close("gradient", got, wanted)
 
 
+def test_a_routing_that_does_not_say_the_best_is_an_error_in_training() -> None:
+    config = MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=6, balance_by="scores")
+    layer, x = dMoE(config), torch.randn(5, 8)
+    routed = layer.route(x)
+    assert layer(x, routing=routed).aux_loss > 0
+    visits_alone = routed._replace(balanced_ids_TK=None)
+    with pytest.raises(ValueError, match=r"expected balanced_ids_TK .* with balance_by='scores'"):
+        layer(x, routing=visits_alone)
+    assert layer(x, routing=visits_alone._replace(probs_TE=None)).aux_loss == 0
+    assert layer.eval()(x, routing=visits_alone).aux_loss == 0
+
+
 @pytest.mark.parametrize("sequence_dim", [-2, -3, 0, 1])
 def test_layer_balances_along_the_sequence_it_is_told(sequence_dim: int) -> None:
     config = MoEConfig(

@@ -255,6 +255,7 @@ def test_expert_choice_refuses_balance_over_sequences() -> None:
         (ExpertChoiceRouter, "num_zero_experts", 2),
         (ExpertChoiceRouter, "uniform_assignment", True),
         (ExpertChoiceRouter, "balancing_bias", True),
+        (ExpertChoiceRouter, "balance_by", "scores"),
         (SinkhornRouter, "balancing_bias", True),
     ],
 )

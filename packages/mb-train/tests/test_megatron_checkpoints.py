@@ -159,12 +159,22 @@ def test_ranks_are_joined(tmp_path, experts, ranks):
     assert transformer_config(config, VOCAB) == model.config
 
 
+LATER_ARGUMENTS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_channels", "bias_gelu_fusion",
+    "virtual_pipeline_model_parallel_size",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(("version", "tp"), [(None, 1), (0, 2), (1.0, 2), (2.0, 2)])
 def test_rows_of_older_versions_become_todays(tmp_path, version, tp):
     model = our_model(None)
-    folder = write(tmp_path / "checkpoints", model, tp=tp, pp=2)
+    folder = write(tmp_path / "checkpoints", model, tp=tp)
 
     def aged(_, content):
+        args = content["args"]
+        args.model_parallel_size = args.tensor_model_parallel_size
+        for name in LATER_ARGUMENTS:
+            delattr(args, name)
         del content["checkpoint_version"]
         content |= {} if version is None else {"checkpoint_version": version}
         layers = content["model"]["language_model"]["encoder"]
@@ -175,8 +185,11 @@ def test_rows_of_older_versions_become_todays(tmp_path, version, tp):
             layers[name] = rows.flatten(0, 2).clone()
 
     change_each(folder, aged)
-    weights = read_megatron(folder)[1]
+    config, weights = read_megatron(folder)
+    assert transformer_config(config, VOCAB) == model.config
     assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+    change_each(folder, lambda _, content: setattr(content["args"], "openai_gelu", False))
+    assert read_megatron(folder)[0].activation == "gelu"
     change_each(folder, lambda _, content: content.update(checkpoint_version=1.5))
     with pytest.raises(ValueError, match=r"of checkpoint version 2 or later, got 1\.5"):
         read_megatron(folder)

@@ -371,6 +371,21 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
 
 
 @pytest.mark.parametrize(
+    ("typed", "momentum", "told"),
+    [
+        ("--muon-nesterov", 0.95, False),
+        ("--muon-use-nesterov", 0.9, True),
+        ("--muon-use-nesterov --muon-momentum 0.95", 0.95, False),
+        ("--muon-use-nesterov --recipe dense-46m", 0.95, False),
+    ],
+)
+def test_a_script_of_the_first_megatron_with_muon_has_its_momentum(typed, momentum, told):
+    line = parse([*RUN, "--optimizer", "dist_muon", *typed.split()])
+    assert (resolve(line).muon_momentum, resolve(line).muon_nesterov) == (momentum, True)
+    assert any("a momentum of 0.9, having no" in note for note in line.notes) == told
+
+
+@pytest.mark.parametrize(
     ("typed", "others"),
     [
         ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4", True),

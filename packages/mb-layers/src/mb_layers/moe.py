@@ -241,6 +241,11 @@ class MoELayer(nn.Module):
         if routed.balanced_ids_TK is not None:
             balanced = mb_kernels.bin_tokens(routed.balanced_ids_TK, counts_E.shape[0])
             balance_counts_E = balanced.tokens_per_expert_E
+        elif self.config.balance_by == "scores" and self.training and routed.probs_TE is not None:
+            raise ValueError(
+                "expected balanced_ids_TK in the RouterOutput with balance_by='scores', got None: "
+                "give the best experts of each token there, or balance_by='visits'"
+            )
         if self.reduce_counts is not None:
             balance_counts_E = reduced(balance_counts_E, self.reduce_counts)
         elif self.config.balance_over == "global_batch" and self.training:

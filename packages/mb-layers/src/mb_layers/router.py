@@ -38,8 +38,8 @@ class RouterOutput(NamedTuple):
     logits_TE: fp32, with gradient: the z-loss reads them. None: there is no z-loss.
     token_ids_N: for routers that choose tokens for experts: weights and ids are then [N, 1], and
         their row n is of token token_ids_N[n]. None: row t is of token t.
-    balanced_ids_TK: int32, the experts that the load-balancing loss counts, -1 for none. None:
-        those of expert_ids_TK.
+    balanced_ids_TK: int32, the experts that the load-balancing loss counts, -1 for none; needed
+        with `balance_by="scores"`. None: those of expert_ids_TK.
     """
 
     weights_TK: Tensor

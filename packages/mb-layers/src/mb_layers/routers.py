@@ -24,7 +24,7 @@ class ExpertChoiceRouter(Router):
     Load is balanced by construction. A token visits any number of experts, K on average. What a
     token gets depends on the other tokens of the batch, later ones too, so do not use it in a
     causal model whose loss must not see the future. A config with groups, zero experts, a balancing
-    bias or renormalized weights is refused.
+    bias, renormalized weights or a balance by scores is refused.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class ExpertChoiceRouter(Router):
             num_zero_experts=0,
             balancing_bias=False,
             uniform_assignment=False,
+            balance_by="visits",
         )
         super().__init__(config, device=device, dtype=dtype)
 

@@ -73,6 +73,8 @@ def resolve_start(command: CommandLine) -> Resolved:
     if checkpoint is None:
         return Resolved(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
+    if not values.get("finetune"):
+        command = command.going_on()
     config = resolve(command, saved.inherited())
     if "save" not in values and not config.finetune:
         config = dataclasses.replace(config, save=str(checkpoint.parent))

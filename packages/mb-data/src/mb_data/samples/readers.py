@@ -93,7 +93,7 @@ class _Reader:
         # It imports from where this process does, by a path that no variable holds: a folder may
         # have a colon in its name. -c alone would put the current folder first, and a queue.py that
         # lies there would be taken for Python's own. What is no text imports skip, such as a Path.
-        path = [folder or os.getcwd() for folder in sys.path if isinstance(folder, str)]
+        path = [str(folder) or os.getcwd() for folder in sys.path if isinstance(folder, str)]
         serving = f"import sys; sys.path[:] = {path!a}; from mb_data.samples.readers import serve"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"{ignore}; {serving}; serve()"],

@@ -111,15 +111,22 @@ def run_workers(
             worker.stop()
 
 
+_without_main = threading.Lock()
+
+
 @contextlib.contextmanager
 def _no_main_module() -> Generator[None]:
     """Let processes that start meanwhile see none, as in an interactive Python."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _without_main:  # of two threads, one would take the other's stand-in for the module
+        main = sys.modules["__main__"]
+        stand_in = types.ModuleType("__main__")
+        # Other threads may pickle what is defined there.
+        vars(stand_in).update({**vars(main), "__spec__": None, "__file__": None})
+        sys.modules["__main__"] = stand_in
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 class _Worker:
@@ -145,8 +152,9 @@ class _Worker:
             # Python 3.12 warns of any thread, NumPy's idle ones included.
             warnings.simplefilter("ignore", DeprecationWarning)
             # A new Python runs the main module of this one again, and with it what a script does
-            # outside `if __name__ == "__main__":`. Only a job that comes from there needs that.
-            without = not fork and b"__main__" not in pickle.dumps(job)
+            # outside `if __name__ == "__main__":`. Only a job that comes from there needs that, or
+            # from __mp_main__, as it is called in such a Python.
+            without = not fork and b"_main__" not in pickle.dumps(job)
             with _no_main_module() if without else contextlib.nullcontext():
                 self.process.start()
         theirs.close()

@@ -31,6 +31,8 @@ def train(command: CommandLine) -> int:
     config = started.config
     if command.print_config:
         return print_config(config)
+    if started.start is not None and not config.finetune:
+        command = command.going_on()
     leader = leads()
     if leader:
         tell_notes(command, config, *started.notes)

@@ -43,6 +43,7 @@ class CommandLine:
     """What was typed or read from `--config`: fields by name, the recipe, remarks to print.
 
     `of_every_layer` names those weights of `values` that every layer's loss has, not their mean.
+    `unsaid` are those of `values` that nobody said: defaults that Megatron's scripts have.
     `own` holds the arguments of a command that are not a run's.
     """
 
@@ -51,7 +52,15 @@ class CommandLine:
     print_config: bool
     notes: tuple[str, ...]
     of_every_layer: tuple[str, ...] = ()
+    unsaid: dict[str, Any] = dataclasses.field(default_factory=dict)
     own: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
+
+    def going_on(self) -> CommandLine:
+        """The same where a run goes on, which has been told what is unsaid here."""
+        said = {name: value for name, value in self.values.items() if name not in self.unsaid}
+        on_unsaid = remarks_on(self.unsaid, said)
+        notes = tuple(note for note in self.notes if note not in on_unsaid)
+        return dataclasses.replace(self, values=said, notes=notes, unsaid={})
 
 
 def parse(
@@ -112,8 +121,10 @@ def parse(
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
     notes += [*remarks_on(beside, values), *muons]
+    unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
-    return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
+    of_every = tuple(of_every_layer)
+    return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned)
 
 
 def _about_folder(name: str) -> str:

@@ -14,6 +14,7 @@ from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
 NO_BIAS = "--disable-bias-linear"
+_FIRST_NESTEROV = "--muon-use-nesterov"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -49,7 +50,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
-    - Muon in a whole script: its momentum is plain and the factor of its steps 1.
+    - Muon in a whole script: its momentum is plain and the factor of its steps 1. With
+      `--muon-use-nesterov`, as Core spelled it at first, the momentum is 0.9, as it was then.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
       the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
       Transformer Engine does where a flag asks for its activation.
@@ -65,6 +67,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["activation"] = "gelu"
     if _is_whole(values) and values.get("optimizer") == "muon":
         found |= {"muon_nesterov": False, "muon_extra_scale_factor": 1.0}
+        if _FIRST_NESTEROV in typed:
+            found["muon_momentum"] = 0.9
     if _is_dense(values):
         return found
     if "--moe-router-load-balancing-type" in typed:
@@ -108,6 +112,11 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append("the exact GELU, as in Megatron without its fused kernel")
     if "muon_nesterov" in unsaid:
         notes.append("Muon without Nesterov's momentum, having no --muon-nesterov, as in Megatron")
+    if "muon_momentum" in unsaid:
+        notes.append(
+            f"Muon with a momentum of {unsaid['muon_momentum']}, having no --muon-momentum beside "
+            f"{_FIRST_NESTEROV}, as in Megatron when it had that flag"
+        )
     if "muon_extra_scale_factor" in unsaid:
         notes.append(
             "steps of Muon five times as large as Adam's without --muon-extra-scale-factor 0.2, as "

@@ -73,7 +73,24 @@ def _files_in(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         content = safe_pickle.load(file)
         if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
             raise ValueError(f"Expected {file} to hold Megatron's arguments, found none.")
-        yield path.name, content
+        yield path.name, {**content, "args": _todays(content["args"])}
+
+
+def _todays(args: Namespace) -> Namespace:
+    """Arguments with what those of checkpoint versions below 3 lack: they knew no pipelines."""
+    given = vars(args)
+    if "model_parallel_size" not in given:
+        return args
+    added = {
+        "tensor_model_parallel_size": args.model_parallel_size,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "kv_channels": args.hidden_size // args.num_attention_heads,
+        "ffn_hidden_size": 4 * args.hidden_size,
+        # GELU was its approximation until there was a flag for that.
+        "bias_gelu_fusion": "openai_gelu" not in given,
+    }
+    return Namespace(**{**added, **given})
 
 
 def _check_all_there(

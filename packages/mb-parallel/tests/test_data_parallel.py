@@ -2,7 +2,7 @@
 
 import gc
 import pickle
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from unittest import mock
 
@@ -23,6 +23,7 @@ from mb_parallel import (
     set_micro_batch,
     sum_gradients,
 )
+from mb_parallel.engines import torch_release
 from mb_parallel.optimizer import (
     SGD,
     Adafactor,
@@ -693,51 +694,62 @@ def refused_by_replicas(rank, world_size):
 
 
 class Again(nn.Module):
-    """Blocks that run under reentrant checkpoints, the first ones several times."""
+    """Blocks under checkpoints: each word's block has so many, of so many runs; a dot has none."""
 
-    def __init__(self, times, whole):
+    def __init__(self, blocks):
         super().__init__()
         torch.manual_seed(0)
         self.below = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.times, self.whole, self.use_reentrant = times, whole, True
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in blocks.split())
+        self.words = blocks.split()
 
-    def forward(self, x):
+    def forward(self, x, use_reentrant):
         x = self.below(x)
+        for block, word in zip(self.blocks, self.words, strict=True):
+            times = 2 if "+" in word else 1
 
-        def first(x):
-            return self.blocks[0](x).tanh()
+            def run(x, block=block, times=times):
+                for _ in range(times):
+                    x = block(x).tanh()
+                return x
 
-        def several(x):
-            return first(first(x))
-
-        for _ in range(self.times):
-            call = several if self.whole else first
-            x = x + checkpoint(call, x, use_reentrant=self.use_reentrant)
-        return x + self.blocks[1](x)
+            for _ in range(word.count("c")):
+                x = x + checkpoint(run, x, use_reentrant=use_reentrant)
+            x = x + run(x) if word == "." else x
+        return x
 
 
 def reentrant(rank, world_size):
     mesh, x = ParallelDims(dp_shard=world_size).build("cpu"), torch.ones(3, WIDTH) * (rank + 1)
-    for times, whole, stage, says in (
-        (1, False, 3, None),
-        (1, True, 3, None),
-        (2, False, 3, "use_reentrant=False, got one with True of a .*Linear that has several"),
-        (1, False, 1, "use_reentrant=False, got one with True of a .*Linear that is gathered with"),
+    several, joined = "has several in a pass", "is the last of several that are gathered together"
+    late = torch_release() >= (2, 13)
+    for blocks, stage, says in (
+        ("c .", 3, None),
+        ("c+ .", 3, None),
+        (". c", 3, None),
+        ("cc .", 3, several),
+        ("c c c", 1, None if late else joined),
+        ("c .", 2, None),
+        (". c .", 1, None),
+        (". c", 1, joined),
+        ("c . c", 2, joined),
+        # Before, FSDP2 gathers nothing for a second checkpoint of any kind in joined blocks.
+        *([("c cc", 1, several)] if late else []),
     ):
         grads = []
         for use_reentrant in (False, True):
-            model = Again(times, whole)
-            model.use_reentrant = use_reentrant
+            model = Again(blocks)
             apply_data_parallel(model, mesh, blocks=model.blocks, zero_stage=stage,
-                                compute_dtype=torch.float32)  # fmt: skip
-            loss = model(x).square().sum()
-            if use_reentrant and says:
-                with pytest.raises(ValueError, match=says):
+                                compute_dtype=torch.float32, cast_inputs=False)  # fmt: skip
+            refused = use_reentrant and says
+            for _ in range(2):
+                loss = model(x, use_reentrant).square().sum()
+                expected = pytest.raises(ValueError, match=says) if refused else nullcontext()
+                with expected:
                     loss.backward()
-                break
-            loss.backward()
-            grads.append([p.grad.full_tensor() for p in model.parameters()])
+                if refused:
+                    break
+            grads.append([] if refused else [p.grad.full_tensor() for p in model.parameters()])
         if not says:
             torch.testing.assert_close(*grads)
 

@@ -134,41 +134,54 @@ def _shard(
         if not parameter.is_contiguous():  # a transposed weight, which `fully_shard` refuses
             parameter.data = parameter.data.contiguous()
     fully_shard(unit, ignored_params=set(ignored_params), **options)
-    look = _Reentrant(joined=len(unit) > 1)
+    look = _Reentrant()
     for module in unit:
         module.register_forward_pre_hook(look, prepend=True)
 
 
 class _Reentrant:
-    """A hook before a unit's forward: refuses reentrant checkpoints that FSDP2 would sum wrongly.
+    """A hook before the forwards of a unit: refuses reentrant checkpoints that FSDP2 sums wrongly.
 
-    Such a checkpoint runs a backward pass of its own within that of the model. At its end FSDP2
-    takes the unit for done, all its modules and however often they run.
-
-    Args:
-        joined: the unit has several modules.
+    Such a checkpoint runs its modules without gradients, and again in a backward pass of its own
+    within that of the model, at whose end FSDP2 takes a module for done. What a unit of several
+    needs for its backward pass it prepares behind the last one, unless that ran without gradients;
+    from torch 2.13 on a unit that ran without them altogether does so later.
     """
 
-    def __init__(self, *, joined: bool) -> None:
-        self._joined = joined
-        self._seen = (-1, -1)  # in which backward pass, and of which checkpoint, it ran last
+    def __init__(self) -> None:
+        self._forwards = 0
+        # Of each module's latest forward pass the number, and whether it was one with gradients.
+        self._latest: dict[nn.Module, tuple[int, bool]] = {}
+        # In which backward pass, and of which checkpoint, a module ran last.
+        self._again: dict[nn.Module, tuple[int, int]] = {}
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        # In a compiled module nothing is left of this.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # in a compiled module nothing is left of this
             return
         node: Any = torch._C._current_autograd_node()
-        if getattr(node, "_forward_cls", None) is not CheckpointFunction:
+        if node is None:
+            self._forwards += 1
+            self._latest[module] = self._forwards, torch.is_grad_enabled()
+        elif torch.is_grad_enabled() and getattr(node, "_forward_cls", None) is CheckpointFunction:
+            self._check(module, (torch._C._current_graph_task_id(), id(node)))
+
+    def _check(self, module: nn.Module, here: tuple[int, int]) -> None:
+        before, self._again[module] = self._again.get(module, (-1, -1)), here
+        number, _ = self._latest.get(module, (0, False))
+        others = [latest for other, latest in self._latest.items() if other is not module]
+        is_last = bool(others) and all(theirs < number for theirs, _ in others)
+        late = torch_release() >= (2, 13) and not any(grad for _, grad in others)
+        if before[0] == here[0] and before != here:
+            what = "has several in a pass"
+        elif is_last and not late:
+            what = "is the last of several that are gathered together"
+        else:
             return
-        before, self._seen = self._seen, (torch._C._current_graph_task_id(), id(node))
-        twice = before[0] == self._seen[0] and before != self._seen
-        if self._joined or twice:
-            what = "is gathered with others" if self._joined else "has several in a pass"
-            raise ValueError(
-                f"Expected checkpoints with use_reentrant=False, got one with True of a "
-                f"{type(module).__name__} that {what}: gradients would be wrong. Pass False to "
-                "torch.utils.checkpoint, or call apply_recompute instead."
-            )
+        raise ValueError(
+            f"Expected checkpoints with use_reentrant=False, got one with True of a "
+            f"{type(module).__name__} that {what}: gradients would be wrong. Pass False to "
+            "torch.utils.checkpoint, or call apply_recompute instead."
+        )
 
 
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:

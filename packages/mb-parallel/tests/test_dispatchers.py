@@ -4,6 +4,7 @@ Ranks run in one go per world size: starting them costs more than all the cases 
 """
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
@@ -448,26 +449,55 @@ def _room(rows, slots, tokens=4):
     return rows.most(bins, Placement(4, 2, 0), tokens, 1)
 
 
-def test_an_overflow_is_told_once():
+def test_what_the_fullest_layer_got_is_told_once():
     rows = Rows("budget", 1.0)
-    assert rows.take_overflow() is None
-    assert _room(rows, 2) == 2
-    assert not rows.take_overflow()
-    for slots in (3, 2):
+    assert rows.take_fill() is None
+    for slots in (1, 3, 2):
         assert _room(rows, slots) == 2
-    assert rows.take_overflow()
-    assert not rows.take_overflow()
+    assert rows.take_fill() == 1.5
+    assert rows.take_fill() == 0
     assert _room(rows, 0, tokens=0) == _room(Rows("exact"), 0) == 1
+
+
+def test_one_slot_too_many_of_many_is_too_many():
+    rows, last = Rows("budget", 1.0), 2**25 + 1  # a float of 32 bits cannot tell it from 2^25
+    bins = SimpleNamespace(offsets_E1=torch.tensor([0, last]))
+    assert rows.most(bins, Placement(4, 2, 0), 2**26, 1) == 2**25
+    assert rows.take_fill() > 1
 
 
 def test_a_step_runs_again_for_its_own_rows_alone():
     rows, layer = Rows("budget", 1.0), torch.nn.Module()
     layer.dispatcher = SimpleNamespace(inner=SimpleNamespace(rows=rows))
-    _room(rows, 3)  # in no step
-    for slots, again in ((2, False), (3, True), (2, False)):
-        step = functools.partial(_room, rows, slots)
-        assert within_budget([layer], step, torch.device("cpu")) == (slots, again)
-        assert rows.policy == "budget"
+    _room(rows, 300, tokens=400)  # in no step
+
+    def step(slots):
+        return within_budget([layer], lambda: _room(rows, slots, tokens=400), torch.device("cpu"))
+
+    # Once it was 1.5 times the even 200, and then there is room for 1.25 of that, in eighths.
+    assert [step(slots) for slots in (200, 300, 375, 200)] == [
+        (200, False), (300, True), (375, False), (475, False)
+    ]  # fmt: skip
+    assert rows.policy == "budget"
+
+
+def test_room_is_for_what_steps_needed_lately():
+    rows = Rows("budget", 1.5)
+    layer = torch.nn.Module()
+    layer.dispatcher = SimpleNamespace(rows=rows)
+    rooms = []
+    for slots in (1000, *60 * [300]):
+        step = functools.partial(_room, rows, slots, tokens=400)
+        room, redone = within_budget([layer], step, torch.device("cpu"))
+        assert redone == (slots == 1000)
+        rooms.append(room)
+    # 5 times the even 200 was needed, then 1.5 times. It fades by 1 % a step.
+    assert rooms[:3] == [1000, 1250, 1250]
+    assert rooms[-1] == 200 * math.ceil(8 * 1.25 * 5 * 0.99**59) / 8
+    assert len(set(rooms)) < 25
+    for _ in range(100):
+        within_budget([layer], step, torch.device("cpu"))
+    assert _room(rows, 300, tokens=400) == 375  # 1.25 times 1.5
 
 
 @pytest.mark.parametrize(

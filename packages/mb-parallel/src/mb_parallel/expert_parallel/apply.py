@@ -98,8 +98,8 @@ def parallelize_experts(
             have room for. "worst": whatever could come. "exact": what came, which the host reads
             once a layer. "budget": `row_budget` times the slots of balanced routing. A rank that
             gets more returns NaN, so that all ranks skip the optimizer step, and `within_budget`
-            runs the step again. Nothing is ever dropped.
-        row_budget: for "budget", at least 1.
+            runs the step again, and makes more room for the next ones. Nothing is ever dropped.
+        row_budget: for "budget" the least room, at least 1.
         timeout_s: for "peer": how long a kernel waits for another rank.
 
     Returns:

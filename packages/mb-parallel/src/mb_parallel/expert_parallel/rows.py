@@ -6,8 +6,9 @@ No policy drops a row:
 
     "worst"    room for every slot that could come. Nothing overflows, the host never waits.
     "exact"    room for the slots that came. The host reads their number once a layer, and waits.
-    "budget"   room for `budget` times the slots of balanced routing. If more come, the output is
-               NaN, the device notes it, and `within_budget` runs the step again with "exact".
+    "budget"   room for a multiple of the slots of balanced routing. If more come, the output is
+               NaN, the device notes it, and `within_budget` runs the step again as "exact" would.
+               The multiple follows what steps needed: where it is too small once it grows.
 
 Letters: E experts, P ranks.
 """
@@ -32,13 +33,20 @@ from mb_parallel.random import rng_state, set_rng_state
 Policy = Literal["worst", "exact", "budget"]
 Result = TypeVar("Result")
 
+# Room for a quarter more than steps needed lately, in eighths of the balanced slots, so that sizes
+# of allocations seldom change. What a step needed counts for 1 % less with each one after it.
+_MARGIN = 1.25
+_FRACTION = 8
+_FADING = 0.99
+
 
 class Rows:
     """The policy, one object for all layers of a model.
 
     Args:
         policy: see above.
-        budget: for "budget": room as a multiple of the slots of balanced routing, at least 1.
+        budget: for "budget": the least room, as a multiple of the slots of balanced routing, at
+            least 1.
 
     Raises:
         ValueError: another policy or a budget below 1.
@@ -53,7 +61,10 @@ class Rows:
                 f"Expected row_budget of at least 1, the share of balanced routing, got {budget!r}."
             )
         self.policy, self.budget = policy, budget
-        self._overflow: Tensor | None = None
+        self._multiple = float(budget)
+        self._needed = 0.0
+        self._exactly = False
+        self._fill: Tensor | None = None
 
     def most(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int | None:
         """The number of slots to make room for, or None for all that could come.
@@ -69,33 +80,42 @@ class Rows:
     # Takes integers: torch 2.13 loses a float made of sizes at a break of its graph (in a mode).
     @_disable_dynamo
     def _room(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int:
+        slots = bins.offsets_E1[-1]
         if self.policy == "exact" or not torch.is_grad_enabled():
-            return max(int(bins.offsets_E1[-1]), 1)
-        balanced = placement.balanced_slots(tokens, top_k)
-        room = max(math.ceil(self.budget * balanced), 1)
-        over = bins.offsets_E1[-1] > room
-        if self._overflow is None:
-            self._overflow = over
+            return max(int(slots), 1)
+        room = max(math.ceil(self._multiple * placement.balanced_slots(tokens, top_k)), 1)
+        fill = slots.double() / room  # in 32 bits 2^24 slots and one more would be as many
+        if self._fill is None:
+            self._fill = fill
         else:
-            self._overflow.logical_or_(over)  # in place, for CUDA graphs
-        return room
+            torch.maximum(self._fill, fill, out=self._fill)  # in place, for CUDA graphs
+        return max(int(slots), 1) if self._exactly else room
 
-    def take_overflow(self) -> Tensor | None:
-        """Whether rows overflowed since the last call, on the device; None if no layer ran."""
-        if self._overflow is None:
+    def take_fill(self) -> Tensor | None:
+        """The most slots over the room for them since the last call, fp64 on the device.
+
+        Above 1 some overflowed. None if no layer ran.
+        """
+        if self._fill is None:
             return None
-        found = self._overflow.clone()
-        self._overflow.zero_()
+        found = self._fill.clone()
+        self._fill.zero_()
         return found
+
+    def follow(self, fill: float) -> None:
+        """Make room for steps like the one whose `take_fill` this is, and those lately before."""
+        self._needed = max(fill * self._multiple, _FADING * self._needed)
+        wanted = math.ceil(_FRACTION * _MARGIN * self._needed) / _FRACTION
+        self._multiple = max(self.budget, wanted)
 
     @contextlib.contextmanager
     def exactly(self) -> Generator[None]:
-        """Within it the policy is "exact"."""
-        policy, self.policy = self.policy, "exact"
+        """Within it there is room for what comes, as with "exact"."""
+        self._exactly = True
         try:
             yield
         finally:
-            self.policy = policy
+            self._exactly = False
 
 
 def within_budget(
@@ -104,9 +124,9 @@ def within_budget(
     """Run a step's forward and backward passes; if rows overflowed on any rank, run them again.
 
     The second time there is room for all rows. It starts without gradients, and draws the same
-    random numbers as the first. Every rank of the world calls this. The host waits for the device
-    once. If one rank alone raises, in `step` too, the others wait for it, until the process group's
-    timeout.
+    random numbers as the first. Later steps have room for a quarter more than was needed lately.
+    Every rank of the world calls this. The host waits for the device once for each run. If one rank
+    alone raises, in `step` too, the others wait for it, until the process group's timeout.
 
     Args:
         parts: the model's stages on this rank, without gradients, after `parallelize_experts` with
@@ -124,24 +144,34 @@ def within_budget(
     parts = several(parts, "parts")
     rows = budgets_of(parts)
     for one in rows:
-        one.take_overflow()  # of forward passes that were no part of a step
+        one.take_fill()  # of forward passes that were no part of a step
     before = rng_state(device)
     result = step()
-    found = [flag for flag in (one.take_overflow() for one in rows) if flag is not None]
-    vote = torch.zeros((), dtype=torch.int32, device=device)
-    if found:
-        vote = torch.stack(found).any().int()
+    fill = _most_of_all_ranks(rows, device)
+    redone = fill > 1
+    if redone:
+        for part in parts:
+            part.zero_grad(set_to_none=True)
+        set_rng_state(before, device)
+        with contextlib.ExitStack() as stack:
+            for one in rows:
+                stack.enter_context(one.exactly())
+            result = step()
+        # What layers got behind the first that overflowed came from its NaN.
+        fill = _most_of_all_ranks(rows, device)
+    for one in rows:
+        one.follow(fill)
+    return result, redone
+
+
+def _most_of_all_ranks(rows: Iterable[Rows], device: torch.device) -> float:
+    fills = [fill for one in rows if (fill := one.take_fill()) is not None]
+    most = torch.zeros((), dtype=torch.float64, device=device)
+    if fills:
+        most = torch.stack(fills).amax()
     if dist.is_initialized():
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    if not vote.item():
-        return result, False
-    for part in parts:
-        part.zero_grad(set_to_none=True)
-    set_rng_state(before, device)
-    with contextlib.ExitStack() as stack:
-        for one in rows:
-            stack.enter_context(one.exactly())
-        return step(), True
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()
 
 
 def budgets_of(parts: Iterable[nn.Module]) -> set[Rows]:

@@ -54,12 +54,13 @@ class ParallelFields:
     )  # fmt: skip
     moe_row_policy: str = flag(
         "what experts save room for, where shapes are static (all_gather, peer): the worst case, "
-        "--moe-row-budget, with a second run of the step for more, or what the host reads (ours)",
+        "a budget, with a second run of the step for more and more room after it, or what the host "
+        "reads (ours)",
         "worst", choices=("worst", "budget", "exact"),
     )  # fmt: skip
     moe_row_budget: float = flag(
-        "rows of an expert-parallel rank over the even share, for the policy of that name (ours)",
-        2.0, bounds=AT_LEAST_1, needs=("moe_row_policy", "budget"),
+        "least room for rows of an expert-parallel rank, over the even share, for the policy "
+        "budget (ours)", 2.0, bounds=AT_LEAST_1, needs=("moe_row_policy", "budget"),
     )  # fmt: skip
     moe_a2a_overlap_degree: int = flag(
         "for all_to_all: chunks of a rank's tokens, of which one is exchanged while the experts "

@@ -23,18 +23,27 @@ echo "${STOP:-$steps}" > "$save/latest_checkpointed_iteration.txt"
 """
 
 
+# In torchrun's place: leaves its own words away.
+TORCHRUN = """#!/bin/bash
+while [ "$1" != mb_train ]; do last=$1; shift; [ "$1" != -m ] || printf '%s ' "$last" >> "$CALLS.ranks"; done
+shift
+exec mb-train "$@"
+"""
+
+
 @pytest.fixture
 def frontier(tmp_path):
     """Runs the script; returns the process, and mb-train's words of every call by its kind."""
-    program = tmp_path / "bin" / "mb-train"
-    program.parent.mkdir()
-    program.write_text(STAND_IN)
-    program.chmod(0o755)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("mb-train", STAND_IN), ("torchrun", TORCHRUN)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
 
     def run(*words, **environment):
         calls = tmp_path / "calls"
         calls.write_text("")
-        path = f"{program.parent}:{os.environ['PATH']}"
+        path = f"{programs}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "CALLS": str(calls), **environment}
         where = ["--data", "text", "--out", str(tmp_path / "out")]
         command = ["bash", str(SCRIPT), *where, *words]
@@ -116,6 +125,18 @@ def test_rates_by_size_and_for_experts(frontier):
     assert found[0].train_iters == 1600
 
 
+def test_several_gpus_share_the_sequences_and_the_experts(frontier, tmp_path):
+    done, calls = frontier("dense-17m", "dmoe-17m", "--gpus", "4")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calls.ranks").read_text() == "4 4 "
+    dense, experts = configs(calls["train"])
+    for config, ranks in (dense, 1), (experts, 4):
+        assert (config.global_batch_size, config.micro_batch_size) == (256, 64)
+        assert config.expert_model_parallel_size == ranks
+    _, calls = frontier("--dry-run", "dmoe-17m", "--gpus", "2")
+    assert calls["plan"][0].startswith("--gpus 2 --recipe dmoe-17m")
+
+
 def test_a_finished_point_is_not_run_again(frontier, tmp_path):
     frontier("dense-17m")
     assert not list((tmp_path / "out" / "dense-17m").glob("iter_*"))
@@ -174,6 +195,8 @@ def test_dry_run_writes_nothing(frontier, tmp_path):
         (["--tokns", "5"], "got --tokns"),
         (["--tokens", "5"], "of a step, 262144, or more, got 5"),
         (["sparse-17m"], "got sparse"),
+        (["--gpus", "3"], "that 3 GPUs can share, got 256"),
+        (["--gpus", "0"], "that 0 GPUs can share"),
     ],
 )
 def test_mistakes_are_said(frontier, words, problem):

@@ -7,7 +7,8 @@
 #   frontier.sh --data data/machine_text_document --out runs/frontier --minutes 9
 #
 #   --tokens N      tokens of every point (419,430,400), rounded down to whole steps
-#   --sequences N   in a step (256), in micro-batches of 128 if those divide it
+#   --gpus N        of this host, each with a share of the sequences and of the experts (1)
+#   --sequences N   in a step (256), in micro-batches of 128 if those divide a GPU's
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 27 GB
@@ -35,12 +36,13 @@
 # At the end, and after every point, mb-train report --frontier draws what there is.
 set -euo pipefail
 if ! command -v mb-train >/dev/null; then mb-train() { python -m mb_train "$@"; }; fi # not installed: PYTHONPATH
-data= out= tokens=419430400 sequences=256 minutes= keep= dry= gpu=() length=1024
+data= out= gpus=1 tokens=419430400 sequences=256 minutes= keep= dry= gpu=() length=1024
 points=()
 while [ $# -gt 0 ]; do
     case $1 in
         --data) data=$2; shift ;;
         --out) out=$2; shift ;;
+        --gpus) gpus=$2; shift ;;
         --tokens) tokens=$2; shift ;;
         --sequences) sequences=$2; shift ;;
         --length) length=$2; shift ;;
@@ -58,6 +60,11 @@ if [ -z "$data" ] || [ -z "$out" ]; then
     echo "frontier.sh: expected --data PREFIX and --out FOLDER, got '$data' and '$out'" >&2
     exit 2
 fi
+if [ "$gpus" -lt 1 ] || [ $((sequences % gpus)) != 0 ]; then
+    echo "frontier.sh: expected --sequences that $gpus GPUs can share, got $sequences" >&2
+    exit 2
+fi
+own=$((sequences / gpus)) # of a GPU
 steps=$((tokens / (sequences * length)))
 every=$((steps / 10 > 0 ? steps / 10 : 1))
 steps=$((every * (steps / every))) # the last evaluation is at the end
@@ -96,12 +103,12 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     esac
     if [ "$1" != dense ]; then
         scale=${LR_EXPERTS:-1}
-        printf '%s\n' --moe-loss-weight 0.01 --moe-first-k-dense 1
+        printf '%s\n' --moe-loss-weight 0.01 --moe-first-k-dense 1 --expert-model-parallel-size "$gpus"
     fi
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \
         --seq-length "$length" --max-position-embeddings "$length" \
-        --micro-batch-size "$((sequences % 128 ? sequences : 128))" --global-batch-size "$sequences" \
+        --micro-batch-size "$((own % 128 ? own : 128))" --global-batch-size "$sequences" \
         --init-method-std 0.04 --adam-beta2 0.95 --weight-decay 0.1 --lr-warmup-fraction 0.1 --split 969,16,15 \
         --attention-dropout 0 --hidden-dropout 0 --log-interval "$((every / 5 > 0 ? every / 5 : 1))" \
         --eval-interval "$every" --eval-iters "$((sequences < 4096 ? 4096 / sequences : 1))" \
@@ -130,7 +137,7 @@ for point in "${points[@]}"; do
     flags+=("$@" --save "$folder")
     if [ -n "$dry" ]; then
         echo "mb-train ${flags[*]}"
-        mb-train plan --gpus 1 "${gpu[@]}" "${flags[@]}" | sed 's/^/    /'
+        mb-train plan --gpus "$gpus" "${gpu[@]}" "${flags[@]}" | sed 's/^/    /'
         continue
     fi
     if [ -e "$folder/finished" ]; then
@@ -145,7 +152,11 @@ for point in "${points[@]}"; do
         fi
         if [ "$(reached)" != 0 ]; then flags+=(--load "$folder"); fi
         echo "$point: $steps steps of $sequences x $length tokens"
-        mb-train "${flags[@]}"
+        if [ "$gpus" = 1 ]; then
+            mb-train "${flags[@]}"
+        else
+            GPUS=$gpus bash "${BASH_SOURCE%/*}/launch.sh" "${flags[@]}"
+        fi
     fi
     if [ "$(reached)" != "$steps" ]; then
         echo "$point: stopped at step $(reached) of $steps; the same command goes on"

@@ -43,9 +43,8 @@ import torch
 from mb_layers import Experts
 from mb_layers.moe import MoELayer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from mb_parallel.arguments import floating, one_module, several
+from mb_parallel.arguments import floating, one_module, several, unwrapped
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
@@ -99,10 +98,10 @@ def apply_data_parallel(
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
             or one for several, blocks that are not in the model, a mesh of other sizes than in an
-            earlier call for the model, a model that is sharded already or has replicas, one in
-            DistributedDataParallel, parameters of several dtypes that train in one unit, in stage 0
-            DTensors over data-parallel ranks, or experts with working copies or, where ep or tp >
-            1, without `parallelize_experts`.
+            earlier call for the model, a model that is sharded already or has replicas, one in a
+            wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
+            unit, in stage 0 DTensors over data-parallel ranks, or experts with working copies or,
+            where ep or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -171,11 +170,7 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             f"{type(model).__name__}. Call apply_data_parallel once, for the whole model, and not "
             "after fully_shard."
         )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "Expected a model that nothing is wrapped around, got DistributedDataParallel, which "
-            "averages gradients. Call apply_data_parallel on the model itself, in place of it."
-        )
+    unwrapped(model)
     if zero_stage == 0:
         refuse_spread(model, mesh)
     experts = [module for module in model.modules() if isinstance(module, Experts)]

@@ -5,14 +5,15 @@
 | `gather_rows`: every rank gets the rows of all | `sum_rows` |
 | `sum_rows`: the sum over the ranks of what each has for this rank's rows | `gather_rows` |
 | `exchange_rows`: to each rank the rows meant for it | `exchange_rows`, the other way |
-| `share_of_rows`: of rows that all have, this rank's share | `join_rows` |
-| `join_rows`: all shares, on every rank | `share_of_rows` |
+| `split_rows`: of rows that all have, this rank's share | `join_rows` |
+| `join_rows`: all shares, on every rank | `split_rows` |
 | `mean_over`: the mean over the ranks | the gradient over P |
 
 Sums run in fp32 (fp64 for fp64) in the order of ranks: twice the same bits. A collective that fails
 says at which rank, in which layer and step; usually it is another rank that died.
 
-`torch.compile` breaks its graph here.
+`torch.compile` breaks its graph here. That, and the place in the message, is what `split_rows` and
+`join_rows` have beside tensor parallelism's `split` and `join`.
 
 Letters: P ranks, R rows, D columns.
 """
@@ -94,7 +95,7 @@ def exchange_rows(x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: 
 
 
 @uncompiled
-def share_of_rows(x_RD: Tensor, place: Place) -> Tensor:
+def split_rows(x_RD: Tensor, place: Place) -> Tensor:
     """This rank's P-th of rows that all ranks hold alike; P divides R."""
     return _Pair.apply(x_RD, place, _share, gathered)
 

@@ -128,7 +128,7 @@ def apply_data_parallel(
                 cast_inputs=cast_inputs,
             )
     if zero_stage == 0:
-        inner = getattr(model, "_orig_mod", model)
+        inner = _inner(model)
         setattr(inner, REPLICAS, replicate(inner, mesh))
     setattr(model, _STAGE, zero_stage)
     watch(_sharded(model))
@@ -246,7 +246,7 @@ def gather_rest(model: nn.Module) -> None:
     """
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
-        replicas.follow(getattr(model, "_orig_mod", model))
+        replicas.follow(_inner(model))
     model = _sharded(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.
@@ -259,7 +259,12 @@ def zero_stage_of(model: nn.Module) -> int | None:
     return getattr(model, _STAGE, None)
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile` returned; else the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _sharded(model: nn.Module) -> Any:
     """What FSDP2 shards, also inside of what `torch.compile` returned; else the model itself."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = _inner(model)
     return inner if is_fsdp(inner) else model

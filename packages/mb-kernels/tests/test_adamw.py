@@ -8,7 +8,7 @@ import mb_kernels
 import pytest
 import torch
 from mb_kernels.targets import TARGETS
-from mb_kernels.targets.record import record
+from mb_kernels.targets.record import recorded_cases
 
 SHAPES = [(5, 7), (3,), (2, 4, 6), (0, 2), ()]
 
@@ -180,7 +180,7 @@ def test_aligned_tensors_move_in_16_bytes():
     # The compiler knows of an address in a table what it is told in the right place, or nothing.
     from mb_kernels.targets import cases, gate
 
-    (case,) = record(TARGETS["sm90"], {"": cases._small_ops()["AdamW, fp32, copy"]})
+    (case,) = recorded_cases(TARGETS["sm90"], {"": cases._small_ops()["AdamW, fp32, copy"]})
     ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
     # Four tensors in, three and a copy of half the bytes out, 8 elements a thread.
     assert ptx.count("ld.global.v4.b32") == 8

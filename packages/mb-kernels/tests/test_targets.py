@@ -17,7 +17,7 @@ from mb_kernels.bins import SMALLEST_BLOCK_M
 from mb_kernels.targets import TARGETS, TILES, GateCase, gate
 from mb_kernels.targets.cover import cover
 from mb_kernels.targets.gate import kernel_modules, main
-from mb_kernels.targets.record import record
+from mb_kernels.targets.record import recorded_cases
 from mb_kernels.targets.table import _amd_target, _nvidia_target
 
 
@@ -170,7 +170,7 @@ def test_what_is_no_number_passes_clamps_and_relu() -> None:
         "forward": lambda: elementwise.activation(h, "reglu(limit=3)"),
         "backward": lambda: elementwise.activation_backward(d_a, h, "reglu(limit=3)"),
     }
-    for case in record(TARGETS["sm90"], calls):
+    for case in recorded_cases(TARGETS["sm90"], calls):
         ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
         assert {"min.NaN.f32", "max.NaN.f32"} == set(re.findall(r"\b(?:min|max)\.[\w.]*", ptx))
 

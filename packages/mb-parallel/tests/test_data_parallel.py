@@ -23,6 +23,7 @@ from mb_parallel import (
     set_micro_batch,
     sum_gradients,
 )
+from mb_parallel.arguments import unwrapped
 from mb_parallel.engines import torch_release
 from mb_parallel.optimizer import (
     SGD,
@@ -44,7 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -629,6 +630,13 @@ def test_copies_of_an_expert_are_summed_once():
     expected = [p.grad for p in whole[0].moe.experts.parameters()]
     for grads in run_ranks(copies_of_experts, 4):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_in_torchs_older_fsdp_is_refused():
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # torch makes one on GPUs
+    nn.Module.__init__(wrapper)
+    with pytest.raises(ValueError, match="got FullyShardedDataParallel, which averages"):
+        unwrapped(nn.Sequential(wrapper))
 
 
 def refused_by_replicas(rank, world_size):

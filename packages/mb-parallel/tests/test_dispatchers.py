@@ -28,7 +28,7 @@ from mb_parallel.expert_parallel.collectives import (
     exchange_rows,
     gather_rows,
     join_rows,
-    share_of_rows,
+    split_rows,
     sum_rows,
 )
 from mb_parallel.expert_parallel.global_capacity import batch_order
@@ -326,7 +326,7 @@ def _turned(rank, ranks):
     """Rows, and gradients of them, that lie in memory column by column."""
     place = Place(dist.group.WORLD)
     exchange = functools.partial(exchange_rows, to=[2, 2], from_=[2, 2])
-    for call in (gather_rows, sum_rows, share_of_rows, join_rows, exchange, _in_halves):
+    for call in (gather_rows, sum_rows, split_rows, join_rows, exchange, _in_halves):
         found = []
         for turn in (torch.clone, lambda x: x.mT.contiguous().mT):
             x = turn(torch.arange(12.0).view(4, 3) + 100 * rank).requires_grad_()

@@ -10,6 +10,8 @@ import torch
 from mb_layers.arguments import at_least_1 as at_least_1
 from torch import Tensor, nn
 
+from mb_parallel.engines import is_wrapper
+
 
 def at_least_0(**numbers: Any) -> None:
     """Check numbers, infinite ones and tensors among them, given by the names of the arguments."""
@@ -34,6 +36,16 @@ def one_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"Expected one module, got {type(model).__name__}. Call this for each part of a model."
+        )
+
+
+def unwrapped(model: nn.Module) -> None:
+    """Check that no part of the model is in a wrapper of torch's that reduces gradients."""
+    for wrapper in filter(is_wrapper, model.modules()):
+        raise ValueError(
+            f"Expected a model that nothing is wrapped around, got {type(wrapper).__name__}, which "
+            "averages gradients of the parameters it found. Parallelize the model itself, with "
+            "apply_data_parallel in place of the wrapper."
         )
 
 

@@ -43,9 +43,8 @@ import torch
 from mb_layers import Experts
 from mb_layers.moe import MoELayer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from mb_parallel.arguments import floating, one_module, several
+from mb_parallel.arguments import floating, one_module, several, unwrapped
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
@@ -99,10 +98,10 @@ def apply_data_parallel(
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
             or one for several, blocks that are not in the model, a mesh of other sizes than in an
-            earlier call for the model, a model that is sharded already or has replicas, one in
-            DistributedDataParallel, parameters of several dtypes that train in one unit, in stage 0
-            DTensors over data-parallel ranks, or experts with working copies or, where ep or tp >
-            1, without `parallelize_experts`.
+            earlier call for the model, a model that is sharded already or has replicas, one in a
+            wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
+            unit, in stage 0 DTensors over data-parallel ranks, or experts with working copies or,
+            where ep or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -129,7 +128,7 @@ def apply_data_parallel(
                 cast_inputs=cast_inputs,
             )
     if zero_stage == 0:
-        inner = getattr(model, "_orig_mod", model)
+        inner = _inner(model)
         setattr(inner, REPLICAS, replicate(inner, mesh))
     setattr(model, _STAGE, zero_stage)
     watch(_sharded(model))
@@ -171,11 +170,7 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             f"{type(model).__name__}. Call apply_data_parallel once, for the whole model, and not "
             "after fully_shard."
         )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "Expected a model that nothing is wrapped around, got DistributedDataParallel, which "
-            "averages gradients. Call apply_data_parallel on the model itself, in place of it."
-        )
+    unwrapped(model)
     if zero_stage == 0:
         refuse_spread(model, mesh)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -251,7 +246,7 @@ def gather_rest(model: nn.Module) -> None:
     """
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
-        replicas.follow(getattr(model, "_orig_mod", model))
+        replicas.follow(_inner(model))
     model = _sharded(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.
@@ -264,7 +259,12 @@ def zero_stage_of(model: nn.Module) -> int | None:
     return getattr(model, _STAGE, None)
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile` returned; else the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _sharded(model: nn.Module) -> Any:
     """What FSDP2 shards, also inside of what `torch.compile` returned; else the model itself."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = _inner(model)
     return inner if is_fsdp(inner) else model

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -26,6 +27,12 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
     """Whether FSDP2 shards this module."""
     return isinstance(module, _classes("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether this is torch's DistributedDataParallel, or FSDP1, around a module."""
+    fsdp1 = _classes("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return isinstance(module, (DistributedDataParallel, fsdp1))
 
 
 def is_compiled(module: Any) -> bool:

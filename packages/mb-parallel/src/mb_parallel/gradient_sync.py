@@ -112,10 +112,10 @@ def drop_apart(optimizer: torch.optim.Optimizer) -> None:
 def _models(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """The watched models that some of these parameters are of."""
     wanted = {id(parameter) for parameter in parameters} if _WATCHED else set()
-    return [model for model in _WATCHED if any(id(p) in wanted for p in _sharded(model))]
+    return [model for model in _WATCHED if any(id(p) in wanted for p in _optimized(model))]
 
 
-def _sharded(model: nn.Module) -> Iterator[Tensor]:
+def _optimized(model: nn.Module) -> Iterator[Tensor]:
     """A model's parameters as an optimizer has them; those that are gathered are others."""
     yield from model.parameters()
     yield from (held.sharded_param for group in _groups(model) for held in group.fsdp_params)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mb_kernels.uncompiled import uncompiled
 from mb_layers import Experts
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
@@ -55,7 +55,7 @@ class Replicas:
         """Say whether the next backward is the last."""
         self._last = last
 
-    @_disable_dynamo
+    @uncompiled
     def follow(self, model: nn.Module, *_: Any) -> None:
         """A hook before forward, for one: watch parameters that `to` or `assign` put there."""
         watch(model)

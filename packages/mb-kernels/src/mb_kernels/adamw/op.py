@@ -20,10 +20,10 @@ from torch import Tensor
 
 from mb_kernels.adamw import reference
 from mb_kernels.runtime import checks, registration
-from mb_kernels.uncompiled import uncompiled
+from mb_kernels.uncompiled import uncompiled_step
 
 
-@uncompiled
+@uncompiled_step
 @torch.no_grad()
 def adamw_step(
     weights: Sequence[Tensor],

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mb_kernels.muon import reference
 from mb_kernels.runtime import checks, registration
-from mb_kernels.uncompiled import uncompiled
+from mb_kernels.uncompiled import uncompiled_step
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@uncompiled
+@uncompiled_step
 @torch.no_grad()
 def muon_momentum(
     grad: Tensor,
@@ -64,7 +64,7 @@ def muon_momentum(
         return compute(grad, buffer, **rates, **flags, dtype=dtype)
 
 
-@uncompiled
+@uncompiled_step
 @torch.no_grad()
 def muon_step(
     weight: Tensor,

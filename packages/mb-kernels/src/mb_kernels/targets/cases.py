@@ -34,8 +34,9 @@ from mb_kernels.relative_attention import kernels as attention
 from mb_kernels.sum_of_squares import kernels as squares
 from mb_kernels.symmetric_matmul import kernels as symmetric
 from mb_kernels.targets.cover import cover
-from mb_kernels.targets.record import record
-from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
+from mb_kernels.targets.gate_case import GateCase
+from mb_kernels.targets.record import recorded_cases
+from mb_kernels.targets.table import NEIGHBOURS, Target
 from mb_kernels.warm_up import (
     rehearse_bins,
     rehearse_choice,
@@ -136,12 +137,12 @@ ALL_HEADS = tuple(itertools.product((_BF16, _FP16, _FP32), (16, 64, 80, 128), (F
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package in each dtype and kind of size, but not in all combinations."""
     depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
-    return cover(record(target, _calls(LAYERS, HEADS)), depth=depth)
+    return cover(recorded_cases(target, _calls(LAYERS, HEADS)), depth=depth)
 
 
 def every_case(target: Target) -> list[GateCase]:
     """Every dtype with every activation and every kind of size."""
-    return record(target, _calls((*LAYERS, *ALL_LAYERS), (*HEADS, *ALL_HEADS)))
+    return recorded_cases(target, _calls((*LAYERS, *ALL_LAYERS), (*HEADS, *ALL_HEADS)))
 
 
 def _calls(layers: tuple[Layer, ...], heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:

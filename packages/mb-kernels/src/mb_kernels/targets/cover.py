@@ -7,7 +7,7 @@ tile. Most launches of a layer have no trait that those of another layer did not
 import itertools
 from collections.abc import Hashable, Iterable
 
-from mb_kernels.targets.table import GateCase
+from mb_kernels.targets.gate_case import GateCase
 
 _SMALL = 16  # numbers up to here are switches or counts of parts: each value is a trait
 _DIVISORS = (16, 64, 256)  # the trait of a larger one is which divide it: load, step, tile

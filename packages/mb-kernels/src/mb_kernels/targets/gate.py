@@ -8,7 +8,13 @@ and examined anywhere. A case fails when
 - it is a matrix multiplication and holds no matrix instruction (MMA, WGMMA, MFMA, WMMA);
 - a launched kernel (by its name, `*_kernel`) is in no case.
 
-Run it as `python -m mb_kernels.targets`. Triton's cache makes a second run take seconds.
+It builds what a module's `gate_cases(target)` lists. `targets.cases` records that from launches of
+nearly every op.
+
+    python -m mb_kernels.targets                     # every kernel for every target
+    python -m mb_kernels.targets --target gfx942 --module mb_kernels.targets.cases
+
+Triton's cache makes a second run take seconds.
 """
 
 import argparse
@@ -30,7 +36,8 @@ from types import ModuleType
 from typing import Any
 
 from mb_kernels.runtime.host import cores
-from mb_kernels.targets.table import TARGETS, GateCase, Target
+from mb_kernels.targets.gate_case import GateCase
+from mb_kernels.targets.table import TARGETS, Target
 
 _NOT_KERNELS = ("mb_kernels.targets.gate", "mb_kernels.targets.__main__", "mb_kernels.testing")
 _MATRIX_INSTRUCTION = re.compile(

@@ -1,6 +1,6 @@
 """Gate cases recorded from real launches: an op runs on meta tensors, which launches nothing.
 
-    launches = record(TARGETS["gfx942"], {"K8": lambda: gather(x_on_meta, ...)})
+    cases = recorded_cases(TARGETS["gfx942"], {"K8": lambda: gather(x_on_meta, ...)})
 
 Nothing about a case is written by hand, so a case is what a user's call compiles: tile, constants,
 which integers are multiples of 16, which pointers reach beyond 2 GiB.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mb_kernels.runtime.plan import assume, gluon_serves, plan_for
-from mb_kernels.runtime.recording import Launch
-from mb_kernels.runtime.recording import record as record_launches
-from mb_kernels.targets.table import GateCase, Target
+from mb_kernels.runtime.recording import Launch, record
+from mb_kernels.targets.gate_case import GateCase
+from mb_kernels.targets.table import Target
 
 _TYPES = {
     torch.float32: "fp32",
@@ -30,14 +30,14 @@ _TYPES = {
 _UNITS = 304  # of an MI300X: a multiple of every number of chiplets
 
 
-def record(target: Target, calls: Mapping[str, Callable[[], object]]) -> list[GateCase]:
+def recorded_cases(target: Target, calls: Mapping[str, Callable[[], object]]) -> list[GateCase]:
     """A case for each kernel that ``calls`` would compile and launch on ``target``."""
     hopper = target.name == "sm90" and gluon_serves()
     cases: dict[str, GateCase] = {}
     seen = set()
     with assume(lambda dtype: plan_for(target, dtype, _UNITS, hopper)):
         for label, call in calls.items():
-            with record_launches() as launches:
+            with record() as launches:
                 call()
             for launch in launches:
                 case = _case(launch, label)

@@ -1,18 +1,13 @@
 """The GPU architectures the kernels are built for, and the tile sizes chosen for each.
 
-Three things live here and nowhere else:
+Two things live here and nowhere else:
 
 - `TARGETS`: what a kernel must respect on each architecture (wave size, shared memory, XCDs);
-- `TILES`: the block sizes of every matrix-multiplying op per architecture, with the reason;
-- `GateCase`: one kernel to be compiled. `mb_kernels.targets.gate` builds what a module's
-  `gate_cases(target)` lists; `targets.cases` records it from launches of nearly every op.
-
-    python -m mb_kernels.targets                     # every kernel for every target, no GPU needed
-    python -m mb_kernels.targets --target gfx942 --module mb_kernels.targets.cases
+- `TILES`: the block sizes of every matrix-multiplying op per architecture, with the reason.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -324,27 +319,3 @@ TILES: dict[str, dict[str, Tile]] = {
     "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2))
     | dict.fromkeys(_RDNA3, Tile(128, 32, 16, num_warps=8, num_stages=2)),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateCase:
-    """One kernel at one set of sizes, to be compiled for a target without running it.
-
-    name: unique within the module; kernel: the `@triton.jit` function; signature: Triton type of
-    each run-time argument ("*bf16", "i32", "tensordesc<bf16[128, 64]>"); constexprs: value of each
-    remaining argument; options: further compile options; multiples_of_16: integers the launch
-    specialises on divisibility; beyond_2gib: pointers to storage that may exceed 2 GiB, for which
-    AMD's 32-bit buffer offsets are not available; is_gemm: must contain matrix instructions.
-    Pointers count as 16-byte aligned.
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 2
-    options: Mapping[str, Any] = field(default_factory=dict)
-    multiples_of_16: Sequence[str] = ()
-    beyond_2gib: Sequence[str] = ()
-    is_gemm: bool = False

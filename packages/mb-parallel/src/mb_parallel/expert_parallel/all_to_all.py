@@ -19,10 +19,10 @@ import mb_kernels
 import torch
 from mb_kernels import Bins
 from mb_kernels.exchange import PackedRouting
+from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.tensors import cast_alike
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
 from mb_parallel.expert_parallel.overlap import Chunk, Chunks, Exchange
@@ -57,7 +57,7 @@ class AllToAllDispatcher:
 
     # Numbers of rows are new to the host each time: compiled, it would be compiled again and again.
 
-    @_disable_dynamo
+    @uncompiled
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Exchange counts, then tokens and routing; bins hold the slots of this rank's experts."""
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
@@ -87,7 +87,7 @@ class AllToAllDispatcher:
             ._replace(tokens_per_expert_E=counts_E, kept_slots=slots, state=Chunks(under_way, sent))
         )
 
-    @_disable_dynamo
+    @uncompiled
     def combine(self, y_RD: Tensor | list[Tensor], dispatched: Dispatched) -> Tensor:
         """Send the rows back, and sum each token's in the order of ranks."""
         state: Chunks = dispatched.state

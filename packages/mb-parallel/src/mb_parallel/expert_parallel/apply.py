@@ -22,7 +22,7 @@ from mb_layers.moe import MoELayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mb_parallel.arguments import above_0, at_least_1, one_module
+from mb_parallel.arguments import above_0, at_least_1, one_module, unwrapped
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
@@ -253,19 +253,10 @@ def _refuse(name: str, layer: MoELayer, in_parts: bool, dispatcher: str) -> None
 
 def _refuse_held(model: nn.Module, layers: dict[str, MoELayer], ep: DeviceMesh) -> None:
     """Refuse parameters that cannot be split, or whose other holders would train the old ones."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    modules = list(model.modules())
-    wrappers = (DistributedDataParallel, FullyShardedDataParallel)
-    for wrapper in (type(m).__name__ for m in modules if isinstance(m, wrappers)):
-        raise ValueError(
-            f"Expected a model that nothing is wrapped around, got {wrapper}, which keeps the "
-            "parameters it found. Call parallelize_experts on the model itself, then "
-            "apply_data_parallel in place of the wrapper."
-        )
+    unwrapped(model)
     of_experts = {m for layer in layers.values() for m in layer.experts.modules()}
-    others = {p for m in modules if m not in of_experts for p in m.parameters(recurse=False)}
+    elsewhere = set(model.modules()) - of_experts
+    others = {parameter for m in elsewhere for parameter in m.parameters(recurse=False)}
     for name, layer in layers.items():
         if not isinstance(layer.experts, Experts):
             raise ValueError(

@@ -5,15 +5,15 @@
 | `gather_rows`: every rank gets the rows of all | `sum_rows` |
 | `sum_rows`: the sum over the ranks of what each has for this rank's rows | `gather_rows` |
 | `exchange_rows`: to each rank the rows meant for it | `exchange_rows`, the other way |
-| `share_of_rows`: of rows that all have, this rank's share | `join_rows` |
-| `join_rows`: all shares, on every rank | `share_of_rows` |
+| `split_rows`: of rows that all have, this rank's share | `join_rows` |
+| `join_rows`: all shares, on every rank | `split_rows` |
 | `mean_over`: the mean over the ranks | the gradient over P |
 
 Sums run in fp32 (fp64 for fp64) in the order of ranks: twice the same bits. A collective that fails
 says at which rank, in which layer and step; usually it is another rank that died.
 
-`torch.compile` breaks its graph here. (`torch.compiler.disable` would import the compiler with this
-module; its private form waits for the first call.)
+`torch.compile` breaks its graph here. That, and the place in the message, is what `split_rows` and
+`join_rows` have beside tensor parallelism's `split` and `join`.
 
 Letters: P ranks, R rows, D columns.
 """
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.tensor_parallel.collectives import stacked
 
@@ -68,19 +68,19 @@ class Place:
             ) from error
 
 
-@_disable_dynamo
+@uncompiled
 def gather_rows(x_RD: Tensor, place: Place) -> Tensor:
     """Rows of all ranks, [P R, D] in the order of ranks; every rank brings as many rows."""
     return _Pair.apply(x_RD, place, gathered, _summed)
 
 
-@_disable_dynamo
+@uncompiled
 def sum_rows(x_PRD: Tensor, place: Place) -> Tensor:
     """Given [P R, D], the r-th R rows of which are for rank r: the sum over ranks of ours."""
     return _Pair.apply(x_PRD, place, _summed, gathered)
 
 
-@_disable_dynamo
+@uncompiled
 def exchange_rows(x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: Place) -> Tensor:
     """Send all rows of x, `to[r]` of them to rank r in their order; return `from_[r]` from each."""
     to, from_ = list(to), list(from_)
@@ -94,19 +94,19 @@ def exchange_rows(x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: 
     return _Pair.apply(x_SD, place, there, back)
 
 
-@_disable_dynamo
-def share_of_rows(x_RD: Tensor, place: Place) -> Tensor:
+@uncompiled
+def split_rows(x_RD: Tensor, place: Place) -> Tensor:
     """This rank's P-th of rows that all ranks hold alike; P divides R."""
     return _Pair.apply(x_RD, place, _share, gathered)
 
 
-@_disable_dynamo
+@uncompiled
 def join_rows(x_RD: Tensor, place: Place) -> Tensor:
     """The shares of all ranks in their order; what follows is alike on all ranks."""
     return _Pair.apply(x_RD, place, gathered, _share)
 
 
-@_disable_dynamo
+@uncompiled
 def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
     """Integers [n] of every rank, on the host: the one place where it waits for the device."""
     with place.step("exchange counts"):
@@ -119,7 +119,7 @@ def longest_of_ranks(tokens: int, place: Place, device: torch.device) -> int:
     return max(theirs for (theirs,) in counts_of_ranks(mine, place))
 
 
-@_disable_dynamo
+@uncompiled
 def mean_over(x: Tensor, place: Place) -> Tensor:
     """The mean over the ranks, alike on all; each rank's x counts for a P-th of it."""
     return _Pair.apply(x, place, _mean, lambda grad, place: grad / place.size)

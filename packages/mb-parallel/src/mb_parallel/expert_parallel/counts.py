@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from mb_kernels.uncompiled import uncompiled
 from mb_layers.model import in_backward
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from mb_parallel.arguments import one_module
 
@@ -38,7 +38,7 @@ class StepCounts:
         self._counts: dict[int, Tensor] = {}
         self._complete: set[int] = set()  # micro-batches that were counted in their forward pass
 
-    @_disable_dynamo
+    @uncompiled
     def __call__(self, counts_E: Tensor) -> Tensor:
         """For a layer's `reduce_counts`."""
         counts_E = self._over_ranks(counts_E)

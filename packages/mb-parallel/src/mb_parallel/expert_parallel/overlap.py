@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import Experts
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place
 
@@ -49,12 +49,12 @@ class Exchange:
         self.rows = 0  # of what `begin` was given
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
 
-    @_disable_dynamo
+    @uncompiled
     def begin(self, x_SD: Tensor) -> Tensor:
         """Start to send the rows of x; returns the result [total, D], still to be written."""
         return _Begin.apply(x_SD, self)
 
-    @_disable_dynamo
+    @uncompiled
     def end(self, x_RD: Tensor) -> Tensor:
         """Wait for what `begin` returned."""
         return _End.apply(x_RD, self)

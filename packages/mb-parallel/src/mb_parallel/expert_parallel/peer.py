@@ -25,10 +25,10 @@ import mb_kernels
 import torch
 from mb_kernels import Bins
 from mb_kernels.exchange import PeerMemory, unpack_routing_backward
+from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.tensors import cast_alike
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
@@ -128,7 +128,7 @@ class PeerDispatcher:
 
     # One break in a compiled layer, not one for each part: between these kernels is nothing to
     # compile, and the host starts each piece of a graph by itself.
-    @_disable_dynamo
+    @uncompiled
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Store tokens and routing into the peers' memory; x_RD has room for all of them."""
         top_k = expert_ids_TK.shape[1]
@@ -180,7 +180,7 @@ class PeerDispatcher:
         return _collect(y_RD, x_TD, route)
 
 
-@_disable_dynamo
+@uncompiled
 def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
     if route.home_P is not None and any(y_RD.stride()):  # expert_mlp returns one NaN, expanded
         raise ValueError(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mb_kernels.exchange import Layout, PeerMemory
+from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, longest_of_ranks
 from mb_parallel.world import of_all_ranks
@@ -106,7 +106,7 @@ class PeerBuffers:
             )
         return memory
 
-    @_disable_dynamo
+    @uncompiled
     def gathered(self, counts_E: Tensor, layer: int) -> Tensor:
         """int32 counts [E] of every rank, [P, E], until the next call.
 

@@ -24,7 +24,7 @@ from mb_parallel.expert_parallel.collectives import (
     gathered,
     join_rows,
     mean_over,
-    share_of_rows,
+    split_rows,
 )
 from mb_parallel.expert_parallel.counts import StepCounts
 from mb_parallel.expert_parallel.fixed import FixedDispatcher
@@ -147,8 +147,8 @@ class SharedTokens:
         tokens = x_TD.shape[0]
         padding = (0, 0, 0, -tokens % self.place.size)
         dispatched = self.inner.dispatch(
-            share_of_rows(F.pad(x_TD, padding), self.place),
-            share_of_rows(F.pad(weights_TK, padding), self.place),
+            split_rows(F.pad(x_TD, padding), self.place),
+            split_rows(F.pad(weights_TK, padding), self.place),
             F.pad(expert_ids_TK, padding, value=-1).chunk(self.place.size)[self.place.rank],
         )
         mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mb_kernels
 import torch
 import torch.distributed as dist
-from mb_kernels.uncompiled import uncompiled
+from mb_kernels.uncompiled import uncompiled_step
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0, several_optimizers, tensors
@@ -185,7 +185,7 @@ def clip_grad_norm(
     return norm
 
 
-@uncompiled
+@uncompiled_step
 @torch.no_grad()
 def clip_and_step(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from mb_kernels.uncompiled import uncompiled
+from mb_kernels.uncompiled import uncompiled_step
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_groups()
         return loss
 
-    @uncompiled
+    @uncompiled_step
     def _step_groups(self) -> None:
         for group in self.param_groups:
             by_device: dict[torch.device, list[Tensor]] = {}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mb_layers.losses import attach_aux_loss
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from mb_parallel.expert_parallel.counts import StepCounts
+from mb_parallel.expert_parallel.counts import step_counts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 
@@ -23,18 +23,37 @@ class Stage(PipelineStage):
     Only hidden states are sent between stages, in one stream or several. All stages of a
     data-parallel rank have the micro-batches themselves, so torch's schedule passes only a
     micro-batch's number.
+
+    Args:
+        input_args, output_args: examples: of that number or the streams from the stage before; of
+            the streams for the next stage or the loss.
+        in_halves: the schedule computes gradients of inputs and of weights separately.
     """
 
     passing: Pass
     number: int
-    in_halves: bool
-    leaving: tuple[Tensor, ...]  # examples of the streams for the next stage; empty on the last
-    counts: list[StepCounts]
-    # Keeps a micro-batch's graph alive between the halves of its backward pass. Torch keeps the
-    # nodes where the second half begins. But the Python object of an `autograd.Function`'s node
-    # does not own the node (before torch 2.13), which is freed with its graph. The node of a view
-    # does own what is behind it, so one of these is kept.
-    graphs: dict[int, list[Any]]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        input_args: tuple[Tensor, ...],
+        output_args: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+        in_halves: bool,
+    ) -> None:
+        super().__init__(module, index, num_stages, device, input_args, output_args, group=group)
+        self.in_halves = in_halves
+        self.leaving = () if self.is_last else output_args
+        self.counts = step_counts(module)
+        # Keeps a micro-batch's graph alive between the halves of its backward pass. Torch keeps
+        # the nodes where the second half begins. But the Python object of an `autograd.Function`'s
+        # node does not own the node (before torch 2.13), which is freed with its graph. The node
+        # of a view does own what is behind it, so one of these is kept.
+        self.graphs: dict[int, list[Any]] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes the number of the micro-batch."""

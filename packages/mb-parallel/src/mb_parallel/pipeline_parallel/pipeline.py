@@ -44,7 +44,6 @@ from torch import Tensor, nn
 from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
-from mb_parallel.expert_parallel.counts import step_counts
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
@@ -264,23 +263,21 @@ class Pipeline:
 
         number = example(1, dtype=torch.int64)
         loss = example(1, dtype=torch.promote_types(self.dtype, torch.float32))
+        # What each stage is given, and what the last one returns.
+        passed = [(number,), *map(crossing, range(self.num_stages - 1)), (loss,)]
         stages = [
             Stage(
                 module,
                 index,
                 self.num_stages,
                 device,
-                input_args=number if index == 0 else crossing(index - 1),
-                output_args=loss if index == self.num_stages - 1 else crossing(index),
+                input_args=passed[index],
+                output_args=passed[index + 1],
                 group=self.group,
+                in_halves=self.kind.in_halves,
             )
             for index, module in zip(self.indices, self.stages, strict=True)
         ]
-        for stage in stages:
-            stage.in_halves = self.kind.in_halves
-            last = stage.stage_index == self.num_stages - 1
-            stage.leaving = () if last else crossing(stage.stage_index)
-            stage.counts, stage.graphs = step_counts(stage.submod), {}
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
         kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)

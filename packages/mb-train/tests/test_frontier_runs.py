@@ -25,7 +25,10 @@ echo "${STOP:-$steps}" > "$save/latest_checkpointed_iteration.txt"
 
 # In torchrun's place: leaves its own words away.
 TORCHRUN = """#!/bin/bash
-while [ "$1" != mb_train ]; do last=$1; shift; [ "$1" != -m ] || printf '%s ' "$last" >> "$CALLS.ranks"; done
+while [ "$1" != mb_train ]; do
+    if [ "$1" = --nproc_per_node ]; then printf '%s ' "$2" >> "$CALLS.ranks"; fi
+    shift
+done
 shift
 exec mb-train "$@"
 """

@@ -23,8 +23,8 @@ from typing import Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from mb_kernels import Bins
+from mb_kernels.uncompiled import uncompiled
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from mb_parallel.arguments import several
 from mb_parallel.expert_parallel.placement import Placement
@@ -78,7 +78,7 @@ class Rows:
         return None if self.policy == "worst" else self._room(bins, placement, tokens, top_k)
 
     # Takes integers: torch 2.13 loses a float made of sizes at a break of its graph (in a mode).
-    @_disable_dynamo
+    @uncompiled
     def _room(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int:
         slots = bins.offsets_E1[-1]
         if self.policy == "exact" or not torch.is_grad_enabled():
@@ -159,6 +159,8 @@ def within_budget(
             result = step()
         # What layers got behind the first that overflowed came from its NaN.
         fill = _most_of_all_ranks(rows, device)
+        if device.type == "cuda":  # blocks of the sizes that were too small fit nothing any more
+            torch.cuda.empty_cache()
     for one in rows:
         one.follow(fill)
     return result, redone

@@ -7,8 +7,8 @@ import pytest
 from mb_layers import MoEConfig
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
+from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
-from mb_train.recipes import RECIPES, recipe
 
 RUN = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8,

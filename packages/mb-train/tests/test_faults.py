@@ -13,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mb_data
-import mb_train.run
+import mb_train.train.run
 import numpy as np
 import pytest
 import torch
 from mb_parallel.testing import run_ranks
-from mb_train import train as loop
 from mb_train.checkpoint import snapshot
 from mb_train.cli import main
 from mb_train.data.batches import DataError, check_tokens
@@ -27,6 +26,7 @@ from mb_train.data.same import check_same_data
 from mb_train.data.sample import sample_corpus
 from mb_train.folder.run_folder import checkpoints, find_checkpoint
 from mb_train.logs.run_log import read_log
+from mb_train.train import loop
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -82,7 +82,7 @@ def test_a_ctrl_c_within_no_grad_leaves_gradients_to_the_next_run(run, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mb_train.run.Run, "__init__", interrupted)
+        patch.setattr(mb_train.train.run.Run, "__init__", interrupted)
         assert run("--train-iters", 1) == 130
     assert torch.is_grad_enabled()
     with torch.no_grad():
@@ -104,7 +104,8 @@ def test_a_picture_that_cannot_be_drawn_fails_no_run(run, monkeypatch, capsys):
 def test_data_that_is_not_there_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("mb_train.run.assemble", None)  # before a model is built, which takes minutes
+        # Before a model is built, which takes minutes.
+        patch.setattr("mb_train.train.run.assemble", None)
         assert main([*TINY, "--data-path=a/b"]) == 2
     said = capsys.readouterr().err
     assert "Expected a/b.bin to be a file" in said
@@ -169,8 +170,10 @@ def test_a_dead_reader_of_samples_saves_and_the_run_goes_on_to_the_bit(run, monk
     words = ("--train-iters", 8, "--eval-iters", 0, "--num-workers", 1)
     assert run(*words) == 0
     expected = losses(run.folder)
-    batches = mb_train.run.batches
-    monkeypatch.setattr(mb_train.run, "batches", lambda *a, **k: batches(*a, **k | {"apart": True}))
+    batches = mb_train.train.run.batches
+    monkeypatch.setattr(
+        mb_train.train.run, "batches", lambda *a, **k: batches(*a, **k | {"apart": True})
+    )
 
     class Killed(mb_data.SampleReaders):
         def __call__(self, indices):
@@ -429,13 +432,13 @@ def test_data_is_compared_by_what_was_saved_of_it():
 
 def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):
     """A job's time is not longer for an index that takes minutes to build."""
-    begin = mb_train.run.Run.__init__
+    begin = mb_train.train.run.Run.__init__
 
     def slowly(*arguments):
         time.sleep(0.6)
         begin(*arguments)
 
-    monkeypatch.setattr(mb_train.run.Run, "__init__", slowly)
+    monkeypatch.setattr(mb_train.train.run.Run, "__init__", slowly)
     assert run("--train-iters", 2, "--exit-duration-in-mins", 0.01) == 0
     assert "stopping at iteration 1: --exit-duration-in-mins 0.01" in capsys.readouterr().out
 

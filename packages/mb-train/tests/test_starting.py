@@ -18,12 +18,12 @@ from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.flags.command_line import parse, without_effect
+from mb_train.flags.starting import resolve_start
 from mb_train.loading import load_trained
 from mb_train.logs import run_log
-from mb_train.recipes import recipe
 from mb_train.report.curves import read_curves
-from mb_train.starting import resolve_start
 from mb_train.train import train
 
 TINY = [

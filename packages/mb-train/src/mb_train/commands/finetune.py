@@ -65,7 +65,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     saved = run.inherited()
     if saved["model"] != "bert":
         raise ValueError(f"Expected a BERT in {options.run}, got {saved['model']}.")
-    from mb_train.layout import parallel_dims
+    from mb_train.assembly.layout import parallel_dims
     from mb_train.tasks.classify import read_examples
 
     test = command.values.get("test_data_path") or options.valid_data

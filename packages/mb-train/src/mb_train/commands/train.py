@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from mb_train import __version__
 from mb_train.config import TrainConfig
 from mb_train.flags.command_line import CommandLine, without_effect
+from mb_train.flags.starting import resolve_start
 from mb_train.folder.history import recover
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
+from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import first_import, leads, prepare_host
-from mb_train.starting import Start, resolve_start
 
 if TYPE_CHECKING:
     from mb_train.train import Result

@@ -18,7 +18,7 @@ from typing import Any
 from mb_train.commands.train import print_config, tell_notes
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.machine.host import leads, prepare_host
@@ -99,7 +99,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     if command.print_config:
         return print_config(config)
     if leads():
-        tell_notes(command, config)
+        tell_notes((*command.notes, *without_effect(command, config)))
     return _run(config)
 
 

@@ -6,13 +6,13 @@ import dataclasses
 
 from mb_train.config import TrainConfig
 from mb_train.config.resume import check_changes
-from mb_train.flags.command_line import CommandLine, resolve
+from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.folder.run_folder import SavedRun, read_saved_run
 from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start
 
 
 def resolve_start(command: CommandLine) -> Resolved:
-    """The run that a command line asks for.
+    """The run that a command line asks for; its notes are those on the command line, too.
 
     Raises:
         ValueError: what was asked for does not fit together, or not with the checkpoint.
@@ -21,12 +21,13 @@ def resolve_start(command: CommandLine) -> Resolved:
     values = command.values  # a recipe has no --load
     load, save = values.get("load"), values.get("save")
     if load is None:
-        return find_start(resolve(command))
+        return _with_remarks(command, find_start(resolve(command)))
     checkpoint = checkpoint_to_load(
         load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
     )
     if checkpoint is None:
-        return Resolved(dataclasses.replace(resolve(command), load=None))
+        begun = dataclasses.replace(resolve(command), load=None)
+        return _with_remarks(command, Resolved(begun))
     saved = read_saved_run(checkpoint)
     if not values.get("finetune"):
         command = command.going_on()
@@ -37,7 +38,13 @@ def resolve_start(command: CommandLine) -> Resolved:
     start = Start(checkpoint, saved)
     if not asked and start.is_end_of(config):
         config = _prolong(config, saved)
-    return Resolved(config, start, tuple(check_changes(saved.config, config)))
+    changes = tuple(check_changes(saved.config, config))
+    return _with_remarks(command, Resolved(config, start, changes))
+
+
+def _with_remarks(command: CommandLine, run: Resolved) -> Resolved:
+    notes = (*command.notes, *without_effect(command, run.config), *run.notes)
+    return dataclasses.replace(run, notes=notes)
 
 
 def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:

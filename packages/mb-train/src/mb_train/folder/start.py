@@ -48,7 +48,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
+    """A run to start. `notes` are to be said of it: what differs from the run it goes on from."""
 
     config: TrainConfig
     start: Start | None = None

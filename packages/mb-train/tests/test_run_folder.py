@@ -288,15 +288,6 @@ with locked(Path(sys.argv[1])):
     assert tree(run) == [".lock"]
 
 
-def test_a_width_that_was_a_default_stays_what_it_was(tmp_path):
-    content = {
-        "format": 1, "iteration": 1, "consumed_samples": 1, "data": {}, "torch": "2",
-        "config": {"swiglu": True, "hidden_size": 32}, "identity": {"ffn_size": 128},
-    }  # fmt: skip
-    (tmp_path / run_folder.RUN_FILE).write_text(json.dumps(content))
-    assert run_folder.read_saved_run(tmp_path).inherited()["ffn_hidden_size"] == 128
-
-
 def test_no_run_is_written_into_a_checkpoint(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     wanted = r"--save to be the folder of a run, got .* a checkpoint"

@@ -138,11 +138,12 @@ def steps(
     line: list[str], backend: str | None, *, cut: bool, anyway: bool = False
 ) -> tuple[str, list[tuple[str, Tensor]], int]:
     """Train: what it said when it failed, the names and values of two steps, graphs compiled."""
-    from mb_train import assemble, execute, step, train
+    from mb_train.assembly import assemble, execute
+    from mb_train.train import loop, step
 
     seen: list[tuple[str, Tensor]] = []
     recompute, sequential = assemble._recompute, execute.Sequential.step
-    train_step, clip_and_step = train.train_step, step.clip_and_step
+    train_step, clip_and_step = loop.train_step, step.clip_and_step
 
     def compiled(blocks, config):
         recompute(blocks, config)
@@ -184,7 +185,7 @@ def steps(
         mock.patch.object(assemble, "_recompute", compiled),
         mock.patch.object(nn.Module, "compile", compile_module),
         mock.patch.object(execute.Sequential, "step", one_after_the_other),
-        mock.patch.object(train, "train_step", a_step),
+        mock.patch.object(loop, "train_step", a_step),
         torch._dynamo.config.patch(recompile_limit=64),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(out),

@@ -100,7 +100,7 @@ def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str
     mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
     said = [_main(rank, world_size, arguments) for arguments in mine]
     of_rank = {"torch": "2.13", "mb-train": f"0.1.{rank}"}
-    with mock.patch("mb_train.run.versions", return_value=of_rank):
+    with mock.patch("mb_train.train.run.versions", return_value=of_rank):
         return [*said, _main(rank, world_size, mine[-1])]
 
 
@@ -126,16 +126,16 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
 
 
 def _dies(rank: int, world_size: int, arguments: list[str]) -> None:
-    from mb_train import train
+    from mb_train.train import loop
 
-    step = train.train_step
+    step = loop.train_step
 
     def train_step(run, *rest):
         if rank == 1 and run.progress.iteration == 2:
             os._exit(0)
         return step(run, *rest)
 
-    train.train_step = train_step
+    loop.train_step = train_step
     tiny_run.train(arguments)
 
 

@@ -22,15 +22,15 @@ from typing import Any
 from unittest import mock
 
 import mb_parallel
-import mb_train.step
-import mb_train.train
+import mb_train.train.loop
+import mb_train.train.step
 import pytest
 import tiny_run
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint.metadata import SafeReader
-from mb_train.run import Run
+from mb_train.train.run import Run
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -128,11 +128,11 @@ def _gradients_kept() -> Iterator[None]:
 
         runs.append(run)
         hook = run.optimizer.register_step_pre_hook(keep)
-        done = mb_train.step.train_step(run, *arguments)
+        done = mb_train.train.step.train_step(run, *arguments)
         hook.remove()
         return done
 
-    with mock.patch.object(mb_train.train, "train_step", train_step):
+    with mock.patch.object(mb_train.train.loop, "train_step", train_step):
         yield
     if runs:
         torch.save(steps, runs[0].folder / f"gradients_{mb_parallel.rank()}.pt")

@@ -270,7 +270,7 @@ def test_options_train_and_resume_to_the_bit(tokens, tmp_path, options):
 REHEARSED = """
 import mb_kernels
 from mb_kernels.runtime.recording import record
-from mb_train import run
+from mb_train.train import run
 def compile_ahead(rehearse, *, device):
     with record():
         rehearse()

@@ -31,7 +31,7 @@ from tiny_gpt import Options, compare
 from torch.distributed.tensor import DTensor
 
 # torch 2.13's compiler saves a DTensor's mesh among the tensors where it is to compute anew. When
-# this fails, what mb_train.assemble refuses for it can go.
+# this fails, what mb_train.assembly.assemble refuses for it can go.
 COMPILER_LOSES_MESHES = torch.__version__.startswith("2.13.")
 TWO = Options(layers=2)  # the second has the experts, if any
 CASES = {

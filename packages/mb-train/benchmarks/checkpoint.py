@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mb_train import train as loop
 from mb_train.checkpoint.snapshot import Snapshots
 from mb_train.folder.run_folder import LATEST, read_saved_run
 from mb_train.logs.run_log import read_log
+from mb_train.train import loop
 from small_runs import end_at_sigterm, random_tokens, train
 
 AT = 20

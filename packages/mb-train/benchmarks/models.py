@@ -61,7 +61,7 @@ class Sizes:
 
     def recipe(self, name: str, **change: Any) -> dict[str, Any]:
         """Fields of a run: a recipe's, without dropout."""
-        from mb_train.recipes import recipe
+        from mb_train.config.recipes import recipe
 
         fields = recipe(name) | {
             "attention_dropout": 0.0, "hidden_dropout": 0.0, "save": None, "train_iters": 100,
@@ -96,10 +96,10 @@ def our_step(fields: dict[str, Any], make: Callable[[Any], list[Arrays]], sizes:
     """Our training step over the batches that `make` makes with the task."""
     from mb_parallel import ParallelDims
     from mb_parallel.optimizer import clip_and_step
-    from mb_train.assemble import assemble
+    from mb_train.assembly.assemble import assemble
+    from mb_train.assembly.execute import Work, weigh
+    from mb_train.assembly.optimizer import build_optimizer
     from mb_train.config import TrainConfig
-    from mb_train.execute import Work, weigh
-    from mb_train.optimizer import build_optimizer
     from mb_train.tasks.make import make_task
 
     config = TrainConfig(**fields)

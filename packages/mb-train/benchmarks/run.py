@@ -42,19 +42,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mb_parallel import ParallelDims, ParallelMesh, distributed, rank, world_size
-from mb_train.assemble import assemble
-from mb_train.balance import LoadBalance
+from mb_train.assembly.assemble import assemble
+from mb_train.assembly.balance import LoadBalance
+from mb_train.assembly.layout import parallel_dims
+from mb_train.assembly.optimizer import build_optimizer, build_scaler
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig, whole
-from mb_train.layout import parallel_dims
+from mb_train.config.recipes import recipe
 from mb_train.logs.metrics import Accumulator
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype
-from mb_train.optimizer import build_optimizer, build_scaler
-from mb_train.recipes import recipe
 from mb_train.schedule import BatchSizes, build_schedule
-from mb_train.step import train_step
 from mb_train.tasks import GPTTask
+from mb_train.train.step import train_step
 from torch import Tensor, nn
 
 V, S, WARM_UP, STEPS, HOST_STEPS = 50304, 1024, 5, 30, 3

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import mb_data
 import numpy as np
-from mb_train import train as loop
 from mb_train.cli import main
 from mb_train.machine.signals import StopFlag
+from mb_train.train import loop
 
 # Lines of a failed run that are shown.
 _TOLD = 15

@@ -38,7 +38,7 @@ MOMENTS = {
 KINDS, STATES = ("dense", "dmoe"), ("cold", "warm", "in-turn")
 WAYS = {"eager": "--no-compile", "compiled": "--compile"}
 IN_TURN = (
-    "import sys, mb_train.run as run; run.compile_experts = lambda *_: None; "
+    "import sys, mb_train.train.run as run; run.compile_experts = lambda *_: None; "
     "run.compile_step = lambda *_, **__: None; "
     "from mb_train.cli import main; sys.exit(main())"
 )

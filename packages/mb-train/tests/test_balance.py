@@ -7,7 +7,7 @@ import pytest
 import torch
 from mb_layers import Router
 from mb_parallel import ParallelDims, ParallelMesh
-from mb_train.balance import LoadBalance
+from mb_train.assembly.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.tasks.make import whole_model
 
@@ -59,7 +59,7 @@ def test_experts_change_places_at_intervals_by_the_load_of_that_step(monkeypatch
         loads.append(torch.stack([*counts.values()]))
         return moved
 
-    monkeypatch.setattr("mb_train.balance.rebalance_experts", rebalance)
+    monkeypatch.setattr("mb_train.assembly.balance.rebalance_experts", rebalance)
     model = whole_model(config, vocab_size=16)
     mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, *axis: tensor)
     balance = LoadBalance([model], config, mesh)

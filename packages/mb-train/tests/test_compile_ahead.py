@@ -9,12 +9,12 @@ import pytest
 import torch
 from mb_kernels.runtime.recording import record
 from mb_parallel import ParallelDims
-from mb_train.assemble import assemble
-from mb_train.compile_ahead import compile_experts, compile_step, outcome
+from mb_train.assembly.assemble import assemble
+from mb_train.assembly.compile_ahead import compile_experts, compile_step, outcome
+from mb_train.assembly.optimizer import build_optimizer
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import load_tokenizer
-from mb_train.optimizer import build_optimizer
-from mb_train.recipes import recipe
 from mb_train.tasks.make import make_task
 
 GPU = torch.device("cuda")
@@ -59,8 +59,8 @@ def test_a_kernel_that_does_not_compile_ends_no_set_up():
     "more", [[], ["--moe-router-score-function", "sigmoid"], ["--moe-recompute"]], ids=str
 )
 def test_the_first_step_compiles_no_kernel(tmp_path, monkeypatch, more):
-    from mb_train import run
     from mb_train.cli import main
+    from mb_train.train import run
     from triton import knobs
 
     compiled, ahead = [], []

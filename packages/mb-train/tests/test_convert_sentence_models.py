@@ -9,9 +9,9 @@ import pytest
 import torch
 from mb_train.config import TrainConfig
 from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.from_bert import begin_from_bert
 from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
-from mb_train.from_bert import begin_from_bert
 from mb_train.loading import load_trained
 from mb_train.models.classifier import Classifier
 from mb_train.models.segments import Segments

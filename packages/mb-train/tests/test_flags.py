@@ -10,10 +10,10 @@ from mb_train.cli import main
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
+from mb_train.config.recipes import recipe
 from mb_train.config.toml_file import UsageError, read_toml, to_toml
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser, build_parser
-from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
 
 RUN = [

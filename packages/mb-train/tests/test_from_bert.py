@@ -4,7 +4,7 @@ import pytest
 import torch
 from mb_train.config import TrainConfig
 from mb_train.convert import write_run
-from mb_train.from_bert import begin_from_bert
+from mb_train.convert.from_bert import begin_from_bert
 from mb_train.tasks.make import whole_model
 
 S, V = 10, 37

@@ -29,7 +29,7 @@ def start(iteration=0, *, shape=(6, 512), seed=1, iters=100, device="H200", **ex
     } | experts  # fmt: skip
     return {
         "event": "start", "iteration": iteration, "ranks": 1, "device": device,
-        "parameters": shape[0] * shape[1] ** 2 * 12, "config": config,
+        "parameters": shape[0] * shape[1] ** 2 * 12, "iterations": iters, "config": config,
     }  # fmt: skip
 
 
@@ -41,7 +41,10 @@ def train(iteration, ms, steps=10):
 
 
 def evaluation(iteration, loss, place="iteration"):
-    return {"event": "eval", "iteration": iteration, "place": place, "lm_loss": loss}
+    return {
+        "event": "eval", "iteration": iteration, "place": place, "lm_loss": loss,
+        "consumed_samples": iteration * BATCH,
+    }  # fmt: skip
 
 
 def write(folder, *events):

@@ -25,11 +25,11 @@ from mb_parallel.optimizer import (
 from mb_parallel.random import seed_micro_batch
 from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
-from mb_train import graphs
+from mb_train.assembly import graphs
+from mb_train.assembly.execute import Sequential, Work, weigh
+from mb_train.assembly.graphs import WARM_UP, Graphed, check_capturable, peer_buffers
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.execute import Sequential, Work, weigh
-from mb_train.graphs import WARM_UP, Graphed, check_capturable, peer_buffers
 from mb_train.models.transformer import Block
 from mb_train.tasks.make import make_task
 

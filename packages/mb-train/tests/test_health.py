@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from mb_data import IndexedDataset
-from mb_train.health import DivergenceGuard, all_finite, documents_of
+from mb_train.checkpoint.finite import all_finite
+from mb_train.train.health import DivergenceGuard, documents_of
 
 
 def test_the_guard_counts_steps_in_a_row():

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
-from mb_train.interval import Speed, extra_line, named_losses, speed
 from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.tasks.make import one_process_task
+from mb_train.train.interval import Speed, extra_line, named_losses, speed
 
 RUN = {
     "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024,

@@ -15,12 +15,12 @@ from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGA
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.flags.command_line import parse, resolve
 from mb_train.flags.parser import build_parser
 from mb_train.flags.translated import TRANSLATED
-from mb_train.recipes import recipe
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]

@@ -4,8 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mb_train.assembly.optimizer import (
+    apply_schedule,
+    build_optimizer,
+    build_scaler,
+    parameter_groups,
+)
 from mb_train.config import TrainConfig
-from mb_train.optimizer import apply_schedule, build_optimizer, build_scaler, parameter_groups
 from mb_train.schedule import build_schedule
 from mb_train.tasks import GPTTask
 

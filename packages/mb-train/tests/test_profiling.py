@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 
 import mb_kernels
-import mb_train.profiling as profiling
+import mb_train.train.profiling as profiling
 import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.logs.run_log import read_log
-from mb_train.profiling import Profiler, device_spans, kind_of, rooms_of_kernels, summarize
-from mb_train.recipes import recipe
+from mb_train.train.profiling import Profiler, device_spans, kind_of, rooms_of_kernels, summarize
 
 
 def kernel(name, begin, end, group=None):

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import torch
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer import WorkingCopies
+from mb_train.assembly.optimizer import build_optimizer, build_scaler
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
-from mb_train.interval import report_interval
 from mb_train.logs.metrics import Accumulator
 from mb_train.logs.timers import Timers
-from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.schedule import BatchSizes, build_schedule
-from mb_train.step import train_step
 from mb_train.tasks import GPTTask
+from mb_train.train.interval import report_interval
+from mb_train.train.step import train_step
 from torch import nn
 
 CONFIG = TrainConfig(

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mb_train.recipes import RECIPES
+from mb_train.config.recipes import RECIPES
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 

@@ -22,6 +22,7 @@ def interval(last, losses, load=None):
     return "train", {
         "iteration": last, "lm_losses": losses, "tokens_per_s": 100.0 * last,
         "load_imbalance": load or [], "tokens_per_expert": counts(load), "grad_norm": 1.0,
+        "ms_per_iteration": 10.0, "mfu": None, "steps_redone": 0,
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import write_run
 from mb_train.folder.run_folder import find_checkpoint
-from mb_train.retrieval import Retriever, build_index
+from mb_train.inference.retrieval import Retriever, build_index
 from mb_train.tasks.make import whole_model
 
 pytest.importorskip("faiss")

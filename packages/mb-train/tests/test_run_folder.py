@@ -14,7 +14,7 @@ from mb_train.folder.history import recover, set_aside, set_later_aside, withdra
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
 from mb_train.folder.whole_files import replaced, replaced_folder, write_text
-from mb_train.only_writer import only_writer
+from mb_train.train.only_writer import only_writer
 
 
 def fill(folder, iterations, text="old"):
@@ -286,15 +286,6 @@ with locked(Path(sys.argv[1])):
     with locked(run):  # and again
         pass
     assert tree(run) == [".lock"]
-
-
-def test_a_width_that_was_a_default_stays_what_it_was(tmp_path):
-    content = {
-        "format": 1, "iteration": 1, "consumed_samples": 1, "data": {}, "torch": "2",
-        "config": {"swiglu": True, "hidden_size": 32}, "identity": {"ffn_size": 128},
-    }  # fmt: skip
-    (tmp_path / run_folder.RUN_FILE).write_text(json.dumps(content))
-    assert run_folder.read_saved_run(tmp_path).inherited()["ffn_hidden_size"] == 128
 
 
 def test_no_run_is_written_into_a_checkpoint(tmp_path):

@@ -6,9 +6,9 @@ import types
 
 import pytest
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.logs.boards import open_boards
 from mb_train.logs.run_log import RunLog, read_log
-from mb_train.recipes import recipe
 from mb_train.train import train
 
 RUN = {
@@ -119,7 +119,9 @@ def test_a_board_without_its_package_is_refused_before_there_is_a_model(
     tmp_path, monkeypatch, module, flag
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("mb_train.run.make_task", lambda *_, **__: pytest.fail("made a model"))
+    monkeypatch.setattr(
+        "mb_train.train.run.make_task", lambda *_, **__: pytest.fail("made a model")
+    )
     config = TrainConfig(**recipe("quickstart") | {"save": str(tmp_path / "run"), flag: "a"})
     with pytest.raises(ValueError, match="pip install"):
         train(config)

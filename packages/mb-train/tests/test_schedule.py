@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from mb_train.assembly.layout import check_schedule
 from mb_train.config import TrainConfig
-from mb_train.layout import check_schedule
-from mb_train.recipes import RECIPES, recipe
+from mb_train.config.recipes import RECIPES, recipe
 from mb_train.schedule import BatchSizes, build_schedule, train_iterations, train_samples
 
 RUN = {

@@ -10,19 +10,19 @@ import torch
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer.muon import _matrix_by_matrix
 from mb_parallel.recompute import apply_recompute
-from mb_train.assemble import Assembled
+from mb_train.assembly.assemble import Assembled
+from mb_train.assembly.layout import parallel_dims
+from mb_train.assembly.optimizer import build_optimizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.layout import parallel_dims
+from mb_train.config.recipes import RECIPES, recipe
 from mb_train.machine.host import host_memory
 from mb_train.models.gpt import GPT
-from mb_train.optimizer import build_optimizer
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.sizing import GIB, _parts, describe, memory_warning, sizes
 from mb_train.plan.step_time import orthogonalising
-from mb_train.recipes import RECIPES, recipe
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import one_process_task
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -18,12 +18,12 @@ from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.flags.command_line import parse, without_effect
+from mb_train.flags.starting import resolve_start
 from mb_train.loading import load_trained
 from mb_train.logs import run_log
-from mb_train.recipes import recipe
 from mb_train.report.curves import read_curves
-from mb_train.starting import resolve_start
 from mb_train.train import train
 
 TINY = [
@@ -218,20 +218,20 @@ def test_a_run_is_what_its_configuration_says_whatever_state_torch_is_in(finishe
 
 
 def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path):
-    """One with Muon from before its constants were flags, and one with another loss."""
+    """Muon's constants, and the weight of the experts' loss."""
     checkpoint = tmp_path / "iter_0000002"
     checkpoint.mkdir()
     run = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())
     run["config"] |= {"optimizer": "muon", "moe_loss_weight": 0.25}
-    run["config"] = {n: v for n, v in run["config"].items() if not n.startswith("muon_")}
     (checkpoint / "run.json").write_text(json.dumps(run))
     script = ["--load", str(checkpoint), "--num-layers=1", "--optimizer=muon"]
     line = parse([*script, "--num-experts=2"])
-    config, notes = resolve_start(line).config, resolve_start(line).notes
+    started = resolve_start(line)
+    config, notes = started.config, started.notes
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (True, 0.2)
     assert config.moe_loss_weight == 0.25
-    assert notes == ()
-    gone = {note[:22] for note in line.notes} - {note[:22] for note in line.going_on().notes}
+    assert [note[:22] for note in notes] == ["Muon iterates with Jor"]
+    gone = {note[:22] for note in line.notes if note not in notes}
     assert gone == {"no load-balancing loss", "Muon without Nesterov'", "steps of Muon five tim"}
     anew = resolve_start(parse([*script, "--finetune"])).config
     assert (anew.muon_nesterov, anew.muon_extra_scale_factor) == (False, 1.0)

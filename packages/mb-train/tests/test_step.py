@@ -5,8 +5,8 @@ import pytest
 import torch
 from mb_train.flags.command_line import parse, resolve
 from mb_train.logs.metrics import Accumulator
-from mb_train.run import Run
-from mb_train.step import train_step
+from mb_train.train.run import Run
+from mb_train.train.step import train_step
 from torch.nn import functional as F
 
 FLAGS = (

@@ -9,7 +9,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from mb_train.assemble import compile_blocks
+from mb_train.assembly.assemble import compile_blocks
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer, vocabulary_rows
 from mb_train.folder.history import set_aside, set_later_aside
-from mb_train.recipes import recipe
 
 TINY = [
     "--num-layers=1", "--hidden-size=16", "--seq-length=16", "--num-attention-heads=1", "--lr=1e-3",

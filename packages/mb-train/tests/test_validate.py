@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-from mb_train.validate import measure
+from mb_train.train.validate import measure
 
 
 def test_a_measurement_compiles_nothing():

@@ -49,7 +49,7 @@ class Trained:
             ValueError, OSError: its files are gone, damaged, or of another one.
         """
         tokenizer = load_tokenizer(self.config, self.checkpoint.parent)
-        trained_on = self.saved.identity.get("tokenizer", tokenizer.fingerprint)
+        trained_on = self.saved.identity.get("tokenizer")
         if tokenizer.fingerprint != trained_on:
             raise ValueError(
                 f"The model was trained on another tokenizer than {tokenizer.name} is now: its "

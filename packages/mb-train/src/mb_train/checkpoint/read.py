@@ -36,7 +36,7 @@ from mb_train.checkpoint.tensors import (
     optimizer_entries,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
-from mb_train.folder.run_folder import checkpoints, iteration_of, read_saved_run
+from mb_train.folder.run_folder import checkpoints, iteration_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException
@@ -166,11 +166,10 @@ def _check_sums(path: Path, *, alone: bool) -> None:
     found: list[str] = []
     here, ranks = (0, 1) if alone else (rank(), world_size())
     try:
-        if (path / SUMS_FILE).is_file():
-            sums = read_sums(path / SUMS_FILE)
-            found = damage(path, sums, sorted(sums)[here::ranks])
-        elif read_saved_run(path).format > 1:
-            found = [f"{path / SUMS_FILE} is missing"]
+        sums = read_sums(path / SUMS_FILE)
+        found = damage(path, sums, sorted(sums)[here::ranks])
+    except FileNotFoundError:
+        found = [f"{path / SUMS_FILE} is missing"]
     except (ValueError, OSError) as error:
         found = [str(error).rstrip(".")]
     found = found if alone else [line for one in of_all_ranks(found) for line in one]

@@ -27,6 +27,7 @@ from mb_parallel import any_rank, rank, world_size
 from mb_parallel.optimizer import local
 from torch import Tensor
 
+from mb_train.checkpoint.finite import all_finite
 from mb_train.checkpoint.host_copy import use_stream
 from mb_train.checkpoint.read import Progress, cause_of, quiet
 from mb_train.checkpoint.snapshot import Snapshots
@@ -40,7 +41,6 @@ from mb_train.folder.run_folder import (
     iteration_folder,
     read_saved_run,
 )
-from mb_train.health import all_finite
 from mb_train.logs.megatron_lines import saved_line, saving_line
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from mb_train.commands.train import print_config, tell_notes
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.machine.host import leads, prepare_host
@@ -65,7 +65,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     saved = run.inherited()
     if saved["model"] != "bert":
         raise ValueError(f"Expected a BERT in {options.run}, got {saved['model']}.")
-    from mb_train.layout import parallel_dims
+    from mb_train.assembly.layout import parallel_dims
     from mb_train.tasks.classify import read_examples
 
     test = command.values.get("test_data_path") or options.valid_data
@@ -99,7 +99,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     if command.print_config:
         return print_config(config)
     if leads():
-        tell_notes(command, config)
+        tell_notes((*command.notes, *without_effect(command, config)))
     return _run(config)
 
 

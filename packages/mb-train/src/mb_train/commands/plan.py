@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mb_train.commands.train import print_config
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import Parser
-from mb_train.starting import resolve_start
+from mb_train.flags.starting import resolve_start
 
 
 def plan(parser: Parser, arguments: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ def index(parser: Parser, arguments: Sequence[str]) -> int:
         "--queries", type=int, default=1000, help="sentences to look for; default 1000"
     )
     options = parser.parse_args(arguments)
-    from mb_train.retrieval import build_index
+    from mb_train.inference.retrieval import build_index
 
     output = _folder(options.output, options.run)
     found = build_index(
@@ -57,7 +57,7 @@ def retrieve(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--index", help="folder of the index; default RUN/index")
     parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")
     options = parser.parse_args(arguments)
-    from mb_train.retrieval import Retriever
+    from mb_train.inference.retrieval import Retriever
 
     folder = _folder(options.index, options.run)
     retriever = Retriever(Path(options.run), folder, device=options.device)

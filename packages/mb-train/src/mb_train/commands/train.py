@@ -9,17 +9,19 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train import __version__
 from mb_train.config import TrainConfig
-from mb_train.flags.command_line import CommandLine, without_effect
+from mb_train.flags.command_line import CommandLine
+from mb_train.flags.starting import resolve_start
 from mb_train.folder.history import recover
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
+from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import first_import, leads, prepare_host
-from mb_train.starting import Start, resolve_start
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -31,11 +33,9 @@ def train(command: CommandLine) -> int:
     config = started.config
     if command.print_config:
         return print_config(config)
-    if started.start is not None and not config.finetune:
-        command = command.going_on()
     leader = leads()
     if leader:
-        tell_notes(command, config, *started.notes)
+        tell_notes(started.notes)
     if started.start is not None and started.start.is_end_of(config):
         if leader:
             _complete(started.start, config)
@@ -66,9 +66,9 @@ def print_config(config: TrainConfig) -> int:
     return 0
 
 
-def tell_notes(command: CommandLine, config: TrainConfig, *more: str) -> None:
-    """Remarks on a command line, before the run that it starts."""
-    for note in (*command.notes, *without_effect(command, config), *more):
+def tell_notes(notes: Iterable[str]) -> None:
+    """Remarks on a run, before it starts."""
+    for note in notes:
         _tell(f"note: {note}")
 
 

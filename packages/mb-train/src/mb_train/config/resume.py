@@ -19,8 +19,6 @@ OF_SCHEDULES = (
     *(f.name for f in fields(RateFields)),
     *(f.name for f in fields(RegularizationFields) if "weight_decay" in f.name),
 )
-# Fields of earlier versions, which refused every value but one.
-_GONE = ("retriever_seq_length", "pipeline_model_parallel_split_rank")
 
 
 def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -34,7 +32,6 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
         ValueError: a field that this version does not know.
     """
     known = {f.name: spec(f).on_load for f in fields(TrainConfig)}
-    known |= dict.fromkeys(_GONE, "own")
     for name in saved:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -43,10 +40,6 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"{source} holds {name!r}, which this version does not know{hint}. It was written "
                 "by another version: take that one, or give the file a field that exists."
             )
-    if saved.get("optimizer") == "muon":  # before there was the field, Muon took them whole
-        saved = {"muon_split_qkv": False, **saved}
-    if saved.get("weight_decay_incr_style") == "constant":  # with which they had no effect
-        saved = {**saved, "start_weight_decay": None, "end_weight_decay": None}
     return {name: value for name, value in saved.items() if known[name] != "own"}
 
 

@@ -49,7 +49,7 @@ def check_same_data(
     """Compare the data of a run with what it began with; what may change is said.
 
     Args:
-        before: the `identity` that was saved; runs of earlier versions saved less of it.
+        before: the `identity` that was saved.
         now: that of the data at hand.
         say: prints a line.
 
@@ -62,14 +62,14 @@ def check_same_data(
             f"Expected the data this run began with, {before.get('bin_bytes')} bytes of .bin, "
             f"got {now['bin_bytes']}. {way}"
         )
-    if before.get("begin_with", now["begin_with"]) != now["begin_with"]:
+    if before.get("begin_with") != now["begin_with"]:
         raise ValueError(
             "Expected the data this run began with, got files of the same sizes that begin with "
             f"other tokens or documents, or stand in another order. {way}"
         )
-    if before.get("weights", now["weights"]) != now["weights"]:
+    if before.get("weights") != now["weights"]:
         say(
-            f" note: the data sets were drawn from by weights of {before['weights']} until "
+            f" note: the data sets were drawn from by weights of {before.get('weights')} until "
             f"now, by {now['weights']} from here on: other samples come, some a second time"
         )
     if before.get("epochs") != now["epochs"]:

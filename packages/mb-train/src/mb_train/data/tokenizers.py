@@ -20,7 +20,7 @@ from mb_train.untrusted import json_of
 if TYPE_CHECKING:
     from mb_data import Tokenizer
 
-    from mb_train.starting import Start
+    from mb_train.folder.start import Start
 
 # What belongs together in a folder of Hugging Face's: words, and what is said of them.
 _WORDS = (

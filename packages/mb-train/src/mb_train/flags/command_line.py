@@ -20,6 +20,7 @@ from typing import Any
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec
 from mb_train.config.model import ModelFields
+from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.megatron_defaults import (
@@ -33,7 +34,6 @@ from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import spelled_out, two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
-from mb_train.recipes import recipe
 
 _FIELDS = {f.name: f for f in fields(TrainConfig)}
 

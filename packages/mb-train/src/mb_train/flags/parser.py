@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
+from mb_train.config.recipes import RECIPES
 from mb_train.config.toml_file import UsageError
 from mb_train.flags.settled import SETTLED
 from mb_train.flags.translated import TRANSLATED
-from mb_train.recipes import RECIPES
 
 _TYPES = value_types(TrainConfig)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mb_train.config.resume import inherited
 from mb_train.folder.checksums import SUMS_FILE, read_sums, sum_of
 from mb_train.untrusted import json_of
 
-# 2 has checksums. 1 had none, and is still read.
+# 1 had no checksums.
 FORMAT = 2
 LATEST = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
@@ -39,7 +39,7 @@ class SavedRun:
     """The content of a checkpoint's run.json.
 
     Attributes:
-        written: seconds since 1970 at which it was saved; 0 where the file does not say.
+        written: seconds since 1970 at which it was saved.
         state: small values that a run goes on with beside its tensors (the loss scale, say).
     """
 
@@ -50,8 +50,8 @@ class SavedRun:
     identity: dict[str, Any]
     data: dict[str, Any]
     torch: str
-    written: float = 0.0
-    state: dict[str, Any] = field(default_factory=dict)
+    written: float
+    state: dict[str, Any]
 
     def inherited(self) -> dict[str, Any]:
         """The fields that a run which goes on from here starts with.
@@ -76,7 +76,7 @@ class SavedRun:
     def check_model(self, identity: Mapping[str, Any]) -> None:
         """Raise ValueError if a model of this identity is not the one that was saved."""
         for name, here in identity.items():
-            there = self.identity.get(name, here)  # an older run does not know newer options
+            there = self.identity.get(name)
             if there != here:
                 raise ValueError(
                     f"The checkpoint is of another model: its {name} is {there}, this run's is "
@@ -176,7 +176,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     """Read run.json of a checkpoint folder.
 
     Raises:
-        ValueError: not a file of this program, or of a newer one.
+        ValueError: not a file of this program, or in another format.
     """
     path = checkpoint / RUN_FILE
     try:
@@ -191,10 +191,10 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
             f"{path} is damaged: {type(error).__name__}: {error}."
             + _others(checkpoint.parent, checkpoint)
         ) from None
-    if found not in range(1, FORMAT + 1):
+    if found != FORMAT:
         raise ValueError(
-            f"Expected {path} in format 1 to {FORMAT}, got {found}. A later mb-train wrote it: "
-            "update this one."
+            f"Expected {path} in format {FORMAT}, got {found}. Another mb-train wrote it: take "
+            "that one."
         )
     known = {f.name: f for f in fields(SavedRun)}
     for name in content.keys() - known.keys():
@@ -215,9 +215,6 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
             f"{path} is damaged: it is not what was written."
             + _others(checkpoint.parent, checkpoint)
         )
-    width = saved.identity.get("ffn_size")
-    if width is not None and saved.config.get("ffn_hidden_size") is None:
-        saved.config["ffn_hidden_size"] = width  # the default has been another
     return saved
 
 

@@ -16,14 +16,14 @@ from mb_parallel import ParallelDims
 from mb_parallel.world import ranks_on_host
 from torch import nn
 
+from mb_train.assembly.graphs import check_capturable
+from mb_train.assembly.layout import parallel_dims, stage_layers
+from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig, whole
-from mb_train.graphs import check_capturable
-from mb_train.layout import parallel_dims, stage_layers
 from mb_train.machine.device import compute_dtype
 from mb_train.machine.host import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
-from mb_train.optimizer import parameter_groups
 from mb_train.plan.devices import data_sheet, known_devices
 from mb_train.plan.flops import flops, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes

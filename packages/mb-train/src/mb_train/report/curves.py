@@ -12,7 +12,7 @@ from typing import Any
 from mb_train.logs.megatron_lines import perplexity
 from mb_train.logs.run_log import log_of, replay
 
-# Curve -> the entry of a "train" event; logs of older runs lack some.
+# Curve -> the entry of a "train" event.
 _SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
 # Steps at which runs are compared.
 _MILESTONES = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -120,9 +120,8 @@ def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
         return
     curves.tokens_per_s[last] = _value(event["tokens_per_s"])
     for name, key in _SERIES.items():
-        if key in event:
-            getattr(curves, name)[last] = _value(event[key])
-    curves.steps_redone = event.get("steps_redone", 0)
+        getattr(curves, name)[last] = _value(event[key])
+    curves.steps_redone = event["steps_redone"]
     if event.get("load_imbalance"):
         curves.load_imbalance[last] = [_value(load) for load in event["load_imbalance"]]
     if event.get("tokens_per_expert"):

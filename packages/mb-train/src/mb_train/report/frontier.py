@@ -131,7 +131,7 @@ def _run_of(path: Path) -> FrontierRun:
     start: dict[str, Any] = {}
     intervals: dict[int, tuple[int, float, bool]] = {}  # by last step: steps, seconds each, cold
     valid: dict[int, float] = {}
-    samples: dict[int, int] = {}  # at evaluations; a ramp-up, or a resumed run, has steps of others
+    samples: dict[int, int] = {}  # at evaluations
     cold = True
     for event, until in replay(path):
         kind = event["event"]
@@ -145,15 +145,14 @@ def _run_of(path: Path) -> FrontierRun:
             cold = False
         elif kind == "eval" and "test" not in event["place"]:
             valid[event["iteration"]] = number(event["lm_loss"])
-            if "consumed_samples" in event:
-                samples[event["iteration"]] = event["consumed_samples"]
+            samples[event["iteration"]] = event["consumed_samples"]
     if not intervals or not valid:
         raise ValueError(f"Expected training steps and evaluations in {path}, found none.")
     config = start["config"]
     clock, overhead = _seconds_by_step(intervals, max(valid))
     at = sorted(valid)
-    defaults = {f.name: f.default for f in fields(TrainConfig)}  # logs of older runs lack some
-    batch, length = config["global_batch_size"], config["seq_length"]
+    # As a run that goes on takes a field that its configuration lacks.
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
     return FrontierRun(
         name=path.parent.resolve().name,
         family=family_of(config),
@@ -161,12 +160,11 @@ def _run_of(path: Path) -> FrontierRun:
         seed=config["seed"],
         parameters=start["parameters"],
         device=f"{start['ranks']} x {start['device']}",
-        tokens=tuple(samples.get(i, i * batch) * length for i in at),
+        tokens=tuple(samples[i] * config["seq_length"] for i in at),
         seconds=tuple(clock[i] for i in at),
         losses=tuple(valid[i] for i in at),
         overhead_s=overhead,
-        finished=at[-1] == start.get("iterations", config["train_iters"])
-        and math.isfinite(valid[at[-1]]),
+        finished=at[-1] == start["iterations"] and math.isfinite(valid[at[-1]]),
         shared=tuple(config.get(name, defaults[name]) for name in _SHARED),
         settings=tuple(
             tuple(value) if isinstance(value, list) else value

@@ -19,7 +19,7 @@ from mb_parallel.optimizer import (
 )
 from torch import nn
 
-from mb_train.assemble import Assembled
+from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig
 from mb_train.models.linear import Linear
 from mb_train.schedule import Schedule

@@ -1,4 +1,4 @@
-"""What a command line starts: the configuration, and the checkpoint to go on from."""
+"""The checkpoint that a run goes on from, if it does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
-from mb_train.flags.command_line import CommandLine, resolve
 from mb_train.folder.run_folder import (
     SavedRun,
     checkpoint_in,
@@ -49,53 +48,25 @@ class Start:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
+    """A run to start. `notes` are to be said of it: what differs from the run it goes on from."""
 
     config: TrainConfig
     start: Start | None = None
     notes: tuple[str, ...] = ()
 
 
-def resolve_start(command: CommandLine) -> Resolved:
-    """The run that a command line asks for.
-
-    Raises:
-        ValueError: what was asked for does not fit together, or not with the checkpoint.
-        OSError: files that cannot be read.
-    """
-    values = command.values  # a recipe has no --load
-    load, save = values.get("load"), values.get("save")
-    if load is None:
-        return find_start(resolve(command))
-    checkpoint = _checkpoint(
-        load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
-    )
-    if checkpoint is None:
-        return Resolved(dataclasses.replace(resolve(command), load=None))
-    saved = read_saved_run(checkpoint)
-    if not values.get("finetune"):
-        command = command.going_on()
-    config = resolve(command, saved.inherited())
-    if "save" not in values and not config.finetune:
-        config = dataclasses.replace(config, save=str(checkpoint.parent))
-    asked = {"train_iters", "train_samples"} & values.keys()
-    start = Start(checkpoint, saved)
-    if not asked and start.is_end_of(config):
-        config = _prolong(config, saved)
-    return Resolved(config, start, tuple(check_changes(saved.config, config)))
-
-
 def find_start(config: TrainConfig) -> Resolved:
     """The run of a whole configuration, which goes on from its `load` if it has one.
 
     Raises:
-        ValueError, OSError: as `resolve_start`.
+        ValueError: no checkpoint where one is to be, or changes that its run cannot survive.
+        OSError: files that cannot be read.
     """
     if config.load is None:
         if config.ckpt_step is not None:
             raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
         return Resolved(config)
-    checkpoint = _checkpoint(
+    checkpoint = checkpoint_to_load(
         config.load, config.save, config.ckpt_step, config.exit_on_missing_checkpoint
     )
     if checkpoint is None:
@@ -104,29 +75,12 @@ def find_start(config: TrainConfig) -> Resolved:
     return Resolved(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
 
 
-def _checkpoint(load: str, save: str | None, step: int | None, must_exist: bool) -> Path | None:
+def checkpoint_to_load(
+    load: str, save: str | None, step: int | None, must_exist: bool
+) -> Path | None:
     """The checkpoint to go on from; None for a run that begins where it will go on from later."""
     if step is not None:
         return checkpoint_of(Path(load), step)
     # Scripts that restart themselves load from where they save, the first time as well.
     may_begin = save is not None and Path(save) == Path(load) and not must_exist
     return (find_checkpoint if may_begin else checkpoint_in)(Path(load))
-
-
-def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
-    """`--load` of a finished run with no other length: go on for one more length of its schedule.
-
-    The schedules stay the run's own, so the joined run is the one that a larger `--train-iters`
-    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`, and at
-    `--end-weight-decay`.
-    """
-    unit, done = "iters", saved.iteration
-    if config.by_samples:
-        unit, done = "samples", saved.consumed_samples
-    length = getattr(config, f"train_{unit}")
-    decay = getattr(config, f"lr_decay_{unit}") or length
-    lengths = {f"train_{unit}": done + decay, f"lr_decay_{unit}": decay}
-    if config.weight_decay_incr_style != "constant":
-        incr = f"weight_decay_incr_{unit}"
-        lengths[incr] = getattr(config, incr) or length
-    return dataclasses.replace(config, **lengths)

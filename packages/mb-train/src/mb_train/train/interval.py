@@ -16,7 +16,7 @@ from mb_train.machine.device import device_name
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops
-from mb_train.run import Run
+from mb_train.train.run import Run
 
 
 @dataclass(frozen=True)

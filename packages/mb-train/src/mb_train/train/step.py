@@ -13,12 +13,12 @@ from mb_parallel.optimizer import clip_and_step, weight_norm, zeros_in_grad
 from mb_parallel.random import seed_micro_batch
 from torch import Tensor
 
+from mb_train.assembly.execute import Work, weigh
+from mb_train.assembly.optimizer import apply_schedule
 from mb_train.checkpoint.read import Progress
-from mb_train.execute import Work, weigh
 from mb_train.logs.metrics import Accumulator
-from mb_train.optimizer import apply_schedule
-from mb_train.run import Run
 from mb_train.tasks import Batch
+from mb_train.train.run import Run
 
 
 class Step(NamedTuple):

@@ -19,8 +19,8 @@ from torch import nn
 from mb_train.checkpoint.tensors import tensors_of
 from mb_train.logs.megatron_lines import measured_line, perplexity, validation_lines
 from mb_train.machine.signals import StopFlag
-from mb_train.run import Run
 from mb_train.tasks import Dataset
+from mb_train.train.run import Run
 
 END = "the end of training for val data"
 # Samples at most: enough to know a share to 2 %.

@@ -14,7 +14,7 @@ import torch
 from mb_parallel import ParallelMesh
 from mb_parallel.optimizer import ShardedOptimizer, rehearse_step
 
-from mb_train.assemble import Assembled
+from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig, whole
 from mb_train.tasks.architecture import expert_config
 

@@ -34,8 +34,8 @@ from mb_parallel.expert_parallel import (
 from mb_parallel.optimizer import WorkingCopies, local
 from torch import Tensor, nn
 
+from mb_train.assembly.execute import Losses, Sequential, Work, add_losses, backward
 from mb_train.config import TrainConfig
-from mb_train.execute import Losses, Sequential, Work, add_losses, backward
 from mb_train.tasks import Batch
 
 # Micro-batches of a shape that run as they are before one is captured.

@@ -27,10 +27,10 @@ from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
 
+from mb_train.assembly.execute import Executor, Piped, Sequential, WithinBudget
+from mb_train.assembly.graphs import Graphed, check_capturable, peer_buffers
+from mb_train.assembly.layout import stage_layers
 from mb_train.config import TrainConfig, whole
-from mb_train.execute import Executor, Piped, Sequential, WithinBudget
-from mb_train.graphs import Graphed, check_capturable, peer_buffers
-from mb_train.layout import stage_layers
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
 from mb_train.models.ict import ICT
@@ -135,7 +135,9 @@ def _initialized(
     with device:
         model = task.build_model(compute_dtype=compute_dtype)
         if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
-            from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
+            from mb_train.convert.from_bert import (
+                begin_from_bert,  # few runs wait for these readers
+            )
 
             begin_from_bert(model, config.bert_load)
     return model

@@ -22,26 +22,27 @@ from pathlib import Path
 import torch
 from mb_parallel import any_rank, distributed, rank, world_size
 
+from mb_train.checkpoint.finite import all_finite
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
 from mb_train.data.batches import DataError, samples_of_step
 from mb_train.folder import run_folder
-from mb_train.health import DivergenceGuard, all_finite
-from mb_train.interval import report_interval
+from mb_train.folder.start import Start, find_start
 from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
-from mb_train.only_writer import only_writer
 from mb_train.plan.sizing import LESS_MEMORY
-from mb_train.profiling import Profiler
-from mb_train.run import Run
-from mb_train.starting import Start, find_start
-from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
-from mb_train.validate import END, evaluate, measure
+from mb_train.train.health import DivergenceGuard
+from mb_train.train.interval import report_interval
+from mb_train.train.only_writer import only_writer
+from mb_train.train.profiling import Profiler
+from mb_train.train.run import Run
+from mb_train.train.step import Step, params_norm, train_step
+from mb_train.train.validate import END, evaluate, measure
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from mb_parallel import ParallelMesh, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
-from mb_train import layout
-from mb_train.assemble import Assembled, assemble
-from mb_train.balance import LoadBalance
+from mb_train.assembly import layout
+from mb_train.assembly.assemble import Assembled, assemble
+from mb_train.assembly.balance import LoadBalance
+from mb_train.assembly.compile_ahead import compile_experts, compile_step, outcome
+from mb_train.assembly.optimizer import build_optimizer, build_scaler
 from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
-from mb_train.compile_ahead import compile_experts, compile_step, outcome
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
@@ -41,6 +42,7 @@ from mb_train.data.tokenizers import (
     vocabulary_rows,
 )
 from mb_train.folder import history, run_folder
+from mb_train.folder.start import Start
 from mb_train.folder.whole_files import write_text
 from mb_train.logs.boards import check_boards, open_boards
 from mb_train.logs.console import Console
@@ -57,12 +59,10 @@ from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype, device_name
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
-from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.plan.sizing import memory_warning
-from mb_train.profiling import check_profiled
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
-from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
+from mb_train.train.profiling import check_profiled
 
 
 class Run:

@@ -1,21 +1,16 @@
 """When a run has diverged: the rule to stop by, and where to look.
 
-A loss that is not a number seldom recovers, and weights that are not numbers never do. Neither is
-saved, lest it take the place of a checkpoint to go back to; after `limit` such steps in a row the
-run stops and names the documents of the first bad batch, which is where damaged text shows.
+A loss that is not a number seldom recovers. After `limit` such steps in a row the run stops and
+names the documents of the first bad batch, which is where damaged text shows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from mb_data import FillInTheMiddle
-from mb_parallel import any_rank
-from mb_parallel.optimizer import local
-from torch import Tensor
 
 _NAMED = 8
 
@@ -86,15 +81,3 @@ def documents_of(dataset: Any, samples: Sequence[int]) -> str:
 def _some(numbers: Sequence[int]) -> str:
     more = len(numbers) - _NAMED
     return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
-
-
-@torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is neither NaN nor infinity in any rank's tensors; all ranks call it."""
-    verdicts = []
-    for tensor in map(local, tensors):
-        if tensor.is_floating_point() and tensor.numel():
-            # What is no number passes through both: one reading, where isfinite writes four times.
-            verdicts.append(torch.stack(tensor.aminmax()).isfinite().all())
-    bad = bool(verdicts) and not bool(torch.stack(verdicts).all())
-    return not any_rank(bad)

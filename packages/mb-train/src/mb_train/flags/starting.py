@@ -1,0 +1,66 @@
+"""What a command line starts: the configuration, and the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mb_train.config import TrainConfig
+from mb_train.config.resume import check_changes
+from mb_train.flags.command_line import CommandLine, resolve, without_effect
+from mb_train.folder.run_folder import SavedRun, read_saved_run
+from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start
+
+
+def resolve_start(command: CommandLine) -> Resolved:
+    """The run that a command line asks for; its notes are those on the command line, too.
+
+    Raises:
+        ValueError: what was asked for does not fit together, or not with the checkpoint.
+        OSError: files that cannot be read.
+    """
+    values = command.values  # a recipe has no --load
+    load, save = values.get("load"), values.get("save")
+    if load is None:
+        return _with_remarks(command, find_start(resolve(command)))
+    checkpoint = checkpoint_to_load(
+        load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
+    )
+    if checkpoint is None:
+        begun = dataclasses.replace(resolve(command), load=None)
+        return _with_remarks(command, Resolved(begun))
+    saved = read_saved_run(checkpoint)
+    if not values.get("finetune"):
+        command = command.going_on()
+    config = resolve(command, saved.inherited())
+    if "save" not in values and not config.finetune:
+        config = dataclasses.replace(config, save=str(checkpoint.parent))
+    asked = {"train_iters", "train_samples"} & values.keys()
+    start = Start(checkpoint, saved)
+    if not asked and start.is_end_of(config):
+        config = _prolong(config, saved)
+    changes = tuple(check_changes(saved.config, config))
+    return _with_remarks(command, Resolved(config, start, changes))
+
+
+def _with_remarks(command: CommandLine, run: Resolved) -> Resolved:
+    notes = (*command.notes, *without_effect(command, run.config), *run.notes)
+    return dataclasses.replace(run, notes=notes)
+
+
+def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
+    """`--load` of a finished run with no other length: go on for one more length of its schedule.
+
+    The schedules stay the run's own, so the joined run is the one that a larger `--train-iters`
+    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`, and at
+    `--end-weight-decay`.
+    """
+    unit, done = "iters", saved.iteration
+    if config.by_samples:
+        unit, done = "samples", saved.consumed_samples
+    length = getattr(config, f"train_{unit}")
+    decay = getattr(config, f"lr_decay_{unit}") or length
+    lengths = {f"train_{unit}": done + decay, f"lr_decay_{unit}": decay}
+    if config.weight_decay_incr_style != "constant":
+        incr = f"weight_decay_incr_{unit}"
+        lengths[incr] = getattr(config, incr) or length
+    return dataclasses.replace(config, **lengths)

@@ -163,17 +163,17 @@ def test_sources_are_split_asked_for_a_margin_and_their_order_is_kept(
 ):
     asked = []
 
-    def make(source, documents, *, num_samples):
+    def make(source, documents, *, num_samples, cache_dir):
         asked.append((documents, num_samples))
         return range(num_samples)
 
     build_parts(
         ["3", prefixes[0], "1", prefixes[1]],
+        make,
         split="949,50,1",
         split_rounding="cumulative",  # of 10 documents 9, 1 and 0; by shares 10, 0 and 0
         num_samples=(1000, 10, 0),
         count=lambda source: 10,
-        make=make,
         cache_dir=tmp_path / "cache" if elsewhere else None,
     )
     # ceil(1000 · 0.75 · 1.005), and so on.

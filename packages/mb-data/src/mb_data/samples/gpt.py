@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.index_cache import digest, load_or_build
-from mb_data.samples.parts import DataPaths, Parts, build_parts
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 
 # Documents located at once: keeps every temporary in a core's L2 cache. 10**7 documents took 0.17 s
 # in blocks of 2**15, 0.23 s of 2**12, 0.22 s of 2**18 and 0.29 s in one, on one core.
@@ -172,13 +172,10 @@ def check_tokens(sample: npt.NDArray[np.int64], vocab_size: int, prefix: str) ->
 def build_gpt_datasets(
     prefix: DataPaths,
     *,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     seed: int,
-    split_rounding: str = "shares",
     vocab_size: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[GPTDataset]:
     """Train, validation and test datasets; one without documents, or that is not wanted, is None.
 
@@ -198,18 +195,8 @@ def build_gpt_datasets(
         seq_length=seq_length,
         seed=seed,
         vocab_size=vocab_size,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=len,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=len, **parts)
 
 
 def count_epochs(tokens: int, seq_length: int, num_samples: int) -> int:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.gpt import check_part, check_tokens
 from mb_data.samples.index_cache import digest, load_or_build
-from mb_data.samples.parts import DataPaths, Parts, build_parts
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 
 
 class PackedDataset:
@@ -124,14 +124,11 @@ class PackedDataset:
 def build_packed_datasets(
     prefix: DataPaths,
     *,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     eod: int,
     seed: int,
-    split_rounding: str = "shares",
     vocab_size: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[PackedDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``PackedDataset``."""
     make = partial(
@@ -140,18 +137,8 @@ def build_packed_datasets(
         eod=eod,
         seed=seed,
         vocab_size=vocab_size,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=len,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=len, **parts)
 
 
 def pack(

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
@@ -37,14 +37,23 @@ class Source(NamedTuple):
     documents: range
 
 
+class PartsOptions(TypedDict):
+    """What every ``build_..._datasets`` takes for ``build_parts``, which describes it."""
+
+    split: str
+    num_samples: Sequence[int | None]
+    split_rounding: NotRequired[str]
+    cache_dir: NotRequired[str | os.PathLike[str] | None]
+
+
 def build_parts(
     paths: DataPaths,
-    *,
-    split: str,
-    split_rounding: str = "shares",
-    num_samples: Sequence[int | None],
-    count: Callable[[IndexedDataset], int],
     make: Callable[..., D],
+    *,
+    count: Callable[[IndexedDataset], int],
+    split: str,
+    num_samples: Sequence[int | None],
+    split_rounding: str = "shares",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[D]:
     """Train, validation and test datasets from any form of data path.
@@ -52,11 +61,12 @@ def build_parts(
     Args:
         paths: a prefix; or weights and prefixes by turns, ``["0.3", "a", "0.7", "b"]``; or one of
             these for each of ``train``, ``valid`` and ``test``, then ``split`` is not used.
+        make: called with a source, a range of its documents, ``num_samples=``, the samples that
+            must be there at least, and ``cache_dir=``.
+        count: how many documents a source has.
         split, split_rounding: see ``parse_split``; applied to every source by itself.
         num_samples: wanted for training, validation and test; None for a part that is not.
-        count: how many documents a source has.
-        make: called with a source, a range of its documents and ``num_samples=``, the samples that
-            must be there at least.
+        cache_dir: where indices are kept; beside their source, in ``<prefix>_index/``, if None.
 
     Returns:
         A part without documents, or that is not wanted, is None. A source without documents in some
@@ -77,7 +87,7 @@ def build_parts(
             return None
         weight, prefix, documents = there[0]
         if weight is None:
-            return make(opened(prefix), documents, num_samples=wanted)
+            return make(opened(prefix), documents, num_samples=wanted, cache_dir=cache_dir)
         if len(there) < len(sources) and wanted:
             missing = [source.prefix for source in sources if not source.documents]
             warnings.warn(
@@ -88,9 +98,10 @@ def build_parts(
         weights = [source.weight for source in there if source.weight is not None]
         total = sum(weights)
         shares = [weight / total for weight in weights]
+        asked = [math.ceil(wanted * share * MARGIN) for share in shares]
         datasets = [
-            make(opened(prefix), documents, num_samples=math.ceil(wanted * share * MARGIN))
-            for share, (_, prefix, documents) in zip(shares, there, strict=True)
+            make(opened(source.prefix), source.documents, num_samples=number, cache_dir=cache_dir)
+            for source, number in zip(there, asked, strict=True)
         ]
         return BlendedDataset(datasets, shares, wanted, prefix=prefix, cache_dir=cache_dir)
 

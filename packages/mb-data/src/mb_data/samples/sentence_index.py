@@ -61,6 +61,11 @@ class SentenceSamples:
         return np.minimum(before[end] - before[first], target)
 
 
+def count_documents(indexed: IndexedDataset) -> int:
+    """How many documents a dataset has whose sequences are sentences."""
+    return indexed.num_documents
+
+
 def sample_mapping(
     indexed: IndexedDataset,
     documents: range,

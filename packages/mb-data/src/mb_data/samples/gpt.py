@@ -181,7 +181,8 @@ def build_gpt_datasets(
 
     Args:
         prefix: path of a ``.bin``/``.idx`` pair without the suffix; or a blend, weights and
-            prefixes by turns; or a mapping from ``train``, ``valid``, ``test`` to one of these.
+            prefixes by turns or prefixes alone, which weigh as many as their tokens; or a mapping
+            from ``train``, ``valid``, ``test`` to one of these.
         split, split_rounding: shares of documents, and the Megatron whose ranges they make, see
             ``parse_split``; not used with a mapping.
         seq_length, seed, vocab_size, cache_dir: see ``GPTDataset``.

@@ -124,6 +124,12 @@ class GPTDataset:
             check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
 
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """Prefix, and number there, of each document that sample ``index`` is cut from."""
+        row = int(self.shuffle_idx[index])
+        first, last = self.sample_idx[row : row + 2, 0].tolist()
+        return [(self.indexed.prefix, d) for d in self.doc_idx[first : last + 1].tolist()]
+
     def __repr__(self) -> str:
         return (
             f"GPTDataset({self.indexed.prefix!r}, {self.documents}: {len(self):,} samples of "

@@ -98,20 +98,25 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample ``index``: int64 [S + 1]. A function of the index and the seed alone."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        epoch, place = divmod(index % len(self), len(self.starts) - 1)
-        row = int(self._epoch(epoch)[place])
         sample = np.full(self.seq_length + 1, self.eod, dtype=np.int64)
         filled = 0
-        for sequence, first, length in self.pieces[
-            self.starts[row] : self.starts[row + 1]
-        ].tolist():
+        for sequence, first, length in self._pieces_of(index):
             sample[filled : filled + length] = self.indexed.get(sequence, first, length)
             filled += length
         if self.vocab_size is not None:
             check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
+
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """As ``GPTDataset.documents_of``."""
+        return [(self.indexed.prefix, sequence) for sequence, *_ in self._pieces_of(index)]
+
+    def _pieces_of(self, index: int) -> list[list[int]]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        epoch, place = divmod(index % len(self), len(self.starts) - 1)
+        row = int(self._epoch(epoch)[place])
+        return self.pieces[self.starts[row] : self.starts[row + 1]].tolist()
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         known = self._order  # once: another thread may be in another epoch

@@ -107,6 +107,9 @@ def test_bad_weights(weights):
         (["a"], [(None, "a")]),
         (["0.3", "a", "7", " b "], [(0.3, "a"), (7.0, "b")]),
         ((2, "a"), [(2.0, "a")]),
+        (["a", "b", "c"], [(None, "a"), (None, "b"), (None, "c")]),
+        (["2024"], [(None, "2024")]),
+        (["2", "2024"], [(2.0, "2024")]),
     ],
 )
 def test_data_path(path, parsed):
@@ -118,9 +121,10 @@ def test_data_path(path, parsed):
     [
         ([], "by turns"),
         (["1", "a", "2"], "by turns"),
-        (["a", "b"], "weight 'a' is not a positive number"),
-        (["1", "a", "0", "b"], "weight '0' is not"),
-        (["nan", "a"], "weight 'nan' is not"),
+        (["a", "1"], "by turns, got a 1"),
+        (["1", "2", "b", "4"], "by turns"),
+        (["1", "a", "0", "b"], "weights above 0 in a data path, got 0"),
+        (["nan", "a"], "weights above 0 in a data path, got nan"),
     ],
 )
 def test_bad_data_path(path, message):
@@ -163,17 +167,17 @@ def test_sources_are_split_asked_for_a_margin_and_their_order_is_kept(
 ):
     asked = []
 
-    def make(source, documents, *, num_samples):
+    def make(source, documents, *, num_samples, cache_dir):
         asked.append((documents, num_samples))
         return range(num_samples)
 
     build_parts(
         ["3", prefixes[0], "1", prefixes[1]],
+        make,
         split="949,50,1",
         split_rounding="cumulative",  # of 10 documents 9, 1 and 0; by shares 10, 0 and 0
         num_samples=(1000, 10, 0),
         count=lambda source: 10,
-        make=make,
         cache_dir=tmp_path / "cache" if elsewhere else None,
     )
     # ceil(1000 · 0.75 · 1.005), and so on.
@@ -182,6 +186,19 @@ def test_sources_are_split_asked_for_a_margin_and_their_order_is_kept(
     kept = list((tmp_path / ("cache" if elsewhere else "a_index")).glob("blend-*.mbindex"))
     assert len(kept) == 2
     assert len(list(tmp_path.glob("*/*.mbindex"))) == 2
+
+
+def test_prefixes_alone_weigh_as_their_tokens(prefixes, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "long", np.uint16) as builder:
+        for document in range(20):
+            builder.add_document(np.full(30, 5000 + document))
+    paths = [prefixes[0], str(tmp_path / "long")]
+    train, valid, _ = build_gpt_datasets(paths, **SETTINGS)
+    weighed = ["200", paths[0], "600", paths[1]]
+    same, same_valid, _ = build_gpt_datasets(weighed, **SETTINGS)
+    assert np.bincount(train.dataset_index).tolist() == [13, 37]
+    for ours, theirs in ((train, same), (valid, same_valid)):
+        assert all(np.array_equal(ours[i], theirs[i]) for i in range(len(theirs)))
 
 
 def test_separate_paths_use_all_documents(prefixes):

@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
-from mb_data.sampler import BatchRampup, CyclicSampler, SequentialSampler, permutation
+from mb_data.sampler import BatchRampup, CyclicSampler, SequentialSampler, randperm
 
 
 def flat(lists):
@@ -79,7 +79,7 @@ def test_cyclic_epochs_follow_without_a_gap():
     total = 10
     stream = flat(consume(CyclicSampler, total, 0, 3, 1, 20))
     for epoch in range(6):
-        assert stream[epoch * total : (epoch + 1) * total] == permutation(total, epoch)
+        assert stream[epoch * total : (epoch + 1) * total] == randperm(total, epoch)
     # Resumed anywhere, in any epoch, it goes on; also when a step is longer than the dataset.
     for consumed in (0, 3, 9, 10, 27):
         assert (
@@ -97,7 +97,7 @@ def test_cyclic_sharded_keeps_ranks_apart():
     rank1 = CyclicSampler(
         total, consumed_samples=24, micro_batch_size=2, rank=1, world_size=4, data_sharding=True
     )
-    order = [6 + i for i in permutation(6, 1)]
+    order = [6 + i for i in randperm(6, 1)]
     assert list(islice(rank1, 3)) == [order[:2], order[2:4], order[4:]]
     (whole_step,) = consume(CyclicSampler, 8, 0, 2, 4, 1, data_sharding=True)
     assert sorted(whole_step) == list(range(8))
@@ -120,7 +120,7 @@ RANDPERM = {
 @pytest.mark.parametrize(("n", "seed"), RANDPERM)
 def test_permutation_is_torch_randperm(n, seed):
     first, digest = RANDPERM[n, seed]
-    order = permutation(n, seed)
+    order = randperm(n, seed)
     assert order[:3] == first
     assert sorted(order) == list(range(n))
     assert hashlib.sha256(np.array(order, "<i8").tobytes()).hexdigest()[:16] == digest
@@ -128,12 +128,12 @@ def test_permutation_is_torch_randperm(n, seed):
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_smallest_permutations(n):
-    assert permutation(n, 5) == list(range(n))
+    assert randperm(n, 5) == list(range(n))
 
 
 def test_permutation_of_epochs_behind_the_last_seed():
     """The largest seed of a sampler is 2**32 - 1, and an epoch is added to it."""
-    assert permutation(9, 2**32 + 3) == permutation(9, 3)
+    assert randperm(9, 2**32 + 3) == randperm(9, 3)
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, CyclicSampler])

@@ -116,10 +116,16 @@ def test_defaults_derive_from_sizes():
             {"moe_num_experts": 4, "moe_first_k_dense": 2},
             "a layer of --num-layers 2 to have experts .* got --moe-first-k-dense 2",
         ),
-        ({"data_path": ["nan", "x"]}, "weights above 0 in --data-path, got nan"),
-        ({"data_path": ["a", "1"]}, "prefixes alone, or weights and prefixes by turns, got a 1"),
-        ({"data_path": ["1", "a", "2"]}, "prefixes alone, or weights and prefixes by turns"),
-        ({"data_path": ["1", "2", "b", "4"]}, "prefixes alone, or weights and prefixes by turns"),
+        (
+            {"data_path": ["nan", "x"]},
+            "--data-path: expected weights above 0 in a data path, got nan",
+        ),
+        (
+            {"data_path": ["a", "1"]},
+            "--data-path: .* prefixes alone, or of weights and prefixes by turns, got a 1",
+        ),
+        ({"data_path": ["1", "a", "2"]}, "prefixes alone, or of weights and prefixes by turns"),
+        ({"data_path": ["1", "2", "b", "4"]}, "or of weights and prefixes by turns"),
         (
             {"data_path": ["a"], "train_data_path": ["b"]},
             "one of the ways to name data, got --data-path and --train-data-path",

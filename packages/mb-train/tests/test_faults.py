@@ -17,12 +17,13 @@ import mb_train.train.run
 import numpy as np
 import pytest
 import torch
+from mb_data.samples.masking import Vocabulary
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import snapshot
 from mb_train.cli import main
 from mb_train.data.batches import DataError, check_tokens
 from mb_train.data.datasets import on_rank_zero_first
-from mb_train.data.same import check_same_data
+from mb_train.data.same import check_same_data, identity
 from mb_train.data.sample import sample_corpus
 from mb_train.folder.run_folder import checkpoints, find_checkpoint
 from mb_train.logs.run_log import read_log
@@ -414,15 +415,44 @@ def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):
 
 
 def test_data_is_compared_by_what_was_saved_of_it():
-    now = {"bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [1]}
+    now = {
+        "bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [1],
+        "sentence_samples": [30],
+    }  # fmt: skip
     said = []
     check_same_data(now, now, said.append)
+    del (before := dict(now))["sentence_samples"]  # of a run that did not write it down
+    check_same_data(before, now, said.append)
     assert said == []
-    check_same_data(now | {"weights": [0.2, 0.8], "epochs": [2]}, now, said.append)
+    before = now | {"weights": [0.2, 0.8], "epochs": [2], "sentence_samples": [20]}
+    check_same_data(before, now, said.append)
     assert "by weights of [0.2, 0.8] until now, by [0.5, 0.5] from here on" in said[0]
     assert "passes [1] times through its data, not [2]" in said[1]
+    assert "shuffles [30] samples of its data, not [20]" in said[2]
     with pytest.raises(ValueError, match=r"began with, \[8\] bytes of \.bin, got \[9\]\. Give"):
         check_same_data(now, now | {"bin_bytes": [9]}, said.append)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sentences_that_a_longer_run_shuffles_otherwise_are_noticed(tmp_path, packed):
+    with mb_data.IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        for document in range(12):
+            builder.add_document(np.full(9, document), [3, 3, 3])
+    indexed = mb_data.IndexedDataset(tmp_path / "x")
+    words = Vocabulary(cls=20, sep=21, mask=22, pad=23, word_starts=np.ones(24, dtype=bool))
+
+    def of_length(num_samples):
+        dataset = mb_data.BertDataset(
+            indexed, range(12), vocabulary=words, seq_length=12, num_samples=num_samples, seed=1
+        )
+        found = mb_data.PackedSamples(dataset, dataset.lengths(), rooms=[30], most=2)
+        shown = identity(found if packed else dataset, [tmp_path / "x.bin"], [])
+        return dataset.mapping.tolist(), shown
+
+    (order, shown), (same_order, same), (other_order, other) = map(of_length, (5, 6, 100))
+    assert (same_order, same) == (order, shown)
+    assert other_order[: len(order)] != order
+    assert other != shown
 
 
 def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):

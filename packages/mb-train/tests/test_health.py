@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mb_data import IndexedDataset
+from mb_data.samples.masking import Vocabulary
 from mb_train.checkpoint.finite import all_finite
 from mb_train.train.health import DivergenceGuard, documents_of
 
@@ -24,21 +25,56 @@ def test_the_guard_counts_steps_in_a_row():
     assert not never.see([nan] * 1000, 1000)
 
 
-def data_set(folder, name, documents=12, length=7):
+def data_set(folder, name, documents=12, length=7, sentences=None):
     with mb_data.IndexedDatasetBuilder(folder / name, dtype=np.uint16) as builder:
         for document in range(documents):
-            builder.add_document(np.full(length, document, dtype=np.uint16))
+            tokens = np.full(length, document, dtype=np.uint16)
+            builder.add_document(tokens, sentences)
     return IndexedDataset(folder / name)
 
 
-def test_documents_are_those_that_the_samples_hold(tmp_path):
-    indexed = data_set(tmp_path, "a")
-    dataset = mb_data.GPTDataset(indexed, range(12), seq_length=5, num_samples=30, seed=3)
-    for sample in range(30):
-        held = set(dataset[sample].tolist())  # a token is its document's number
-        named = documents_of(dataset, range(sample, sample + 1))
+SPECIAL = 900  # tokens from here on are of no document
+
+
+def dataset_of(kind, indexed):
+    common = {"num_samples": 30, "seed": 3}
+    if kind in ("bert", "packed bert"):
+        words = Vocabulary(
+            cls=900, sep=901, mask=902, pad=903, word_starts=np.ones(1000, dtype=bool)
+        )
+        bert = mb_data.BertDataset(
+            indexed, range(3, 12), vocabulary=words, seq_length=12, mask_prob=0, **common
+        )
+        if kind == "bert":
+            return bert
+        return mb_data.PackedSamples(bert, bert.lengths(), rooms=[30], most=3)
+    if kind == "packed":
+        return mb_data.PackedDataset(indexed, range(12), seq_length=20, eod=SPECIAL, **common)
+    gpt = mb_data.GPTDataset(indexed, range(12), seq_length=5, **common)
+    if kind == "gpt":
+        return gpt
+    marks = mb_data.MiddleTokens(901, 902, 903)
+    return mb_data.FillInTheMiddle(gpt, marks, eod=SPECIAL, rate=0, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "middle last", "packed", "bert", "packed bert"])
+def test_documents_are_those_that_the_samples_hold(tmp_path, kind):
+    sentences = (2, 2, 3) if "bert" in kind else None
+    dataset = dataset_of(kind, data_set(tmp_path, "a", sentences=sentences))
+    for number in range(len(dataset)):
+        sample = dataset[number]
+        parts = sample if isinstance(sample, list) else [sample]
+        text = np.concatenate([part["text"] if isinstance(part, dict) else part for part in parts])
+        held = set(text[text < SPECIAL].tolist())  # a token is its document's number
+        named = documents_of(dataset, range(number, number + 1))
         assert named.endswith(" of " + str(tmp_path / "a") + ".bin")
         assert {int(n) for n in named.split(" of ")[0].split(", ")} == held
+
+
+def test_samples_of_no_documents_are_named_themselves():
+    assert (
+        documents_of([1, 2, 3], range(10)) == "unknown, samples 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    )
 
 
 def test_documents_of_a_blend_and_of_many(tmp_path):

@@ -19,7 +19,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
 from mb_train.tasks.bert import BertTask
-from mb_train.tasks.packed import pack, sample_lengths
+from mb_train.tasks.packed import pack
 from mb_train.tasks.t5 import T5Task
 
 S, R, V = 10, 7, 37
@@ -252,7 +252,7 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
         assert sum(found) <= 40
     mixed, _, _ = task.build_datasets(["0.3", prefix, "0.7", other], (30, None, None))
     for packed in (train, mixed):
-        lengths = sample_lengths(packed.dataset).tolist()
+        lengths = packed.dataset.lengths().tolist()
         assert lengths == [[int(sample["padding_mask"].sum())] for sample in packed.dataset]
     assert pack(lambda wanted: wanted, (5, None, 2), rooms=[4], most=1) == (5, None, 2)
     assert max(len(train[index]) for index in range(len(train))) > 1

@@ -14,7 +14,7 @@ from mb_train.folder.history import recover, set_aside, set_later_aside, withdra
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
 from mb_train.folder.whole_files import replaced, replaced_folder, write_text
-from mb_train.train.only_writer import only_writer
+from mb_train.train.own_folder import only_writer
 
 
 def fill(folder, iterations, text="old"):

@@ -155,10 +155,7 @@ class IndexedDatasetBuilder:
                 _sync(data)
                 data.close()
             self._bin = None
-            # Without its index a .bin is no dataset: an old index must never meet new tokens.
-            idx_path(self.prefix).unlink(missing_ok=True)
-            os.replace(f"{self._temporary}.bin", bin_path(self.prefix))
-            os.replace(f"{self._temporary}.idx", idx_path(self.prefix))
+            name_files(f"{self._temporary}.bin", f"{self._temporary}.idx", self.prefix)
             sync_directory(bin_path(self.prefix).parent)
         except BaseException:
             self.discard()
@@ -206,6 +203,14 @@ class IndexedDatasetBuilder:
             self.discard()
         elif self._bin is not None:
             self.finalize()
+
+
+def name_files(tokens: str | Path, index: str | Path, prefix: str) -> None:
+    """Give synced files the names of a dataset, in place of an earlier one of that prefix."""
+    # Without its index a .bin is no dataset: an old index must never meet new tokens.
+    idx_path(prefix).unlink(missing_ok=True)
+    os.replace(tokens, bin_path(prefix))
+    os.replace(index, idx_path(prefix))
 
 
 def write_index(

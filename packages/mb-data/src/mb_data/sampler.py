@@ -142,7 +142,7 @@ class CyclicSampler:
 
     def _iterate_global(self) -> Iterator[list[int]]:
         epoch, position = divmod(self.consumed_samples, self.total_samples)
-        order = permutation(self.total_samples, self.seed + epoch)
+        order = randperm(self.total_samples, self.seed + epoch)
         step = self.micro_batch_size * self.world_size
         while True:
             chunk = order[position : position + step]
@@ -150,7 +150,7 @@ class CyclicSampler:
             while len(chunk) < step:
                 position = step - len(chunk)
                 epoch += 1
-                order = permutation(self.total_samples, self.seed + epoch)
+                order = randperm(self.total_samples, self.seed + epoch)
                 chunk = chunk + order[:position]
             yield chunk[self.rank * self.micro_batch_size :][: self.micro_batch_size]
 
@@ -159,7 +159,7 @@ class CyclicSampler:
         bucket = steps * self.micro_batch_size  # samples of one rank in one epoch
         epoch, position = divmod(self.consumed_samples // self.world_size, bucket)
         while True:
-            order = permutation(bucket, self.seed + epoch)
+            order = randperm(bucket, self.seed + epoch)
             for start in range(position, bucket, self.micro_batch_size):
                 chunk = order[start : start + self.micro_batch_size]
                 yield [self.rank * bucket + index for index in chunk]
@@ -228,7 +228,7 @@ class BatchRampup:
         return self.batch_size(consumed_samples) // step
 
 
-def permutation(n: int, seed: int) -> list[int]:
+def randperm(n: int, seed: int) -> list[int]:
     """``torch.randperm(n)`` after ``torch.manual_seed(seed)`` on CPU, as a list.
 
     Both torch and NumPy's legacy generator are MT19937 seeded by the same rule. torch swaps entry

@@ -10,8 +10,8 @@ Samples and their order for a seed are Megatron-LM's. A sample is a function of 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
-from mb_data.samples.parts import DataPaths, Parts, build_parts
-from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
+from mb_data.samples.sentence_index import SentenceSamples, count_documents, sample_mapping
 
 SPECIAL = 3  # [CLS] and two [SEP]
 
@@ -132,15 +132,12 @@ def build_bert_datasets(
     prefix: DataPaths,
     *,
     tokenizer: MaskingTokenizer,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     seed: int,
-    split_rounding: str = "shares",
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[BertDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``BertDataset``.
 
@@ -156,18 +153,8 @@ def build_bert_datasets(
         mask_prob=mask_prob,
         short_seq_prob=short_seq_prob,
         binary_head=binary_head,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=lambda indexed: indexed.num_documents,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=count_documents, **parts)
 
 
 def trim(

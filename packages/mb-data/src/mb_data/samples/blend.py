@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -95,10 +95,29 @@ class BlendedDataset(Generic[T_co]):
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> T_co:
+        source, number = self._taken(index)
+        return source[number]
+
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """As the source's method of this name; AttributeError where it has none."""
+        source, number = self._taken(index)
+        return source.documents_of(number)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """As the sources' method of this name; AttributeError where one has none."""
+        parts = [cast(Any, source).lengths() for source in self.datasets]
+        lengths = np.empty((len(self), parts[0].shape[1]), np.int64)
+        for number, part in enumerate(parts):
+            own = self.dataset_index == number
+            lengths[own] = part[self.dataset_sample_index[own]]
+        return lengths
+
+    def _taken(self, index: int) -> tuple[Any, int]:
+        """The source of a sample, and its number there."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in a blend")
         source = self.datasets[int(self.dataset_index[index])]
-        return source[int(self.dataset_sample_index[index])]
+        return source, int(self.dataset_sample_index[index])
 
     def __repr__(self) -> str:
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()

@@ -17,7 +17,7 @@ costs a few microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,10 @@ class FillInTheMiddle:
         rng = np.random.default_rng((self.seed, index % len(self)))
         changed = _each(sample, self.eod, lambda document: self._document(document, rng))
         return changed[: len(sample)]
+
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """As the dataset's method of this name; AttributeError where it has none."""
+        return cast(Any, self.dataset).documents_of(index)
 
     def _document(
         self, text: npt.NDArray[np.int64], rng: np.random.Generator

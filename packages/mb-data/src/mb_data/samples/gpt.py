@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.index_cache import digest, load_or_build
-from mb_data.samples.parts import DataPaths, Parts, build_parts
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 
 # Documents located at once: keeps every temporary in a core's L2 cache. 10**7 documents took 0.17 s
 # in blocks of 2**15, 0.23 s of 2**12, 0.22 s of 2**18 and 0.29 s in one, on one core.
@@ -124,6 +124,12 @@ class GPTDataset:
             check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
 
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """Prefix, and number there, of each document that sample ``index`` is cut from."""
+        row = int(self.shuffle_idx[index])
+        first, last = self.sample_idx[row : row + 2, 0].tolist()
+        return [(self.indexed.prefix, d) for d in self.doc_idx[first : last + 1].tolist()]
+
     def __repr__(self) -> str:
         return (
             f"GPTDataset({self.indexed.prefix!r}, {self.documents}: {len(self):,} samples of "
@@ -172,19 +178,17 @@ def check_tokens(sample: npt.NDArray[np.int64], vocab_size: int, prefix: str) ->
 def build_gpt_datasets(
     prefix: DataPaths,
     *,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     seed: int,
-    split_rounding: str = "shares",
     vocab_size: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[GPTDataset]:
     """Train, validation and test datasets; one without documents, or that is not wanted, is None.
 
     Args:
         prefix: path of a ``.bin``/``.idx`` pair without the suffix; or a blend, weights and
-            prefixes by turns; or a mapping from ``train``, ``valid``, ``test`` to one of these.
+            prefixes by turns or prefixes alone, which weigh as many as their tokens; or a mapping
+            from ``train``, ``valid``, ``test`` to one of these.
         split, split_rounding: shares of documents, and the Megatron whose ranges they make, see
             ``parse_split``; not used with a mapping.
         seq_length, seed, vocab_size, cache_dir: see ``GPTDataset``.
@@ -198,18 +202,8 @@ def build_gpt_datasets(
         seq_length=seq_length,
         seed=seed,
         vocab_size=vocab_size,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=len,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=len, **parts)
 
 
 def count_epochs(tokens: int, seq_length: int, num_samples: int) -> int:

@@ -14,9 +14,9 @@ gives validation and test the titles of the first documents.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.masking import MaskingTokenizer, ones, pad_to
-from mb_data.samples.parts import Parts, build_parts
-from mb_data.samples.sentence_index import SentenceSamples, block_mapping
+from mb_data.samples.parts import Parts, PartsOptions, build_parts
+from mb_data.samples.sentence_index import SentenceSamples, block_mapping, count_documents
 
 
 class ICTDataset(SentenceSamples):
@@ -158,14 +158,11 @@ def build_ict_datasets(
     *,
     titles_prefix: str | os.PathLike[str] | None,
     tokenizer: MaskingTokenizer,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     seed: int,
-    split_rounding: str = "shares",
     query_in_block_prob: float = 0.1,
     use_one_sent_docs: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[ICTDataset]:
     """Train, validation and test datasets; a part without documents is None. See ``ICTDataset``."""
     titles = None if titles_prefix is None else IndexedDataset(titles_prefix)
@@ -179,15 +176,6 @@ def build_ict_datasets(
         seed=seed,
         query_in_block_prob=query_in_block_prob,
         use_one_sent_docs=use_one_sent_docs,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        os.fspath(prefix),  # of a blend each source would want titles of its own
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=lambda indexed: indexed.num_documents,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    # Of a blend each source would want titles of its own.
+    return build_parts(os.fspath(prefix), make, count=count_documents, **parts)

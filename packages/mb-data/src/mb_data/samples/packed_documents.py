@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.gpt import check_part, check_tokens
 from mb_data.samples.index_cache import digest, load_or_build
-from mb_data.samples.parts import DataPaths, Parts, build_parts
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 
 
 class PackedDataset:
@@ -98,20 +98,25 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample ``index``: int64 [S + 1]. A function of the index and the seed alone."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        epoch, place = divmod(index % len(self), len(self.starts) - 1)
-        row = int(self._epoch(epoch)[place])
         sample = np.full(self.seq_length + 1, self.eod, dtype=np.int64)
         filled = 0
-        for sequence, first, length in self.pieces[
-            self.starts[row] : self.starts[row + 1]
-        ].tolist():
+        for sequence, first, length in self._pieces_of(index):
             sample[filled : filled + length] = self.indexed.get(sequence, first, length)
             filled += length
         if self.vocab_size is not None:
             check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
+
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """As ``GPTDataset.documents_of``."""
+        return [(self.indexed.prefix, sequence) for sequence, *_ in self._pieces_of(index)]
+
+    def _pieces_of(self, index: int) -> list[list[int]]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        epoch, place = divmod(index % len(self), len(self.starts) - 1)
+        row = int(self._epoch(epoch)[place])
+        return self.pieces[self.starts[row] : self.starts[row + 1]].tolist()
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         known = self._order  # once: another thread may be in another epoch
@@ -124,14 +129,11 @@ class PackedDataset:
 def build_packed_datasets(
     prefix: DataPaths,
     *,
-    split: str,
     seq_length: int,
-    num_samples: Sequence[int | None],
     eod: int,
     seed: int,
-    split_rounding: str = "shares",
     vocab_size: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[PackedDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``PackedDataset``."""
     make = partial(
@@ -140,18 +142,8 @@ def build_packed_datasets(
         eod=eod,
         seed=seed,
         vocab_size=vocab_size,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=len,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=len, **parts)
 
 
 def pack(

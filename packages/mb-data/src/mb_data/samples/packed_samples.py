@@ -48,7 +48,14 @@ class PackedSamples:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> list[Any]:
+        return [self.dataset[sample] for sample in self._samples_of(index)]
+
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """As the dataset's method of this name; AttributeError where it has none."""
+        dataset: Any = self.dataset
+        return [found for i in self._samples_of(index) for found in dataset.documents_of(i)]
+
+    def _samples_of(self, index: int) -> range:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        start, end = self._starts[index : index + 2].tolist()
-        return [self.dataset[sample] for sample in range(start, end)]
+        return range(*self._starts[index : index + 2].tolist())

@@ -46,6 +46,13 @@ class SentenceSamples:
     def __len__(self) -> int:
         return len(self.mapping)
 
+    def documents_of(self, index: int) -> list[tuple[str, int]]:
+        """Prefix, and number there, of the document that sample ``index`` is from."""
+        first = self.mapping[index][0]
+        # Behind it the next document begins; those without sentences begin there too.
+        document = np.searchsorted(self.indexed.document_indices, first, side="right") - 1
+        return [(self.indexed.prefix, int(document))]
+
     def _row(self, index: int) -> tuple[list[int], np.random.RandomState]:
         """A sample's row, and the generator of all that is drawn for it."""
         if not -len(self) <= index < len(self):
@@ -59,6 +66,11 @@ class SentenceSamples:
         first, end, target = np.asarray(self.mapping, np.int64).T
         before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
         return np.minimum(before[end] - before[first], target)
+
+
+def count_documents(indexed: IndexedDataset) -> int:
+    """How many documents a dataset has whose sequences are sentences."""
+    return indexed.num_documents
 
 
 def sample_mapping(

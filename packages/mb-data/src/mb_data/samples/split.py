@@ -40,17 +40,14 @@ def parse_split(
             'for train, validation and test, such as "969,30,1"'
         )
     shares += [0.0] * (3 - len(shares))
-    boundaries = [0]
     if rounding == "cumulative":
         # Summed as there, so that a half falls to the same side.
         whole = shares[0] + shares[1] + shares[2]
         sums = accumulate(share / whole for share in shares)
-        boundaries += [round(sum_ * float(num_documents)) for sum_ in sums]
-        train, valid, test = (range(start, stop) for start, stop in pairwise(boundaries))
-        return train, valid, test
-    for share in shares:
-        boundaries.append(boundaries[-1] + round(share / total * float(num_documents)))
-    residue = boundaries[-1] - num_documents
-    boundaries = [0, *(max(boundary - residue, 0) for boundary in boundaries[1:])]
-    train, valid, test = (range(start, stop) for start, stop in pairwise(boundaries))
+        ends = [round(sum_ * float(num_documents)) for sum_ in sums]
+    else:
+        ends = list(accumulate(round(share / total * float(num_documents)) for share in shares))
+        residue = ends[-1] - num_documents
+        ends = [max(end - residue, 0) for end in ends]
+    train, valid, test = (range(start, stop) for start, stop in pairwise([0, *ends]))
     return train, valid, test

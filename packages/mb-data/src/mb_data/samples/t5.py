@@ -12,9 +12,9 @@ function of (seed, index) alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,8 @@ from mb_data.samples.masking import (
     pad_to,
     visible,
 )
-from mb_data.samples.parts import DataPaths, Parts, build_parts
-from mb_data.samples.sentence_index import SentenceSamples, sample_mapping
+from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
+from mb_data.samples.sentence_index import SentenceSamples, count_documents, sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
 
@@ -150,17 +150,14 @@ def build_t5_datasets(
     prefix: DataPaths,
     *,
     tokenizer: MaskingTokenizer,
-    split: str,
     encoder_seq_length: int,
     decoder_seq_length: int,
-    num_samples: Sequence[int | None],
     seed: int,
-    split_rounding: str = "shares",
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     mean_span: float = T5_MEAN_SPAN,
     share_decoder: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **parts: Unpack[PartsOptions],
 ) -> Parts[T5Dataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
 
@@ -178,15 +175,5 @@ def build_t5_datasets(
         short_seq_prob=short_seq_prob,
         mean_span=mean_span,
         share_decoder=share_decoder,
-        cache_dir=cache_dir,
     )
-
-    return build_parts(
-        prefix,
-        split=split,
-        split_rounding=split_rounding,
-        num_samples=num_samples,
-        count=lambda indexed: indexed.num_documents,
-        make=make,
-        cache_dir=cache_dir,
-    )
+    return build_parts(prefix, make, count=count_documents, **parts)

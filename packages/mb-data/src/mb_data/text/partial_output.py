@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mb_data.dataset_builder import write_index
-from mb_data.indexed_dataset import bin_path, idx_path
+from mb_data.dataset_builder import name_files, write_index
 from mb_data.system import naming, sync_directory, sync_file, try_lock
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
@@ -169,10 +168,7 @@ class PartialOutput:
                 index.flush()
                 os.fsync(index.fileno())
         for key, output in enumerate(self.outputs):
-            # Without its index a .bin is no dataset: an old index must never meet new tokens.
-            idx_path(output).unlink(missing_ok=True)
-            os.replace(self.key_files(key)[0], bin_path(output))
-            os.replace(self.directory / f"{key}.idx", idx_path(output))
+            name_files(self.key_files(key)[0], self.directory / f"{key}.idx", output)
         self.report_target.unlink(missing_ok=True)  # that of an earlier run says nothing now
         if state.reported:
             os.replace(self._report.name, self.report_target)

@@ -135,9 +135,8 @@ def _initialized(
     with device:
         model = task.build_model(compute_dtype=compute_dtype)
         if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
-            from mb_train.convert.from_bert import (
-                begin_from_bert,  # few runs wait for these readers
-            )
+            # Here: few runs wait for these readers.
+            from mb_train.convert.from_bert import begin_from_bert
 
             begin_from_bert(model, config.bert_load)
     return model

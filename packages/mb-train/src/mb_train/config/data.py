@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,36 +243,14 @@ def _read_parts(path: str) -> dict[str, list[str] | None]:
 
 def _check_blend(name: str, paths: list[str] | None) -> None:
     """Raise ValueError for what is neither prefixes alone nor weights and prefixes by turns."""
-    if paths is None or len(paths) == 1:
-        return
-    weights, prefixes = weights_and_prefixes(paths)
-    if not weights and any(_number(word) is not None for word in prefixes):
-        raise ValueError(
-            f"Expected {flag_name(name)} to be prefixes alone, or weights and prefixes by turns, "
-            f"got {' '.join(paths)}."
-        )
-    for weight in weights:
-        if not 0 < weight < math.inf:
-            raise ValueError(f"Expected weights above 0 in {flag_name(name)}, got {weight}.")
+    # Here: it brings NumPy, for which --help need not wait.
+    from mb_data.samples.parts import parse_blend
 
-
-def weights_and_prefixes(words: list[str]) -> tuple[list[float], list[str]]:
-    """The data sets that `--data-path` names and their weights; no weights for prefixes alone.
-
-    A prefix behind a weight may be a number too, and so may one that is alone.
-    """
-    numbers = [_number(word) for word in words[::2]]
-    weights = [number for number in numbers if number is not None]
-    if len(words) % 2 or len(weights) < len(numbers):
-        return [], words
-    return weights, words[1::2]
-
-
-def _number(word: str) -> float | None:
     try:
-        return float(word)
-    except ValueError:
-        return None
+        if paths:
+            parse_blend(paths)
+    except ValueError as error:
+        raise ValueError(f"{flag_name(name)}: {error}.") from error
 
 
 @dataclass(frozen=True, kw_only=True)

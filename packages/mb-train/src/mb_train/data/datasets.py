@@ -69,9 +69,8 @@ def prepare_data(
             lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
         )
         named = {"": Named([corpus], "the sample corpus")}
-    weighed = {part: None if data is None else data.weighed() for part, data in named.items()}
-    paths = {part: None if data is None else data.words for part, data in weighed.items()}
-    sources = [data for data in weighed.values() if data is not None]
+    paths = {part: None if data is None else data.words for part, data in named.items()}
+    sources = [data for data in named.values() if data is not None]
     split = f" with --split {config.split}" if "" in named else ""
     evaluated = config.eval_iters * batch_size or None  # what nobody looks at is not built
     train, valid, test = on_rank_zero_first(
@@ -85,7 +84,7 @@ def prepare_data(
     files = [file for data in sources for file in data.files]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
-    return Data(train, valid, test, identity(train, files, sources[0].weights))
+    return Data(train, valid, test, identity(train, files, sources[0].weights()))
 
 
 def on_rank_zero_first(make: Callable[[], T]) -> T:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import mb_data
-import numpy as np
 from mb_data.indexed_dataset import similar_prefixes
+from mb_data.samples.parts import parse_blend, weighed
 
 from mb_train.config import TrainConfig
-from mb_train.config.data import weights_and_prefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +26,19 @@ class Named:
     token_files: bool = True
 
     @property
-    def weights(self) -> list[float]:
-        """One for each prefix, or none."""
-        return weights_and_prefixes(self.words)[0] if self.token_files else []
-
-    @property
     def prefixes(self) -> list[str]:
         """What the data sets are called."""
-        return weights_and_prefixes(self.words)[1] if self.token_files else self.words
+        return [prefix for _, prefix in parse_blend(self.words)] if self.token_files else self.words
 
     @property
     def files(self) -> list[Path]:
         """With the tokens or the texts, one for each prefix."""
         return [Path(f"{prefix}.bin" if self.token_files else prefix) for prefix in self.prefixes]
 
-    def weighed(self) -> Named:
-        """Several prefixes without weights get their numbers of tokens as weights."""
-        if not self.token_files or self.weights or len(self.words) == 1:
-            return self
-        sizes = (mb_data.IndexedDataset(prefix).sizes for prefix in self.words)
-        # An empty one weighs something too: it is left out of the blend with a warning.
-        weights = (str(max(int(lengths.sum(dtype=np.int64)), 1)) for lengths in sizes)
-        blend = [word for pair in zip(weights, self.words, strict=True) for word in pair]
-        return dataclasses.replace(self, words=blend)
+    def weights(self) -> list[float]:
+        """One for each prefix, read from the files if the words say none; none of a single one."""
+        blend = weighed(self.words) if self.token_files else []
+        return [weight for weight, _ in blend if weight is not None]
 
     def check(self, earlier: str = ".") -> None:
         """Raise ValueError if a file is missing, or taken for a weight.
@@ -76,7 +64,7 @@ class Named:
                     f"Expected {prefix}{suffix} to be a file (from {self.source}), "
                     f"found none{where}.{f' {way}' if suffix else ''}"
                 )
-        for word in self.words[::2] if self.weights else []:
+        for word in self.words[::2] if len(self.words) > len(self.prefixes) else []:
             if Path(f"{word}.bin").is_file():
                 raise ValueError(
                     f"Expected {self.source} to be prefixes alone, or weights and prefixes by "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mb_data
+from mb_data.samples.sentence_index import SentenceSamples
 
 from mb_train.tasks import Dataset
 from mb_train.tasks.race import files_in
@@ -23,15 +24,18 @@ _BEGINNING = 1 << 16
 def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) -> dict[str, Any]:
     """What tells this data from other, as JSON values.
 
-    That is the size of the files and how they begin, the weights of a blend, and how often the
-    training passes through each source: the last two decide the order.
+    That is the size of the files and how they begin; and what decides the order: the weights of a
+    blend, and how far each source is shuffled as one, in passes of a GPT's text, in samples of
+    sentences.
 
     Args:
         train: what is trained on.
         files: the files with the tokens or texts of all sources, or folders of them.
         weights: of the sources, none of a single one.
     """
-    inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
+    inner = train
+    while isinstance(inner, mb_data.FillInTheMiddle | mb_data.PackedSamples):
+        inner = inner.dataset
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     passes = [source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)]
     shares = [round(weight / sum(weights), 6) for weight in weights]
@@ -40,6 +44,7 @@ def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) ->
         "bin_bytes": [sum(file.stat().st_size for file in files_in(path)) for path in files],
         "begin_with": [_beginning(path) for path in files],
         "epochs": passes,
+        "sentence_samples": [len(s) for s in sources if isinstance(s, SentenceSamples)],
     }
 
 
@@ -76,6 +81,12 @@ def check_same_data(
         say(
             f" note: a run of this length passes {now['epochs']} times through its data, not "
             f"{before.get('epochs')}: samples come in another order from here"
+        )
+    # Runs of before this was written down have none.
+    if before.get("sentence_samples", now["sentence_samples"]) != now["sentence_samples"]:
+        say(
+            f" note: a run of this length shuffles {now['sentence_samples']} samples of its data, "
+            f"not {before['sentence_samples']}: they come in another order from here"
         )
 
 

@@ -92,7 +92,7 @@ class Task(Protocol):
         """Training, validation and test set over token files.
 
         Args:
-            paths: one prefix, or weights and prefixes by turns; or either for each of "train",
+            paths: prefixes, or weights and prefixes by turns; or either for each of "train",
                 "valid" and "test".
             num_samples: how many samples each must have; None for a set that is not wanted.
         """

@@ -72,7 +72,7 @@ class ICTTask(SentenceTask):
         """
         config = self._config
         if not isinstance(paths, (list, tuple)) or len(paths) != 1:
-            raise ValueError("Expected one --data-path for --model ict, got a blend.")
+            raise ValueError("Expected one --data-path for --model ict, got several data sets.")
         return mb_data.build_ict_datasets(
             paths[0],
             titles_prefix=config.titles_data_path or titles_beside(paths[0]),

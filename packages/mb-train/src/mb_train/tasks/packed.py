@@ -10,11 +10,11 @@ import mb_data
 import numpy as np
 import numpy.typing as npt
 
-from mb_train.tasks.base import Dataset, Datasets, Wanted
+from mb_train.tasks.base import Datasets, Wanted
 
 
 def pack(
-    build: Callable[[Wanted], Datasets],
+    build: Callable[[Wanted], tuple[Any, Any, Any]],
     num_samples: Wanted,
     *,
     rooms: Sequence[int],
@@ -23,7 +23,7 @@ def pack(
     """Training, validation and test set of sequences that samples are packed into.
 
     Args:
-        build: makes the sets of samples, at least so many in each.
+        build: makes the sets of samples, at least so many in each, which know their `lengths()`.
         num_samples: sequences that each must have; None for a set that is not wanted.
         rooms, most: see `mb_data.PackedSamples`; a `most` of 1 leaves samples as they are.
     """
@@ -34,7 +34,7 @@ def pack(
         train, valid, test = (
             None
             if part is None
-            else mb_data.PackedSamples(part, sample_lengths(part), rooms=rooms, most=most)
+            else mb_data.PackedSamples(part, part.lengths(), rooms=rooms, most=most)
             for part in build(wanted)
         )
         counts = [math.inf if part is None else len(part) for part in (train, valid, test)]
@@ -43,19 +43,6 @@ def pack(
             return train, valid, test
         for part in few:
             wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part] or 0)
-
-
-def sample_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
-    """[samples, streams] tokens of each sample of a BERT's or a T5's dataset, or of a blend."""
-    if isinstance(dataset, mb_data.BlendedDataset):
-        parts = [sample_lengths(source) for source in dataset.datasets]
-        lengths = np.empty((len(dataset), parts[0].shape[1]), np.int64)
-        for number, part in enumerate(parts):
-            own = dataset.dataset_index == number
-            lengths[own] = part[dataset.dataset_sample_index[own]]
-        return lengths
-    assert isinstance(dataset, (mb_data.BertDataset, mb_data.T5Dataset))
-    return dataset.lengths()
 
 
 def lengths_of(rows: list[list[Any]], valid: str, most: int) -> npt.NDArray[np.int64]:

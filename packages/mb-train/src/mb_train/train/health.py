@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
-
-from mb_data import FillInTheMiddle
 
 _NAMED = 8
 
@@ -57,25 +56,18 @@ class DivergenceGuard:
 
 
 def documents_of(dataset: Any, samples: Sequence[int]) -> str:
-    """The documents that samples of a GPT dataset, or a blend of such, are cut from, in words.
+    """The documents that samples of a dataset are made from, in words.
 
-    Of another dataset the samples themselves are named.
+    Of a dataset that cannot tell, a classifier's, the samples themselves are named.
     """
-    found: dict[str, list[int]] = {}
-    dataset = dataset.dataset if isinstance(dataset, FillInTheMiddle) else dataset
-    for sample in samples:
-        source, index = dataset, sample
-        while hasattr(source, "dataset_sample_index"):
-            number = int(source.dataset_index[index])
-            index = int(source.dataset_sample_index[index])
-            source = source.datasets[number]
-        if not hasattr(source, "sample_idx"):
-            return f"unknown, samples {_some(samples)}"
-        row = int(source.shuffle_idx[index])
-        first, last = int(source.sample_idx[row][0]), int(source.sample_idx[row + 1][0])
-        documents = found.setdefault(str(source.indexed.prefix), [])
-        documents.extend(int(d) for d in source.doc_idx[first : last + 1] if d not in documents)
-    return "; ".join(f"{_some(documents)} of {prefix}.bin" for prefix, documents in found.items())
+    if not hasattr(dataset, "documents_of"):
+        return f"unknown, samples {_some(samples)}"
+    found: dict[str, dict[int, None]] = {}
+    for prefix, document in chain.from_iterable(map(dataset.documents_of, samples)):
+        found.setdefault(prefix, {})[document] = None
+    return "; ".join(
+        f"{_some([*documents])} of {prefix}.bin" for prefix, documents in found.items()
+    )
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -1,10 +1,11 @@
 """The training loop: step, log, evaluate, save, stop.
 
-Order within a step, as in Megatron-LM: forward and backward over the micro-batches, reduce,
-clip, optimizer, log, evaluate, then the reasons to stop: SIGTERM, `--exit-duration-in-mins`,
-`--exit-interval`, the end. Nothing is read back from the device but once per log interval. A run is
-a function of its configuration alone: rates follow from the samples consumed, dropout from (seed,
-step, micro-batch), so a run that is stopped and resumed takes the same steps to the bit on a CPU.
+What is due after an optimizer step (`step`) comes in Megatron-LM's order: log, evaluate, save. A
+reason to stop before the end (SIGTERM, `--exit-duration-in-mins`, `--exit-interval`) is looked for
+after each step and each evaluation; the last step is then logged and saved. Nothing is read back
+from the device but once per log interval, and what a step itself needs. A run is a function of its
+configuration alone: rates follow from the samples consumed, dropout from (seed, step, micro-batch),
+so a run that is stopped and resumed takes the same steps to the bit on a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mb_train.plan.sizing import LESS_MEMORY
 from mb_train.tasks import Batch
 from mb_train.train.health import DivergenceGuard
 from mb_train.train.interval import report_interval
-from mb_train.train.only_writer import only_writer
+from mb_train.train.own_folder import only_writer
 from mb_train.train.profiling import Profiler
 from mb_train.train.run import Run
 from mb_train.train.step import Step, params_norm, train_step

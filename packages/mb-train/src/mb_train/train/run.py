@@ -29,21 +29,18 @@ from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
-from mb_train.config.toml_file import to_toml
 from mb_train.data.batches import batches
 from mb_train.data.datasets import Data, prepare_data
 from mb_train.data.named import check_files
 from mb_train.data.same import check_same_data
 from mb_train.data.tokenizers import (
     copies_for,
-    keep_tokenizer,
     load_tokenizer,
     saved_rows,
     vocabulary_rows,
 )
-from mb_train.folder import history, run_folder
+from mb_train.folder.run_folder import LOG_FILE
 from mb_train.folder.start import Start
-from mb_train.folder.whole_files import write_text
 from mb_train.logs.boards import check_boards, open_boards
 from mb_train.logs.console import Console
 from mb_train.logs.megatron_lines import (
@@ -62,6 +59,7 @@ from mb_train.machine.versions import versions
 from mb_train.plan.sizing import memory_warning
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import Batch, Dataset, Task, make_task
+from mb_train.train.own_folder import take_over
 from mb_train.train.profiling import check_profiled
 
 
@@ -98,7 +96,7 @@ class Run:
         with self.timers("train/valid/test-data-iterators-setup"):
             self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
-        self.log = self._open_folder(start)  # now that nothing is wrong
+        self.log = self._open_log(start)  # now that nothing is wrong
         self.saver = self._open_saver()
         self.say(
             f" model: {self.model.parameters:,} parameters | "
@@ -132,8 +130,8 @@ class Run:
         """What is learned, from what text; gives the tokenizer of that."""
         config, device = self.config, self.device
         check_files(config, "." if start is None else start.saved.state.get("directory", "."))
-        self._copies = copies_for(config, start)
-        tokenizer = load_tokenizer(config, self._copies)
+        self._tokenizer_copies = copies_for(config, start)
+        tokenizer = load_tokenizer(config, self._tokenizer_copies)
         saved = saved_rows(config, start)
         self.vocab_size = vocabulary_rows(
             config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
@@ -226,27 +224,15 @@ class Run:
         check_same_data(start.saved.data, data.identity, self.say)
         return data
 
-    def _open_folder(self, start: Start | None) -> RunLog:
-        """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
+    def _open_log(self, start: Start | None) -> RunLog:
+        """The log of rank 0, in a folder that is this run's from here on."""
         if rank() != 0:
             return RunLog(None)
         boards = open_boards(self.config)
         if self.folder is None:
             return RunLog(None, boards, self.config, self.say)
-        copies = self._copies
-        if start is None or self.config.finetune or not start.is_in(self.folder):
-            moved = history.set_aside(self.folder)
-            if copies is None or copies.resolve() == self.folder.resolve():
-                copies = moved  # where the tokenizer's files in this folder are now
-            if moved is not None:
-                self.say(f" {self.folder} holds an earlier run: moved to {moved}")
-        else:
-            moved = history.set_later_aside(self.folder, start.saved.iteration)
-            if moved is not None:
-                self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
-        log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
-        write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        keep_tokenizer(self.config, self.folder, copies)
+        take_over(self.folder, self.config, start, self._tokenizer_copies, self.say)
+        log = RunLog(self.folder / LOG_FILE, boards, self.config, self.say)
         log.write(
             "start",
             iteration=self.progress.iteration,

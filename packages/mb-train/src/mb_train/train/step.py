@@ -1,6 +1,8 @@
 """One optimizer step: forward and backward over the micro-batches, reduce, clip, update.
 
-Nothing is read back from the device, but for a fp16 run whether the update was skipped.
+Nothing is read back from the device but what some flags need: whether an fp16 update was skipped,
+how many rows a rank's experts get (`--moe-row-policy`), and the load by which
+`--moe-rebalance-interval` moves experts.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""The folder of a run, held for it alone on behalf of all its ranks."""
+"""The folder of a run: held for it alone on behalf of all its ranks, and made ready for it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch.distributed as dist
 from mb_parallel import rank, world_size
 
+from mb_train.config import TrainConfig
+from mb_train.config.toml_file import to_toml
+from mb_train.data.tokenizers import keep_tokenizer
 from mb_train.folder import history, run_folder
 from mb_train.folder.lock import locked
+from mb_train.folder.start import Start
+from mb_train.folder.whole_files import write_text
 
 
 @contextlib.contextmanager
@@ -42,3 +47,33 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
+
+
+def take_over(
+    folder: Path,
+    config: TrainConfig,
+    start: Start | None,
+    copies: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Make the folder this run's, on rank 0: what it does not build on moves aside.
+
+    Args:
+        folder: held by `only_writer`.
+        start: what the run goes on from.
+        copies: where the tokenizer's files are, see `data.tokenizers.copies_for`.
+        say: prints a line.
+    """
+    if start is None or config.finetune or not start.is_in(folder):
+        moved = history.set_aside(folder)
+        if copies is None or copies.resolve() == folder.resolve():
+            copies = moved  # where the tokenizer's files in this folder are now
+        if moved is not None:
+            say(f" {folder} holds an earlier run: moved to {moved}")
+    else:
+        moved = history.set_later_aside(folder, start.saved.iteration)
+        if moved is not None:
+            say(f" going back: the later checkpoints of {folder} moved to {moved}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / run_folder.CONFIG_FILE, to_toml(config))
+    keep_tokenizer(config, folder, copies)

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import host_copy, snapshot, writer
+from mb_train.checkpoint import host_copy, read, snapshot, writer
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder import checksums
@@ -409,6 +410,27 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, dam
     # A flipped bit in the list of sums may show as a wrong file.
     assert name in str(caught.value) or (name, damage) == ("SHA256SUMS", "flipped")
     assert f"{good} is whole: go on from there with --load {good}" in str(caught.value)
+
+
+@pytest.mark.parametrize("after", ["_check_sums", "_compare"])
+def test_a_checkpoint_removed_while_it_is_read_is_not_called_damaged(
+    tmp_path, monkeypatch, after, caplog
+):
+    """The run that writes there, with --keep-checkpoints, does not know who reads."""
+    model, optimizer = make()
+    step(model, optimizer)
+    path, other = save(tmp_path, model, optimizer, 4), save(tmp_path, model, optimizer, 5)
+    before = getattr(read, after)
+
+    def removed(*arguments, **named):
+        before(*arguments, **named)
+        path.rename(tmp_path / "gone")
+
+    monkeypatch.setattr(read, after, removed)
+    says = rf"was removed while it was read.* There is {re.escape(str(other))}: give that to --load"
+    with pytest.raises(CheckpointError, match=says):
+        load_checkpoint(path, *make())
+    assert "WARNING" not in {record.levelname for record in caplog.records}  # of torch, a traceback
 
 
 def test_every_single_flipped_bit_is_found(tmp_path):

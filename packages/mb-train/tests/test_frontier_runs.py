@@ -10,7 +10,8 @@ from mb_train.flags.command_line import parse, resolve
 
 SCRIPT = Path(mb_train.__file__).parent / "runs" / "frontier.sh"
 
-# In mb-train's place: notes its words, and leaves behind the checkpoint that STOP or the end is.
+# In mb-train's place: notes its words, and leaves behind the checkpoint that STOP or the end is
+# and, unless UNTOLD, the loss there.
 STAND_IN = """#!/bin/bash
 printf '%s\\n' "$*" >> "$CALLS"
 case $1 in plan|report) exit 0 ;; esac
@@ -20,6 +21,8 @@ while [ $# -gt 0 ]; do
 done
 mkdir -p "$save/iter_${STOP:-$steps}"
 echo "${STOP:-$steps}" > "$save/latest_checkpointed_iteration.txt"
+if [ -n "${UNTOLD:-}" ]; then exit; fi
+printf '{"event": "eval", "iteration": %d, "lm_loss": 1}\\n' "${STOP:-$steps}" >> "$save/log.jsonl"
 """
 
 
@@ -173,6 +176,14 @@ def test_a_point_killed_after_its_end_is_not_trained_twice(frontier, tmp_path):
     assert not calls["train"]
     assert len(calls["report"]) == 1
     assert (tmp_path / "out" / "dense-17m" / "finished").exists()
+
+
+def test_a_point_without_its_last_loss_is_not_finished(frontier, tmp_path):
+    done, calls = frontier("dense-17m", "dmoe-17m", UNTOLD="1")
+    assert "dense-17m: its last loss was not measured" in done.stdout
+    assert len(calls["train"]) == 2
+    assert not calls["report"]
+    assert (tmp_path / "out" / "dense-17m" / "iter_1600").is_dir()
 
 
 def test_no_time_left_starts_nothing(frontier):

@@ -30,10 +30,14 @@ _METADATA_CLASSES = {
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader, with a `.metadata` that can name data classes only."""
+    """torch's reader, with a `.metadata` that can name data classes only, and is read once."""
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path) / ".metadata")
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path) / ".metadata")
+        metadata = self._metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -67,6 +67,26 @@ def load_checkpoint(
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
             damaged checkpoint the latest whole one beside it. Equal on all ranks.
     """
+    with _removal_told(path):
+        _load(path, model, optimizer, alone=alone)
+
+
+@contextlib.contextmanager
+def _removal_told(path: Path) -> Generator[None]:
+    """Call a checkpoint that is gone removed, not damaged: a run that keeps few has others."""
+    try:
+        yield
+    except CheckpointError as error:
+        if path.is_dir():
+            raise
+        there = checkpoints(path.parent)
+        hint = f" There is {there[-1]}: give that to --load." if there else ""
+        raise CheckpointError(
+            f"{path} was removed while it was read, as a run with --keep-checkpoints does.{hint}"
+        ) from error
+
+
+def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

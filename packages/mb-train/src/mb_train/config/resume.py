@@ -89,16 +89,20 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
         )
     if config.finetune:
         return []
+    changed = list(_differences(before, config, "said"))
     for name, there, here in _differences(before, config, "fixed"):
-        if name == "--optimizer" and config.no_load_optim:
-            continue
+        without = ""
+        if name == "--optimizer":
+            if config.no_load_optim:
+                changed.append((name, there, here))
+                continue
+            without = "leave the old one's state out with --no-load-optim, "
         raise ValueError(
             f"Expected {name} {there}, with which the run to go on from was started, got {here}. "
-            "Leave it as it was, or begin a new run from its weights with --finetune."
+            f"Leave it as it was, {without}or begin a new run from its weights with --finetune."
         )
     changes = [
-        f"{name} was {there} until now, and is {here} from here on"
-        for name, there, here in _differences(before, config, "said")
+        f"{name} was {there} until now, and is {here} from here on" for name, there, here in changed
     ]
     sizes = before.global_batch_size, config.global_batch_size
     if sizes[0] != sizes[1] and not config.by_samples and not config.no_load_optim:

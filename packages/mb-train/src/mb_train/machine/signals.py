@@ -1,4 +1,4 @@
-"""What means "save, then stop": SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1.
+"""What means "save, then stop": SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1, the end of the time.
 
 Schedulers send SIGUSR1 ahead of the end of a job, terminals SIGHUP when they close. A handler only
 notes what came; the loop looks at the flag between steps. A second Ctrl-C ends at once.
@@ -7,8 +7,10 @@ notes what came; the loop looks at the flag between steps. A second Ctrl-C ends 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from collections.abc import Generator
 
 _SAVING = tuple(
@@ -19,22 +21,29 @@ _SAVING = tuple(
 
 
 class StopFlag:
-    """Whether a signal has asked to stop, or what else the run cannot go on after.
+    """Whether a signal has asked to stop, the time is over, or the run cannot go on otherwise.
 
     Attributes:
         name: "SIGTERM", say, or what failed; None as long as nothing came.
         failed: nobody asked: something went wrong.
+        deadline: when the allowed time ends, by `time.monotonic`.
     """
 
     name: str | None = None
     failed: bool = False
+    deadline: float = math.inf
 
     def fail(self, what: str) -> None:
         """Stop because something went wrong."""
         self.name, self.failed = what, True
 
+    @property
+    def late(self) -> bool:
+        """Whether the allowed time is over."""
+        return time.monotonic() > self.deadline
+
     def __bool__(self) -> bool:
-        return self.name is not None
+        return self.name is not None or self.late
 
 
 @contextlib.contextmanager

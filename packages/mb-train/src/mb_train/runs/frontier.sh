@@ -120,6 +120,10 @@ reached() { # step of the last checkpoint of the point
     if [ -e "$file" ]; then cat "$file"; else echo 0; fi
 }
 
+told() { # whether the loss at the end of the point is in its log
+    grep -qs "\"event\": \"eval\", \"iteration\": $steps," "$folder/log.jsonl"
+}
+
 draw() {
     local folder runs=()
     for folder in "$out"/*/; do
@@ -161,6 +165,10 @@ for point in "${points[@]}"; do
     if [ "$(reached)" != "$steps" ]; then
         echo "$point: stopped at step $(reached) of $steps; the same command goes on"
         break
+    fi
+    if ! told; then # the time was over, or a signal came, in the evaluation
+        echo "$point: its last loss was not measured; remove $folder to train it again"
+        continue
     fi
     touch "$folder/finished"
     if [ -z "$keep" ]; then rm -rf "$folder"/iter_*; fi

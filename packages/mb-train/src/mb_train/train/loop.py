@@ -86,7 +86,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             been written but, perhaps, the sample corpus. Or the data is damaged further on.
         OSError: files that cannot be read or written.
     """
-    started = time.monotonic()
+    started = time.monotonic()  # setting up is part of the time that a run has
     notes: tuple[str, ...] = ()
     if start is None:
         found = find_start(config)
@@ -112,8 +112,10 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         run = Run(config, device, start)
         for line in (*recovered, *(f"note: {note}" for note in notes)):
             run.say(f" {line}")
+        if config.exit_duration_in_mins is not None:
+            stop.deadline = started + 60 * config.exit_duration_in_mins
         try:
-            return _loop(run, stop, started)
+            return _loop(run, stop)
         except DataError as error:
             # Of the next step's samples, or those of an evaluation.
             raise DataError(f"After iteration {run.progress.iteration}: {error}") from None
@@ -138,12 +140,8 @@ def _less_memory_named() -> Generator[None]:
         raise
 
 
-def _loop(run: Run, stop: StopFlag, started: float) -> Result:
-    """Step until the end, or until there is a reason to stop before it.
-
-    Args:
-        started: when the run was, by `time.monotonic`; its setting up is part of its duration.
-    """
+def _loop(run: Run, stop: StopFlag) -> Result:
+    """Step until the end, or until there is a reason to stop before it."""
     config, start, clock = run.config, run.progress, Clock(run.device)
     begun, reported = time.monotonic(), start.consumed_samples
     accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
@@ -161,7 +159,7 @@ def _loop(run: Run, stop: StopFlag, started: float) -> Result:
                 profiler.start()
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
-        stopped_by = _reason_to_stop(run, started, stop)
+        stopped_by = _reason_to_stop(run, stop)
         at_end = stopped_by is not None or iteration == run.iterations
         if profiler.ends(iteration - start.iteration, stopping=at_end):
             with clock.paused():
@@ -180,7 +178,7 @@ def _loop(run: Run, stop: StopFlag, started: float) -> Result:
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
             evaluated_at = iteration
-            stopped_by = stopped_by or _reason_to_stop(run, started, stop)
+            stopped_by = stopped_by or _reason_to_stop(run, stop)
         if config.save_interval and iteration % config.save_interval == 0:
             with clock.paused():
                 save(run)
@@ -305,13 +303,13 @@ def _how_far(run: Run, start: Progress, seconds: float) -> str:
     return f"iteration {done} of {run.iterations} is done, {long} left"
 
 
-def _reason_to_stop(run: Run, started: float, stop: StopFlag) -> str | None:
+def _reason_to_stop(run: Run, stop: StopFlag) -> str | None:
     """Why to save and stop before the end, agreed by all ranks."""
     config, iteration = run.config, run.progress.iteration
-    if any_rank(bool(stop)):
+    if any_rank(stop.name is not None):
         return stop.name or "a signal to another rank, or a failure of its data"
     limit, interval = config.exit_duration_in_mins, config.exit_interval
-    if limit is not None and any_rank(time.monotonic() - started > 60 * limit):
+    if limit is not None and any_rank(stop.late):
         return f"--exit-duration-in-mins {limit:g}"
     if interval is not None and iteration % interval == 0 and iteration < run.iterations:
         return f"--exit-interval {interval}"

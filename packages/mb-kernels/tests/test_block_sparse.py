@@ -7,7 +7,8 @@ import pytest
 import torch
 from mb_kernels import bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
 from mb_kernels.block_sparse.op import BLOCK
-from mb_kernels.block_sparse.reference import to_dense
+from mb_kernels.block_sparse.reference import make_matrix, to_dense, topology_of
+from mb_kernels.runtime import registration
 from mb_kernels.testing import assert_close
 
 stk = pytest.importorskip("stk")  # the extra block-sparse
@@ -206,6 +207,33 @@ def small_matrix():
 def test_errors_say_what_was_expected(call, message):
     with pytest.raises(ValueError, match=message):
         call(make_sparse("ragged", dtype=torch.float32))
+
+
+WRONG = {
+    "offsets": [0, 2, 2, 5, 9],  # of 6 blocks
+    "offsets_t": [0, 2, 3, 5],
+    "row_indices": [0, 0, 2, 2, 2, 4],
+    "column_indices": [0, 2, 0, 1, 2, -1],
+    "column_indices_t": [0, 2, 2, 0, 2, 4],
+    "block_offsets_t": [0, 2, 3, 1, 4, 6],
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_debug_refuses_blocks_outside_the_matrix_or_its_storage(field, monkeypatch):
+    monkeypatch.setattr(registration, "_debug", True)
+    matrix = make_sparse("ragged", dtype=torch.float32)
+    x = torch.zeros(3 * BLOCK, 16)
+    assert not dsd(matrix, x).any()
+    wrong = topology_of(matrix)._replace(**{field: torch.tensor(WRONG[field]).int()})
+    matrix = make_matrix(matrix.size(), matrix.data, wrong)
+    for call in (
+        lambda: dsd(matrix, x),
+        lambda: dds(torch.zeros(16, 4 * BLOCK), matrix),
+        lambda: sdd(torch.zeros(4 * BLOCK, 16), x.t(), matrix),
+    ):
+        with pytest.raises(ValueError, match=rf"^{field}: expected"):
+            call()
 
 
 @pytest.mark.gpu

@@ -355,13 +355,15 @@ def test_max_rows_bounds_what_is_kept_and_changes_nothing(top_k, bias):
     assert (21 * top_k, 8) not in sizes
 
 
-def test_more_rows_than_max_rows_are_nan_and_an_error_to_debug(monkeypatch):
-    x, w1, w2, bins, weights = make_case((9, 4, 4, 3, 2, "uniform", None))
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_more_rows_than_max_rows_are_nan_and_an_error_to_debug(top_k, monkeypatch):
+    x, w1, w2, bins, weights = make_case((9, 4, 4, 3, top_k, "uniform", None))
     want = expert_mlp(x, w1, w2, bins, weights)
     for op, recompute in itertools.product((expert_mlp, reference.expert_mlp), (False, True)):
         y = op(x, w1, w2, bins, weights, max_rows=5, recompute=recompute)
-        assert y.isnan().any()
-        y = op(x, w1, w2, bins, weights, max_rows=18, recompute=recompute)  # all slots
+        assert y.isnan().all()  # of tokens whose rows are beyond, too
+        assert torch.autograd.grad(y.sum(), x)[0].isnan().all()
+        y = op(x, w1, w2, bins, weights, max_rows=9 * top_k, recompute=recompute)  # all slots
         assert_close("y", y, want)
     monkeypatch.setattr(registration, "_debug", True)
     with pytest.raises(ValueError, match="to end at most at 5"):

@@ -339,6 +339,13 @@ for name in ("topk_softmax", "router_losses", "expert_mlp_bias", "gmm", "linear_
     for what, value in every_op.results(op, op.tensors, call=op.twin, double=True).items():
         assert_close(f"{name}: {what}", got[what].float(), value.float())
     derivatives.test_second_derivatives_are_right_or_an_error(name)
+    x = op.tensors[op.leaves[0]]
+    try:
+        torch.func.jvp(lambda x: op.call(**(op.tensors | {op.leaves[0]: x})), (x,), (x,))
+    except NotImplementedError as refused:
+        assert "forward-mode derivatives (jvp)" in str(refused)
+    else:
+        raise AssertionError(name)
 x = torch.ones(2, 16)
 try:
     torch.func.grad(lambda x: mb_kernels.topk_softmax(x, 1)[0].sum())(x)

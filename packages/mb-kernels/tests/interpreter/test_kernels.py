@@ -183,6 +183,18 @@ def test_max_rows_changes_nothing(top_k, bias):
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_more_rows_than_max_rows_are_nan_for_every_token_that_has_some(top_k):
+    inputs = make_inputs(Case(21, 16, 16, 3, top_k, "uniform", 4), dtype=torch.float32)
+    want = run_expert_mlp(expert_mlp, inputs, activation="swiglu")
+    got = run_expert_mlp(expert_mlp, inputs, activation="swiglu", max_rows=5)
+    nobody = (inputs["bins"].inverse_N.view(-1, top_k) < 0).all(1)
+    assert nobody.any()
+    for name in ("y", "d_x"):
+        assert got[name][~nobody].isnan().all(), name
+        assert torch.equal(got[name][nobody], want[name][nobody]), name
+
+
 def test_experts_without_features_and_fewer_rows_than_tokens_have_gradients_of_zero():
     inputs = make_inputs(Case(21, 16, 16, 3, 1, "skewed", 4, "relu"), dtype=torch.float32)
     inputs |= {"w1": inputs["w1"][:, :0], "w2": inputs["w2"][:, :, :0]}

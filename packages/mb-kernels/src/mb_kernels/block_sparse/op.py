@@ -159,6 +159,33 @@ def _indices(name: str, matrix: "stk.Matrix", what: str, x: Tensor) -> Topology:
     return indices._replace(**dict(zip(counts, counted, strict=True)))
 
 
+def _debug_topology(t: Topology) -> None:
+    """Under ``MB_DEBUG=1``: ValueError unless every block in use is stored, and in the matrix."""
+    stored, used = t.row_indices.shape[0], int(t.offsets[-1])
+    for name in ("offsets", "offsets_t"):
+        ends = getattr(t, name).tolist()
+        if ends[0] != 0 or ends != sorted(ends) or ends[-1] != used or used > stored:
+            raise ValueError(
+                f"{name}: expected to start at 0, never to fall, and to end where offsets does, at "
+                f"most at {stored}, the blocks that are stored; got {ends}. "
+                "Make the Matrix's offsets and indices together."
+            )
+    rows, columns = t.offsets.shape[0] - 1, t.offsets_t.shape[0] - 1
+    for name, count in (
+        ("row_indices", rows),
+        ("column_indices", columns),
+        ("column_indices_t", rows),
+        ("block_offsets_t", stored),
+    ):
+        indices = getattr(t, name)[:used]
+        wrong = indices[(indices < 0) | (indices >= count)]
+        if wrong.numel():
+            raise ValueError(
+                f"{name}: expected 0 to {count - 1} for the {used} blocks in use; got "
+                f"{wrong[0].item()}. Make the Matrix's offsets and indices together."
+            )
+
+
 def _column_major(x_GMN: Tensor) -> bool:
     return x_GMN.stride(1) == 1 and x_GMN.stride(2) != 1
 
@@ -234,6 +261,7 @@ registration.register(
     backward=_sdd_backward,
     differentiable_twice=True,
     strided=True,
+    debug_check=lambda a, b, *topology: _debug_topology(Topology(*topology)),
 )
 registration.register(
     f"dsd(Tensor data, Tensor b, {_TOPOLOGY}, bool transposed, int groups, bool column_major) "
@@ -246,4 +274,5 @@ registration.register(
     backward=_dsd_backward,
     differentiable_twice=True,
     strided=True,
+    debug_check=lambda data, b, *topology: _debug_topology(Topology(*topology[:6])),
 )

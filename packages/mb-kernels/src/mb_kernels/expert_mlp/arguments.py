@@ -77,13 +77,17 @@ def check_biases(
 
 
 def bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
-    """Bins of ``max_rows`` rows; weights that are NaN if an expert had more."""
+    """Bins of ``max_rows`` rows; weights that are NaN if there are more.
+
+    A slot whose row is beyond them takes the last row, which its weight makes NaN: as a dropped
+    slot it would be a zero among numbers.
+    """
     if debugging(bins.offsets_E1):
         checks.debug_offsets(bins.offsets_E1, max_rows)
     weights_TK = torch.where(bins.offsets_E1[-1] > max_rows, torch.nan, weights_TK)
     bounded = Bins(
         bins.order_N[:max_rows],
-        torch.where(bins.inverse_N < max_rows, bins.inverse_N, -1),
+        bins.inverse_N.clamp(max=max_rows - 1),
         bins.tokens_per_expert_E,
         bins.offsets_E1.clamp(max=max_rows),
     )

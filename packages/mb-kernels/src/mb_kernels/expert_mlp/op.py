@@ -62,7 +62,7 @@ def expert_mlp(
         max_rows: the most rows that all experts together compute, at least ``bins.offsets_E1[-1]``;
             tensors of rows get this size instead of T·K, and so does what is kept. The caller knows
             it from a capacity or another bound. If there are more, which the host cannot know, the
-            result is NaN; with ``MB_DEBUG=1`` it is an error.
+            result is NaN, of every token that an expert takes; with ``MB_DEBUG=1`` it is an error.
         recompute: keep only x and the index maps for the backward, and compute the
             pre-activations again there.
         saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
@@ -74,8 +74,8 @@ def expert_mlp(
         home_P: [P] int64, addresses that are multiples of 16; for ``mb_kernels.exchange``, and only
             where kernels run. The tokens came from P ranks, T / P from each. The result for token i
             of rank p is not returned but stored i rows after home_P[p]; so is, in the backward
-            pass, the gradient of x_TD. Nothing is stored for a token that no expert takes or whose
-            rows are beyond ``max_rows``.
+            pass, the gradient of x_TD. Nothing is stored for a token that no expert takes, nor,
+            with K = 1, for one whose row is beyond ``max_rows``.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.

@@ -230,7 +230,7 @@ def _to_tokens(
         tile=tile,
         bias=bias,
         scatter_order=order if single else None,
-        scatter_rows=indices[1].shape[0],
+        scatter_inverse=indices[1] if single else None,
         scale=weights if single else None,
         fill_dropped=single,
         home=home if single else None,

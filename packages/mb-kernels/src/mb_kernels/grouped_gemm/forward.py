@@ -6,6 +6,7 @@ routing weight, which saves the combine.
 Letters: N rows, K contraction, M output columns, E experts.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -116,15 +117,16 @@ def rows_times_weights(
     tile: Tile,
     bias: Tensor | None = None,
     scatter_order: Tensor | None = None,
-    scatter_rows: int = 0,
+    scatter_inverse: Tensor | None = None,
     scale: Tensor | None = None,
     fill_dropped: bool,
     home: Tensor | None = None,
 ) -> Tensor:
     """[N, M]: row r times its expert's weight, plus its expert's row of ``bias`` [E, M].
 
-    ``scatter_order`` sends row r to row scatter_order[r] of ``scatter_rows``, scaled by ``scale``
-    there; rows that none is sent to are zero.
+    ``scatter_order`` sends row r to row scatter_order[r] of as many as ``scatter_inverse`` has,
+    scaled by ``scale`` there. If these are more than N, those that none is sent to are zero where
+    ``scatter_inverse`` is negative, and NaN where it says that one should be.
     ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
     ``home``, int64 [P]: the scattered rows belong to P ranks, N / P to each, and are stored at
     these addresses. Then no row is filled with zeros, and what is returned means nothing.
@@ -133,8 +135,10 @@ def rows_times_weights(
     columns = w.shape[1 if transpose_weight else 2]
     depth = x.shape[1]
     y = x.new_empty((x.shape[0], columns) if home is None else 0)
-    if home is None and scatter_order is not None and scatter_rows > x.shape[0]:
-        y = x.new_zeros((scatter_rows, columns))
+    scatter_rows = 0 if scatter_inverse is None else scatter_inverse.shape[0]
+    if home is None and scatter_inverse is not None and scatter_rows > x.shape[0]:
+        unsent = torch.where(scatter_inverse < 0, 0.0, torch.nan).to(x.dtype)
+        y = unsent[:, None].repeat(1, columns)
     plan = plan_of(x)
     x_arg, w_arg, y_arg = x, w, y
     if plan.descriptors:

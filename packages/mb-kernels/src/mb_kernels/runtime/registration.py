@@ -114,7 +114,13 @@ def register(
     def launch() -> Callable[..., Any]:
         return getattr(importlib.import_module(kernels), name)
 
+    # torch's public call drops tangents without a word, and what it calls sees none of them.
+    drops_tangents = backward is not None and _below_autograd is None
+
     def implementation(*args: Any) -> Any:
+        if drops_tangents and getattr(forward_ad, "_current_level", -1) >= 0:
+            what = "forward-mode derivatives (jvp)"
+            raise NotImplementedError(_REFUSAL.format(name=name, what=what))
         if _any_autocast():  # it would cast some of the op's steps and not others
             with torch.autocast(_first(args).device.type, enabled=False):
                 return compute(*args)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from mb_train.flags.starting import resolve_start
 from mb_train.loading import load_trained
 from mb_train.logs import run_log
 from mb_train.report.curves import read_curves
-from mb_train.train import train
+from mb_train.train import loop, train
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -187,6 +188,22 @@ def test_going_on_from_python(finished, tmp_path, capsys):
     assert [line["iteration"] for line in lines if line["event"] == "train"] == [3]
     with pytest.raises(ValueError, match="Expected a checkpoint in nowhere, found none"):
         train(dataclasses.replace(config, load="nowhere"))
+
+
+def test_collections_pass_over_a_run_until_it_ends(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    config = TrainConfig(**json.loads((folder / "iter_0000002" / "run.json").read_text())["config"])
+    left_out, begin = [], loop.train_step
+
+    def step(*args):
+        left_out.append(gc.get_freeze_count())
+        return begin(*args)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    train(dataclasses.replace(config, train_iters=4, save=str(tmp_path)))
+    assert left_out[:3] == [left_out[0]] * 3
+    assert left_out[3] > left_out[0] + 10_000
+    assert gc.get_freeze_count() == 0
 
 
 @contextlib.contextmanager

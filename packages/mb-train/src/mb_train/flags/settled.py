@@ -158,7 +158,7 @@ _ANSWERS: Mapping[str, str] = {
         --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
     """,
     "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",
-    "garbage is collected when Python does": """
+    "after the first steps collections of garbage have little to look at": """
         --manual-gc --manual-gc-interval=1 --no-manual-gc-eval
     """,
     "see --nan-limit": """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
+from mb_train.machine.host import leave_out_of_collections
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
 from mb_train.plan.sizing import LESS_MEMORY
@@ -44,6 +46,9 @@ from mb_train.train.profiling import Profiler
 from mb_train.train.run import Run
 from mb_train.train.step import Step, params_norm, train_step
 from mb_train.train.validate import END, evaluate, measure
+
+# By then kernels are built, blocks compiled, and what a step keeps for the next is there.
+_STEPS_OF_SETTING_UP = 3
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
                 error.add_note(f"It was in iteration {run.progress.iteration + 1}.")
             raise
         finally:
+            gc.unfreeze()  # a run that is over is garbage like any other
             run.close()
 
 
@@ -159,6 +165,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
                 profiler.start()
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
+        if iteration - start.iteration == _STEPS_OF_SETTING_UP:
+            with clock.paused():
+                leave_out_of_collections()
         stopped_by = _reason_to_stop(run, stop)
         at_end = stopped_by is not None or iteration == run.iterations
         if profiler.ends(iteration - start.iteration, stopping=at_end):

@@ -133,7 +133,8 @@ def within_budget(
         parts: the model's stages on this rank, without gradients, after `parallelize_experts` with
             `row_policy="budget"`; a stage without experts is fine.
         step: runs the forward and backward passes of all micro-batches. Called once or twice, and
-            must use the same batches both times.
+            must use the same batches both times. What it counts or collects (`mb_layers.collect`,
+            for balancing biases) has to begin anew with each call.
         device: this rank's.
 
     Returns:

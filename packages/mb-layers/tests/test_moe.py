@@ -253,6 +253,15 @@ def test_metrics_count_what_happened() -> None:
     assert aux.requires_grad
 
 
+def test_counts_are_the_callers_own() -> None:
+    layer = build(load_balancing_loss_weight=1.0)
+    x = torch.randn(10, 16, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).aux_loss, layer.router.weight)
+    aux, metrics = layer(x)[1:]
+    metrics["tokens_per_expert"] += torch.arange(5, dtype=torch.int32)  # as an all-reduce does
+    assert torch.equal(*torch.autograd.grad(aux, layer.router.weight), *expected)
+
+
 def test_bf16_stays_near_fp32() -> None:
     layer = build(dtype=torch.float32)
     x = torch.randn(33, 16)

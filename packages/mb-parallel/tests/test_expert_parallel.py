@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_kernels.testing import assert_close
+from mb_layers import add_lora
 from mb_layers.config import MoEConfig
 from mb_layers.experts import Experts
 from mb_layers.moe import dMoE
@@ -362,6 +363,41 @@ def test_checkpoints_cross_expert_parallel_sizes(saved, loaded, tmp_path):
     for result in results:
         for name, value in expected.items():
             assert torch.equal(result[name], value), name
+
+
+def _drawn(config: MoEConfig, zero_stage: int | None, ep: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        layer = dMoE(config)
+        add_lora(layer.experts, rank=2, alpha=2)
+    model = nn.Sequential(layer)
+    if dist.is_initialized():
+        mesh = ParallelDims(dp_shard=2, ep=ep).build("cpu")
+        parallelize_experts(model, mesh)
+        if zero_stage is not None:
+            apply_data_parallel(model, mesh, blocks=[layer], zero_stage=zero_stage)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    whole = {name: getattr(p, "full_tensor", p.detach) for name, p in layer.named_parameters()}
+    return {name: take().detach() for name, take in whole.items()}
+
+
+def _drawn_by_rank(rank, ranks, config, layouts):
+    return [_drawn(config, *layout) for layout in layouts]
+
+
+def test_a_spread_layer_draws_the_weights_of_one_process():
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=6, num_experts=2, top_k=1, router_bias=True, mlp_bias=True,
+        shared_expert_hidden_size=3, shared_expert_gate=True,
+    )  # fmt: skip
+    expected = _drawn(config, None, 1)
+    layouts = [(None, 2), (0, 2), (3, 1), (3, 2)]
+    for drawn in run_ranks(_drawn_by_rank, 2, config, layouts):
+        for layout, weights in zip(layouts, drawn, strict=True):
+            assert weights.keys() == expected.keys()
+            for name, weight in weights.items():
+                assert torch.equal(weight, expected[name]), (layout, name)
 
 
 def _refusals(rank, ranks):

@@ -12,6 +12,7 @@ Letters: E experts, D hidden, F expert ffn width, T or R tokens on this rank, K 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mb_kernels
@@ -27,7 +28,7 @@ from mb_layers.dispatch import Dispatched
 from mb_layers.factored import LoRA, base_of, map_weight, weight_of
 from mb_layers.frozen import FrozenWeight
 from mb_layers.steps import expert_mlp_in_steps
-from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
+from mb_layers.tensors import at_least_fp32, cast_alike, draw, to_plain
 
 
 class _StackedMLP(nn.Module):
@@ -75,7 +76,8 @@ class _StackedMLP(nn.Module):
         for name, std in (("w1", config.init_method_std), ("w2", output_std)):
             base, adapters = base_of(self, name)
             weight = getattr(self, name) if base is None else base
-            nn.init.normal_(weight, std=config.init_method_std if std is None else std)
+            std = config.init_method_std if std is None else std
+            draw(weight, partial(nn.init.normal_, std=std))
             for adapter in adapters:
                 if isinstance(adapter, LoRA):
                     adapter.reset_parameters()
@@ -274,7 +276,7 @@ class SharedExpert(_StackedMLP):
         """As for the experts; the gate from N(0, init_method_std)."""
         super().reset_parameters()
         if self.gate is not None:
-            nn.init.normal_(self.gate, std=self.config.init_method_std)
+            draw(self.gate, partial(nn.init.normal_, std=self.config.init_method_std))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the shared expert's share of the output for every token, [T, D]."""

@@ -14,6 +14,7 @@ Letters: E experts, N rows, r rank, R rows and C columns of a weight.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from torch.nn.utils import parametrize
 
 from mb_layers import arguments
 from mb_layers.frozen import FrozenWeight
+from mb_layers.tensors import draw
 
 
 class LowRank(NamedTuple):
@@ -59,7 +61,7 @@ class LoRA(nn.Module):
     def reset_parameters(self) -> None:
         """Draw `a` from U(-1 / sqrt(C), 1 / sqrt(C)) and zero `b`: nothing is added at first."""
         width = 1 / math.sqrt(self.a.shape[2])
-        nn.init.uniform_(self.a, -width, width)
+        draw(self.a, functools.partial(nn.init.uniform_, a=-width, b=width))
         nn.init.zeros_(self.b)
 
     @property

@@ -269,7 +269,9 @@ class MoELayer(nn.Module):
         if not self.training:
             aux_loss = torch.zeros_like(aux_loss.detach())
         metrics = dict(zip(losses._fields[1:], values, strict=True))
-        metrics["tokens_per_expert"] = counts_E
+        # A copy: the backward pass reads the counts, and the caller may add up these over ranks in
+        # place. Autograd does not notice what a collective changes.
+        metrics["tokens_per_expert"] = counts_E.clone()
         return aux_loss, metrics
 
 

@@ -15,6 +15,7 @@ Letters: T tokens, D hidden, E experts, K top-k, G expert groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import mb_kernels
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from mb_layers import arguments
 from mb_layers.config import MoEConfig
-from mb_layers.tensors import at_least_fp32, to_plain, without_autocast
+from mb_layers.tensors import at_least_fp32, draw, to_plain, without_autocast
 
 
 class RouterOutput(NamedTuple):
@@ -81,7 +82,7 @@ class Router(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, init_method_std) and zero both biases."""
-        nn.init.normal_(self.weight, std=self.config.init_method_std)
+        draw(self.weight, partial(nn.init.normal_, std=self.config.init_method_std))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         if self.balancing_bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -52,6 +53,24 @@ def to_plain(weight: Tensor, length: int) -> Tensor:
     if weight.shape[0] != length:
         return weight.to_local()
     return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
+def draw(weight: Tensor, init: Callable[[Tensor], Any]) -> None:
+    """Let `init` fill a weight, of which a rank may hold a part: each part gets other numbers.
+
+    Torch sees to that on GPUs alone. On CPUs the ranks' streams are equal, and so the numbers that
+    each would draw for its part. There all are drawn, those of one process, and a part is kept.
+    """
+    if not (is_dtensor(weight) and weight.device.type == "cpu"):
+        init(weight)
+        return
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+    init(whole)
+    for chunk in weight.__create_chunk_list__():  # as distributed checkpoints ask where a part lies
+        begins = zip(chunk.offsets, chunk.sizes, strict=True)
+        place = tuple(slice(begin, begin + size) for begin, size in begins)
+        with torch.no_grad():
+            weight.to_local().copy_(whole[place])
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:

@@ -100,8 +100,8 @@ def apply_data_parallel(
             or one for several, blocks that are not in the model, a mesh of other sizes than in an
             earlier call for the model, a model that is sharded already or has replicas, one in a
             wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
-            unit, in stage 0 DTensors over data-parallel ranks, or experts with working copies or,
-            where ep or tp > 1, without `parallelize_experts`.
+            unit, in stage 0 DTensors over data-parallel ranks or weights on the meta device, or
+            experts with working copies or, where ep or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -173,6 +173,13 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
     unwrapped(model)
     if zero_stage == 0:
         refuse_spread(model, mesh)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    "Expected weights, which the ranks take from the first one, got the meta "
+                    f"device's {name}. Call to_empty and draw them first, or take zero_stage 1, 2 "
+                    "or 3, with which the ranks' seeds have to be the same."
+                )
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     trained = [p for module in experts for p in module.parameters() if p.requires_grad]
     if mesh.ep_size > 1 and not all(map(is_dtensor, trained)):

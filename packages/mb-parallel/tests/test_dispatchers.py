@@ -517,6 +517,7 @@ def test_the_rule_of_choice(wanted, top_k, ep, problem, bounded, chosen):
     name, why = choose_dispatcher(wanted, top_k, ep, problem, bounded=bounded)
     assert name == chosen
     assert ("not peer: no GPU" in why) == (wanted == "peer" and problem is not None)
+    assert ("wants bounded rows" in why) == ((wanted, chosen) == ("auto", "all_to_all"))
 
 
 def _chosen(rank: int, world_size: int):

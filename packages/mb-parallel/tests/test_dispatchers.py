@@ -645,8 +645,9 @@ def test_what_cannot_be_spread_is_named():
         parallelize_experts(layer, mesh, dispatcher="fixed")
     with pytest.raises(ValueError, match=r"row_policy to be one of worst, .* got 'some'"):
         parallelize_experts(layer, mesh, row_policy="some")
-    with pytest.raises(ValueError, match=r"row_budget of at least 1, .* got 0.5"):
-        parallelize_experts(layer, mesh, row_policy="budget", row_budget=0.5)
+    for budget in (0.5, math.inf):
+        with pytest.raises(ValueError, match=rf"row_budget of at least 1, .* got {budget}"):
+            parallelize_experts(layer, mesh, row_policy="budget", row_budget=budget)
     for wrong in ({"chunks": 0}, {"max_tokens": 0}, {"timeout_s": 0.0}):
         (name,) = wrong
         with pytest.raises(ValueError, match=rf"[Ee]xpected {name} .*, got 0"):

@@ -49,16 +49,17 @@ class Rows:
             least 1.
 
     Raises:
-        ValueError: another policy or a budget below 1.
+        ValueError: another policy, or a budget below 1 or infinite.
     """
 
     def __init__(self, policy: str = "worst", budget: float = 2.0) -> None:
         if policy not in get_args(Policy):
             known = ", ".join(get_args(Policy))
             raise ValueError(f"Expected row_policy to be one of {known}, got {policy!r}.")
-        if not (isinstance(budget, int | float) and budget >= 1):
+        if not (isinstance(budget, int | float) and 1 <= budget < math.inf):
             raise ValueError(
-                f"Expected row_budget of at least 1, the share of balanced routing, got {budget!r}."
+                "Expected a finite row_budget of at least 1, the share of balanced routing, got "
+                f"{budget!r}."
             )
         self.policy, self.budget = policy, budget
         self._multiple = float(budget)

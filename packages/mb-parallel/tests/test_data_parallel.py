@@ -23,7 +23,6 @@ from mb_parallel import (
     set_micro_batch,
     sum_gradients,
 )
-from mb_parallel.arguments import unwrapped
 from mb_parallel.engines import torch_release
 from mb_parallel.optimizer import (
     SGD,
@@ -632,13 +631,6 @@ def test_copies_of_an_expert_are_summed_once():
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_in_torchs_older_fsdp_is_refused():
-    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # torch makes one on GPUs
-    nn.Module.__init__(wrapper)
-    with pytest.raises(ValueError, match="got FullyShardedDataParallel, which averages"):
-        unwrapped(nn.Sequential(wrapper))
-
-
 def refused_by_replicas(rank, world_size):
     """Gradients that would be wrong without an error."""
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
@@ -658,6 +650,7 @@ def refused_by_replicas(rank, world_size):
     with pytest.raises(ValueError, match="zero_stage 1, 2 or 3 for a stage of a pipeline"):
         apply_data_parallel(nn.Linear(1, 1), stages, blocks=[], zero_stage=0)
     wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
+    older = nn.Sequential(FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu")))
     spread = nn.Linear(WIDTH, 2, bias=False)
     spread.weight = nn.Parameter(distribute_tensor(spread.weight.detach(), mesh.dp, [Shard(0)]))
     for whole, stage, says in (
@@ -668,6 +661,8 @@ def refused_by_replicas(rank, world_size):
         ),
         (wrapped, 0, "got DistributedDataParallel, which averages"),
         (wrapped, 1, "got DistributedDataParallel, which averages"),
+        (older, 0, "got FullyShardedDataParallel, which averages"),
+        (older, 1, "got FullyShardedDataParallel, which averages"),
     ):
         with pytest.raises(ValueError, match=says):
             apply_data_parallel(whole, mesh, blocks=[], zero_stage=stage)

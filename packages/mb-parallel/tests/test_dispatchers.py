@@ -444,8 +444,10 @@ def test_rows_beyond_the_budget_are_nan_and_the_step_runs_again():
 
 
 def _room(rows, slots, tokens=4):
-    """For so many slots of the first of two ranks, of four experts."""
-    bins = bin_tokens(torch.zeros(slots, 1, dtype=torch.int32), 2)
+    """For so many slots of the first of two ranks, of four experts; 2000 could come."""
+    ids = torch.full((2000, 1), -1, dtype=torch.int32)
+    ids[:slots] = 0
+    bins = bin_tokens(ids, 2)
     return rows.most(bins, Placement(4, 2, 0), tokens, 1)
 
 
@@ -461,7 +463,8 @@ def test_what_the_fullest_layer_got_is_told_once():
 
 def test_one_slot_too_many_of_many_is_too_many():
     rows, last = Rows("budget", 1.0), 2**25 + 1  # a float of 32 bits cannot tell it from 2^25
-    bins = SimpleNamespace(offsets_E1=torch.tensor([0, last]))
+    slots = torch.empty(2**26, device="meta")
+    bins = SimpleNamespace(offsets_E1=torch.tensor([0, last]), order_N=slots)
     assert rows.most(bins, Placement(4, 2, 0), 2**26, 1) == 2**25
     assert rows.take_fill() > 1
 
@@ -479,6 +482,10 @@ def test_a_step_runs_again_for_its_own_rows_alone():
         (200, False), (300, True), (375, False), (475, False)
     ]  # fmt: skip
     assert rows.policy == "budget"
+
+
+def test_there_is_no_room_for_more_than_could_come():
+    assert _room(Rows("budget", 1e300), 3) == 2000
 
 
 def test_room_is_for_what_steps_needed_lately():

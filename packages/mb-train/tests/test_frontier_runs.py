@@ -46,14 +46,16 @@ def frontier(tmp_path):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
-    def run(*words, **environment):
+    def run(*words, script=SCRIPT, **environment):
         calls = tmp_path / "calls"
         calls.write_text("")
         path = f"{programs}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "CALLS": str(calls), **environment}
         where = ["--data", "text", "--out", str(tmp_path / "out")]
-        command = ["bash", str(SCRIPT), *where, *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = ["bash", str(script), *where, *words]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, cwd=SCRIPT.parent
+        )
         kinds = {"plan": [], "report": [], "train": []}
         for line in calls.read_text().splitlines():
             first, _, rest = line.partition(" ")
@@ -131,8 +133,9 @@ def test_rates_by_size_and_for_experts(frontier):
     assert found[0].train_iters == 1600
 
 
-def test_several_gpus_share_the_sequences_and_the_experts(frontier, tmp_path):
-    done, calls = frontier("dense-17m", "dmoe-17m", "--gpus", "4")
+@pytest.mark.parametrize("script", [SCRIPT, SCRIPT.name])
+def test_several_gpus_share_the_sequences_and_the_experts(frontier, tmp_path, script):
+    done, calls = frontier("dense-17m", "dmoe-17m", "--gpus", "4", script=script)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "calls.ranks").read_text() == "4 4 "
     dense, experts = configs(calls["train"])

@@ -84,7 +84,8 @@ class Rows:
         slots = bins.offsets_E1[-1]
         if self.policy == "exact" or not torch.is_grad_enabled():
             return max(int(slots), 1)
-        room = max(math.ceil(self._multiple * placement.balanced_slots(tokens, top_k)), 1)
+        wanted = math.ceil(self._multiple * placement.balanced_slots(tokens, top_k))
+        room = max(min(wanted, bins.order_N.shape[0]), 1)
         fill = slots.double() / room  # in 32 bits 2^24 slots and one more would be as many
         if self._fill is None:
             self._fill = fill

@@ -159,7 +159,7 @@ for point in "${points[@]}"; do
         if [ "$gpus" = 1 ]; then
             mb-train "${flags[@]}"
         else
-            GPUS=$gpus bash "${BASH_SOURCE%/*}/launch.sh" "${flags[@]}"
+            GPUS=$gpus bash "$(dirname "$0")/launch.sh" "${flags[@]}"
         fi
     fi
     if [ "$(reached)" != "$steps" ]; then

@@ -209,22 +209,28 @@ def test_a_signal_ends_an_evaluation(run, monkeypatch, capsys):
     assert names(run.folder) == ["iter_0000002"]
 
 
-@pytest.mark.parametrize("at_end", [False, True], ids=["within", "at the end"])
-def test_the_end_of_the_time_ends_an_evaluation(run, monkeypatch, capsys, at_end):
+@pytest.mark.parametrize("interval", [2, 3, 1], ids=["within", "at the end", "before the end"])
+def test_the_end_of_the_time_ends_an_evaluation(run, monkeypatch, capsys, interval):
     """A job that is killed a minute later has its last step in a checkpoint."""
-    evaluate = loop.evaluate
+    evaluate, at_end = loop.evaluate, interval != 2
+    found = []
 
     def late(a_run, dataset, place, stop):
-        stop.deadline = time.monotonic()
-        return evaluate(a_run, dataset, place, stop)
+        if a_run.progress.iteration == 2 and not names(run.folder):
+            stop.deadline = time.monotonic()
+        found.append((place, evaluate(a_run, dataset, place, stop), names(run.folder)))
+        return found[-1][1]
 
     monkeypatch.setattr(loop, "evaluate", late)
-    words = ("--train-iters", 2 if at_end else 4, "--eval-interval", 3 if at_end else 2)
-    assert run(*words, "--eval-iters", 50, "--exit-duration-in-mins", 60) == 0
+    words = ("--train-iters", 2 if at_end else 4, "--eval-interval", interval)
+    assert run(*words, "--eval-iters", 5, "--exit-duration-in-mins", 60) == 0
     out = capsys.readouterr().out
-    assert "left off after batch 1 of 50" in out
+    assert "left off after batch 1 of 5" in out
     assert at_end or "stopping at iteration 2: --exit-duration-in-mins 60" in out
     assert names(run.folder) == ["iter_0000002"]
+    at_the_end = [(losses != {}, kept) for place, losses, kept in found if place == loop.END]
+    broken_off, whole = (False, []), (True, ["iter_0000002"])
+    assert at_the_end == ([broken_off, whole] if at_end else [])
 
 
 def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(run, capsys):

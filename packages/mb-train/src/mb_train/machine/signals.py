@@ -51,7 +51,7 @@ def stop_signals() -> Generator[StopFlag]:
     """Turn those signals into a flag for as long as the context lasts.
 
     A signal that the process was started to ignore (`nohup`) stays ignored. In a thread other than
-    the main one no handler can be set: the flag then never rises.
+    the main one no handler can be set: no signal raises the flag then.
     """
     flag = StopFlag()
 

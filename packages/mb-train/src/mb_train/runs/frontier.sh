@@ -166,7 +166,7 @@ for point in "${points[@]}"; do
         echo "$point: stopped at step $(reached) of $steps; the same command goes on"
         break
     fi
-    if ! told; then # the time was over, or a signal came, in the evaluation
+    if ! told; then # a signal came in the evaluation
         echo "$point: its last loss was not measured; remove $folder to train it again"
         continue
     fi

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import os
 import sys
 import time
@@ -215,6 +216,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
 def _end(run: Run, stop: StopFlag, known: dict[str, float], *, saved: bool) -> dict[str, float]:
     """What a run that came to its end tells and keeps of its model; its validation losses.
 
+    An evaluation that the end of the time breaks off is made again once the last step is saved.
+
     Args:
         known: these losses, if the last step was followed by an evaluation.
         saved: whether it was followed by a checkpoint.
@@ -223,6 +226,8 @@ def _end(run: Run, stop: StopFlag, known: dict[str, float], *, saved: bool) -> d
         run.say(validation_lines(END, known))
     losses = known or evaluate(run, run.data.valid, END, stop)
     _save_last(run, saved=saved)
+    stop.deadline = math.inf  # nothing can be lost any more
+    losses = losses or evaluate(run, run.data.valid, END, stop)
     if losses:
         measure(run, run.data.valid, END)
     evaluate(run, run.data.test, "the end of training for test data", stop)
@@ -318,7 +323,7 @@ def _reason_to_stop(run: Run, stop: StopFlag) -> str | None:
     if any_rank(stop.name is not None):
         return stop.name or "a signal to another rank, or a failure of its data"
     limit, interval = config.exit_duration_in_mins, config.exit_interval
-    if limit is not None and any_rank(stop.late):
+    if limit is not None and iteration < run.iterations and any_rank(stop.late):
         return f"--exit-duration-in-mins {limit:g}"
     if interval is not None and iteration % interval == 0 and iteration < run.iterations:
         return f"--exit-interval {interval}"

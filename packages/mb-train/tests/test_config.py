@@ -237,6 +237,9 @@ REFUSED = [
         False,
     ),
     ({"moe_num_experts": 8}, "another model: its --moe-num-experts is 4", False),
+    # What follows from these, the rows of a table and the width of a feed-forward, nobody has said.
+    ({"position_embedding_type": "rope"}, "its --position-embedding-type is learned", False),
+    ({"swiglu": True}, "its --swiglu is gelu_tanh, this run's is swiglu", False),
     ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
     ({"optimizer": "sgd"}, "Expected --optimizer adam, with .* with --no-load-optim, or", True),
     ({"seq_length": 4}, "Expected --seq-length 8, with which the run", True),

@@ -228,6 +228,7 @@ CHANGES = [
     ({"train_iters": 20}, "was 10 steps until now, and is 20 steps"),
     ({"micro_batch_size": 1, "log_interval": 5, "save": "x", "exit_interval": 2}, None),
     ({"ffn_hidden_size": 128, "kv_channels": 8}, None),  # what they were without being said
+    ({"muon_momentum": 0.5, "mask_prob": 0.5, "moe_drop_policy": "probability"}, None),  # idle
 ]
 REFUSED = [
     ({"hidden_size": 64}, "another model: its --hidden-size is 32, this run's is 64", False),

@@ -127,6 +127,10 @@ def _differences(
         there, here = getattr(before, name), getattr(now, name)
         if there == here:
             continue
+        # What does nothing alters nothing. Of a model's fields a checkpoint itself keeps all.
+        idle = all(run.lacking(field) for run in (before, now) for field in field_names)
+        if idle and on_load != "model":
+            continue
         # Of several fields behind one value, name those that differ.
         moved = [n for n in field_names if getattr(before, n) != getattr(now, n)]
         difference = " / ".join(map(flag_name, moved or field_names)), there, here

@@ -256,6 +256,13 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     assert said is None or said in lines[0]
 
 
+def test_the_micro_batch_is_what_a_retriever_learns_from():
+    saved = dataclasses.asdict(TrainConfig(**RUN, model="ict"))
+    config = TrainConfig(**inherited(saved, "run.json") | {"micro_batch_size": 1})
+    (line,) = check_changes(saved, config)
+    assert line == "--micro-batch-size was 2 until now, and is 1 from here on"
+
+
 def test_schedules_in_steps_that_another_batch_moves_are_named():
     saved = SAVED | {"global_batch_size": 4}
     config = TrainConfig(**inherited(saved, "run.json") | {"global_batch_size": 8})

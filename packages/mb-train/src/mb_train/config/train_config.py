@@ -123,6 +123,11 @@ class TrainConfig(
         return max(whole(self.seq_length), self.decoder_seq_length or 0)
 
     @property
+    def blocks_at_once(self) -> int | None:
+        """Blocks on a rank among which a retriever finds a query's own; None for other models."""
+        return self.micro_batch_size if self.model == "ict" else None
+
+    @property
     def expert_ffn_size(self) -> int:
         """F, the width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size

@@ -228,6 +228,7 @@ CHANGES = [
     ({"train_iters": 20}, "was 10 steps until now, and is 20 steps"),
     ({"micro_batch_size": 1, "log_interval": 5, "save": "x", "exit_interval": 2}, None),
     ({"ffn_hidden_size": 128, "kv_channels": 8}, None),  # what they were without being said
+    ({"muon_momentum": 0.5, "mask_prob": 0.5, "moe_drop_policy": "probability"}, None),  # idle
 ]
 REFUSED = [
     ({"hidden_size": 64}, "another model: its --hidden-size is 32, this run's is 64", False),
@@ -237,6 +238,9 @@ REFUSED = [
         False,
     ),
     ({"moe_num_experts": 8}, "another model: its --moe-num-experts is 4", False),
+    # What follows from these, the rows of a table and the width of a feed-forward, nobody has said.
+    ({"position_embedding_type": "rope"}, "its --position-embedding-type is learned", False),
+    ({"swiglu": True}, "its --swiglu is gelu_tanh, this run's is swiglu", False),
     ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
     ({"optimizer": "sgd"}, "Expected --optimizer adam, with .* with --no-load-optim, or", True),
     ({"seq_length": 4}, "Expected --seq-length 8, with which the run", True),
@@ -250,6 +254,13 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     lines = check_changes(SAVED, config)
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
+
+
+def test_the_micro_batch_is_what_a_retriever_learns_from():
+    saved = dataclasses.asdict(TrainConfig(**RUN, model="ict"))
+    config = TrainConfig(**inherited(saved, "run.json") | {"micro_batch_size": 1})
+    (line,) = check_changes(saved, config)
+    assert line == "--micro-batch-size was 2 until now, and is 1 from here on"
 
 
 def test_schedules_in_steps_that_another_batch_moves_are_named():

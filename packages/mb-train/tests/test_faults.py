@@ -233,6 +233,21 @@ def test_the_end_of_the_time_ends_an_evaluation(run, monkeypatch, capsys, interv
     assert at_the_end == ([broken_off, whole] if at_end else [])
 
 
+def test_a_signal_while_the_picture_is_drawn_is_too_late_to_end_the_run(run, monkeypatch):
+    def draw(folder):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return folder / "loss.png"
+
+    came = []
+    monkeypatch.setattr("mb_train.report.pictures.draw", draw)
+    before = signal.signal(signal.SIGUSR1, lambda *_: came.append("not taken"))
+    try:
+        assert run("--train-iters", 1) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not came
+
+
 def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(run, capsys):
     from mb_train.folder.lock import locked
 

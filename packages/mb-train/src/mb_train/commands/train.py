@@ -22,6 +22,7 @@ from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import first_import, leads, prepare_host
+from mb_train.machine.signals import stop_signals
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -48,13 +49,15 @@ def train(command: CommandLine) -> int:
 
     result = train(config, started.start)
     if leader:
-        try:
-            _close(config, result)
-            print(end="", flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError:  # of a full disk a run loses lines, and no more
-            sys.stdout = None
+        # All is saved: whoever asks for that once more must not have the run look as if it died.
+        with stop_signals():
+            try:
+                _close(config, result)
+                print(end="", flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError:  # of a full disk a run loses lines, and no more
+                sys.stdout = None
     return result.exit_code(config)
 
 

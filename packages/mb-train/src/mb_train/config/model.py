@@ -54,14 +54,14 @@ class ModelFields:
         "key and value heads, with --group-query-attention", 1, bounds=POSITIVE, on_load="model",
         in_force="kv_heads", needs=("group_query_attention",),
     )  # fmt: skip
-    max_position_embeddings: int | None = flag(
-        "longest sequence, rows of learned positions; default the sequence length",
-        bounds=POSITIVE, on_load="model", in_force="position_rows",
-    )  # fmt: skip
     position_embedding_type: str = flag(
         "how positions enter: a learned table, rotations of queries and keys, T5's bias by "
         "distance, or not", "learned", choices=("learned", "rope", "relative", "none"),
         on_load="model", said_as={"learned_absolute": "learned"},
+    )  # fmt: skip
+    max_position_embeddings: int | None = flag(
+        "longest sequence, rows of learned positions; default the sequence length",
+        bounds=POSITIVE, on_load="model", in_force="position_rows",
     )  # fmt: skip
     rotary_base: float = flag(
         "base of the rotary frequencies", 10_000.0, bounds=POSITIVE, on_load="said",

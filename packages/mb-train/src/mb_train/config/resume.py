@@ -118,10 +118,24 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
 def _differences(
     before: TrainConfig, now: TrainConfig, on_load: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The flag, the value in force before, and the one in force now."""
+    """The flag, the value in force before, and the one in force now.
+
+    Values that only follow from a flag of another one come last.
+    """
+    following = []
     for name, field_names in TrainConfig.names_on_load(on_load).items():
         there, here = getattr(before, name), getattr(now, name)
-        if there != here:
-            # Of several fields behind one value, name those that differ.
-            moved = [n for n in field_names if getattr(before, n) != getattr(now, n)]
-            yield " / ".join(map(flag_name, moved or field_names)), there, here
+        if there == here:
+            continue
+        # What does nothing alters nothing. Of a model's fields a checkpoint itself keeps all.
+        idle = all(run.lacking(field) for run in (before, now) for field in field_names)
+        if idle and on_load != "model":
+            continue
+        # Of several fields behind one value, name those that differ.
+        moved = [n for n in field_names if getattr(before, n) != getattr(now, n)]
+        difference = " / ".join(map(flag_name, moved or field_names)), there, here
+        if moved:
+            yield difference
+        else:
+            following.append(difference)
+    yield from following

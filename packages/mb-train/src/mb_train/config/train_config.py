@@ -8,12 +8,15 @@ are layers of the same fields: see `mb_train.flags.command_line`. Nothing here i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from mb_train.config.data import DataFields, MaskingFields
 from mb_train.config.field import (
+    Bounds,
+    Spec,
     check_field,
     check_kind,
     flag_name,
@@ -120,6 +123,11 @@ class TrainConfig(
         return max(whole(self.seq_length), self.decoder_seq_length or 0)
 
     @property
+    def blocks_at_once(self) -> int | None:
+        """Blocks on a rank among which a retriever finds a query's own; None for other models."""
+        return self.micro_batch_size if self.model == "ict" else None
+
+    @property
     def expert_ffn_size(self) -> int:
         """F, the width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
@@ -172,6 +180,30 @@ class TrainConfig(
                 if spec(f).on_load == on_load:
                     names.setdefault(spec(f).in_force or f.name, []).append(f.name)
         return names
+
+    def lacking(self, name: str, *, said: Mapping[str, Any] | None = None) -> str:
+        """What a field needs to do something and has not, as it is typed; "" if it does something.
+
+        Args:
+            said: what was typed: a run may begin without the --load that was said, where nothing
+                is saved yet.
+        """
+        needs = _specs()[name].needs
+        if self.moe_num_experts is None and name.startswith(("moe_", "expert_")):
+            needs = ("moe_num_experts",)
+        if not needs or name in needs:
+            return ""
+        names, *wanted = needs
+        ways = []
+        for needed in names if isinstance(names, tuple) else (names,):
+            there = getattr(self, needed)
+            met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
+            way = self.lacking(needed, said=said)
+            if not way and not (any(met) if wanted else there or (said or {}).get(needed)):
+                words = (w.words if isinstance(w, Bounds) else w for w in wanted)
+                way = f"{flag_name(needed)} {' or '.join(words)}".rstrip()
+            ways.append(way)
+        return " or ".join(ways) if all(ways) else ""
 
     def _check_positions(self) -> None:
         if self.model == "gpt" and self.position_embedding_type == "relative":
@@ -254,3 +286,8 @@ class TrainConfig(
 @cache
 def _kinds() -> dict[str, Any]:
     return value_types(TrainConfig)
+
+
+@cache
+def _specs() -> dict[str, Spec]:
+    return {f.name: spec(f) for f in fields(TrainConfig)}

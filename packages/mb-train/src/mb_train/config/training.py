@@ -116,6 +116,8 @@ class TrainingFields:
     micro_batch_size: int | None = flag(
         "sequences per rank and forward pass",
         bounds=POSITIVE,
+        on_load="said",
+        in_force="blocks_at_once",
         required=True,
         also=("--batch-size",),
     )

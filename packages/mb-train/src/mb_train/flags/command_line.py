@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.field import Bounds, spec
+from mb_train.config.field import spec
 from mb_train.config.model import ModelFields
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
@@ -34,8 +34,6 @@ from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import spelled_out, two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
-
-_FIELDS = {f.name: f for f in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     idle: dict[str, list[str]] = {}
     for f in (f for members in GROUPS.values() for f in fields(members)):
         said = command.values.get(f.name, f.default) != f.default
-        if said and (way := _lacking(f.name, command, config)):
+        if said and (way := config.lacking(f.name, said=command.values)):
             idle.setdefault(way, []).append(flag_name(f.name))
     remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
     if config.load is not None and config.use_checkpoint_opt_param_scheduler:
@@ -170,27 +168,6 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
             names = ", ".join(lost)
             remarks.append(f"no effect beside --use-checkpoint-opt-param-scheduler: {names}")
     return remarks
-
-
-def _lacking(name: str, command: CommandLine, config: TrainConfig) -> str:
-    """What a field needs to do something and has not, as it is typed; "" if it does something."""
-    needs = spec(_FIELDS[name]).needs
-    if config.moe_num_experts is None and name.startswith(("moe_", "expert_")):
-        needs = ("moe_num_experts",)
-    if not needs or name in needs:
-        return ""
-    names, *wanted = needs
-    ways = []
-    for needed in names if isinstance(names, tuple) else (names,):
-        there = getattr(config, needed)
-        met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
-        way = _lacking(needed, command, config)
-        # A run may begin without the --load that was said, where nothing is saved yet.
-        if not way and not (any(met) if wanted else there or command.values.get(needed)):
-            words = (w.words if isinstance(w, Bounds) else w for w in wanted)
-            way = f"{flag_name(needed)} {' or '.join(words)}".rstrip()
-        ways.append(way)
-    return " or ".join(ways) if all(ways) else ""
 
 
 def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -345,6 +345,29 @@ def test_state_that_is_not_the_parameters_is_refused(spoil, says):
     assert not second.state
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), AdamW, "amsgrad=False, got True"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), AdamW, "maximize=False, got True"),
+        (torch.optim.Adam, AdamW, "decoupled_weight_decay=True, got False"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), SGD, "nesterov=False"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5), SGD, "dampening=0, got 0.5"),
+        (torch.optim.Muon, lambda p: Muon([{"params": p, "muon": True}]), "adjust_lr_fn='match_"),
+    ],
+)
+def test_options_of_torchs_that_are_not_obeyed_are_refused(theirs, ours, says):
+    parameters = _parameters(((5, 7),))
+    saved, optimizer = theirs(parameters), ours(parameters)
+    _set_grads(parameters, 0)
+    saved.step()
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
+    with pytest.raises(ValueError, match=says):
+        ours(parameters).add_param_group({**saved.param_groups[0], "params": _parameters()[:1]})
+
+
 def test_parameters_without_gradient_keep_still_and_without_state():
     used, unused, idle = _parameters()
     ours = AdamW([used, unused, idle])

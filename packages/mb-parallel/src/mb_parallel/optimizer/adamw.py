@@ -44,6 +44,10 @@ class AdamW(ShardedOptimizer):
     """
 
     _made_anew = ("master",)  # which torch's AdamW has not
+    # The last tells torch's AdamW from its Adam, whose state has the same names.
+    _fixed = MappingProxyType(
+        {**ShardedOptimizer._fixed, "amsgrad": False, "decoupled_weight_decay": True}
+    )
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import mb_kernels
@@ -64,6 +65,9 @@ class Muon(AdamW):
         ValueError: parameters without groups; a number or dtype outside its range; a vector, or a
             16-bit parameter, in a group of Muon's; rows that `fused` does not divide.
     """
+
+    # What torch's Muon calls the size of these steps, at a `scale` of 0.2.
+    _fixed = MappingProxyType({**AdamW._fixed, "adjust_lr_fn": "match_rms_adamw"})
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class SGD(ShardedOptimizer):
     """
 
     _made_anew = ("momentum_buffer",)  # None or missing if it was saved without momentum
+    _fixed = MappingProxyType({**ShardedOptimizer._fixed, "nesterov": False, "dampening": 0})
 
     def __init__(
         self,

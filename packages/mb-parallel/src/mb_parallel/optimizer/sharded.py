@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # What saved state may lack: it begins as if fresh.
     _made_anew: tuple[str, ...] = ()
+    # Options of torch's optimizers that are not obeyed here, with what is done instead.
+    _fixed: Mapping[str, Any] = MappingProxyType({"maximize": False, "differentiable": False})
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Fresh state of a parameter."""
@@ -56,6 +59,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a group with parameters or rates that cannot be trained with."""
         at_least_0(lr=group["lr"], weight_decay=group["weight_decay"])
+        for name, value in self._fixed.items():
+            if group.get(name, value) != value:
+                raise ValueError(
+                    f"Expected a group with {name}={value!r}, got {group[name]!r}, which "
+                    f"{type(self).__name__} of this package does not obey. Leave the entry out, or "
+                    "take the optimizer of torch that does."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before any step; a group that is refused is not added.

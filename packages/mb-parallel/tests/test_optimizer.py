@@ -211,6 +211,25 @@ def test_state_dict_goes_on_where_it_was(name):
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_state_that_two_optimizers_load_is_each_ones_own(name):
+    parameters = _parameters()
+    first = OURS[name](parameters)
+    _set_grads(parameters, 0)
+    first.step()
+    saved = first.state_dict()
+    before = deepcopy(saved["state"])
+    second = OURS[name](_parameters())
+    second.load_state_dict(saved)
+    _set_grads(second.param_groups[0]["params"], 1)
+    second.step()
+    torch.testing.assert_close(saved["state"], before, rtol=0, atol=0)
+    kept = [value for state in first.state.values() for value in state.values()]
+    first.load_state_dict(saved)  # its own, which needs no second copy in memory
+    now = [value for state in first.state.values() for value in state.values()]
+    assert all(a is b for a, b in zip(kept, now, strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_torchs_default_dtype_and_device_change_nothing(name):
     def train():
         parameters, scaler, got = mine.pop(), GradScaler(4.0), []

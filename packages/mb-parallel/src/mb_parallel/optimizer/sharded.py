@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -120,6 +120,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, except that state keeps its dtypes; torch casts it to the parameter's.
 
+        State is copied. What is this optimizer's own, as `torch.distributed.checkpoint` filled it
+        in place, stays where it is.
+
         Entries that a group lacks stay as they are: torch's flat state dicts leave out empty ones.
 
         Raises:
@@ -137,19 +140,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         planned = {id_: self.planned_state(p) for id_, p in zip(saved, mine, strict=False)}
         for id_, values in state_dict["state"].items():
             self._check_state(planned.get(id_, {}), values)
+        own = {id(value) for state in self.state.values() for value in state.values()}
         super().load_state_dict({**state_dict, "param_groups": given})
         for id_, parameter in zip(saved, mine, strict=True):
             if values := state_dict["state"].get(id_):
-                self.state[parameter] = self._taken_over(parameter, values, planned[id_])
+                self.state[parameter] = self._taken_over(parameter, values, planned[id_], own)
 
     def _taken_over(
-        self, parameter: Tensor, values: Mapping[str, Any], planned: Mapping[str, Tensor]
+        self,
+        parameter: Tensor,
+        values: Mapping[str, Any],
+        planned: Mapping[str, Tensor],
+        own: Set[int],
     ) -> dict[str, Any]:
-        """Saved state where the parameter is, in its planned dtypes; fresh what it lacks."""
+        """Saved state where the parameter is, in its planned dtypes; fresh what it lacks.
+
+        Tensors are copied but for `own`, by id: another optimizer may go on with them.
+        """
         state = dict(values)
         for key, value in values.items():
             if isinstance(value, Tensor):
-                state[key] = value.to(parameter.device, planned.get(key, value).dtype)
+                dtype = planned.get(key, value).dtype
+                state[key] = value.to(parameter.device, dtype, copy=id(value) not in own)
         lacking = [key for key in planned if state.get(key) is None]
         fresh = self.make_state(parameter) if lacking else {}
         return state | {key: fresh[key] for key in lacking}

@@ -621,6 +621,33 @@ def test_clip_without_a_step():
     assert grad_norm(parameters[:1], uncounted=one) == 0
 
 
+def test_the_norm_counts_what_was_frozen_after_its_gradient_came():
+    mine, theirs = _parameters(), _parameters()
+    ours, others = AdamW(mine), torch.optim.AdamW(theirs)
+    for parameters in (mine, theirs):
+        _set_grads(parameters, 0)
+        parameters[0].requires_grad_(False)
+    torch.testing.assert_close(
+        clip_and_step(ours, max_norm=1.0).grad_norm, nn.utils.clip_grad_norm_(theirs, 1.0)
+    )
+    others.step()
+    torch.testing.assert_close(mine, theirs)
+    mine[0].grad[0, 0] = float("nan")
+    assert clip_and_step(ours, max_norm=1.0).skipped
+    assert all(p.isfinite().all() for p in mine)
+
+
+def test_sgd_of_fp64_steps_in_fp64():
+    mine, theirs = ([nn.Parameter(p.detach().double()) for p in _parameters()] for _ in range(2))
+    pairs = (SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9))
+    for step in range(3):
+        _set_grads([*mine], step)
+        _set_grads([*theirs], step)
+        for optimizer in pairs:
+            optimizer.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
+
+
 def test_clipping_leaves_small_gradients_and_takes_any_iterable():
     model = nn.Linear(3, 4)
     _set_grads(list(model.parameters()), 0)

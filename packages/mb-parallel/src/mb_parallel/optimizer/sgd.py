@@ -46,7 +46,7 @@ class SGD(ShardedOptimizer):
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
     ) -> None:
-        keep = 1.0 - skip
+        keep = 1.0 - skip.double()  # weights may be in fp64
         for parameter in parameters:
             weight = local(parameter).detach()
             grad = torch.where(skip != 0, 0.0, local_grad(parameter) / divisor).to(weight.dtype)

@@ -364,6 +364,27 @@ def test_state_that_is_not_the_parameters_is_refused(spoil, says):
     assert not second.state
 
 
+def test_hooks_adapt_and_see_the_state_that_is_loaded():
+    first, second = _parameters(((3,), (3,)))
+    saved, ours = AdamW([first, second]), AdamW([second, first])
+    _set_grads([first, second], 0)
+    saved.step()
+    kept = deepcopy(saved.state)
+
+    def turn_round(optimizer, state):
+        (group,) = state["param_groups"]
+        return {**state, "param_groups": [{**group, "params": group["params"][::-1]}]}
+
+    seen = []
+    ours.register_load_state_dict_pre_hook(turn_round)
+    ours.register_load_state_dict_post_hook(lambda one: seen.append(one.state[first]["exp_avg"]))
+    for _ in range(2):
+        ours.load_state_dict(saved.state_dict())
+        assert seen.pop() is ours.state[first]["exp_avg"]
+        for parameter, state in zip((first, second), kept.values(), strict=True):
+            assert torch.equal(ours.state[parameter]["exp_avg"], state["exp_avg"])
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "says"),
     [

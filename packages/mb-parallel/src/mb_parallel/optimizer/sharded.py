@@ -130,6 +130,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 another kind of optimizer or of other sizes, as of whole parameters where they are
                 sharded. Nothing is loaded then.
         """
+        own = {id(value) for state in self.state.values() for value in state.values()}
+        loaded: dict[str, Any] = {}
+
+        def look(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._checked(adapted))
+            return loaded
+
+        # Behind the caller's hooks that adapt it, as to another order, before those that read it.
+        before = self.register_load_state_dict_pre_hook(look)
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._take_over(loaded, own), prepend=True
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            before.remove()
+            after.remove()
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict with whole groups; ValueError for what `load_state_dict` refuses."""
         given = state_dict["param_groups"]
         saved = [id_ for group in given for id_ in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
@@ -140,24 +160,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         planned = {id_: self.planned_state(p) for id_, p in zip(saved, mine, strict=False)}
         for id_, values in state_dict["state"].items():
             self._check_state(planned.get(id_, {}), values)
-        own = {id(value) for state in self.state.values() for value in state.values()}
-        super().load_state_dict({**state_dict, "param_groups": given})
+        return {**state_dict, "param_groups": given}
+
+    def _take_over(self, state_dict: Mapping[str, Any], own: Set[int]) -> None:
+        """Put state in the place of what torch made of it."""
+        saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
         for id_, parameter in zip(saved, mine, strict=True):
             if values := state_dict["state"].get(id_):
-                self.state[parameter] = self._taken_over(parameter, values, planned[id_], own)
+                self.state[parameter] = self._taken_over(parameter, values, own)
 
     def _taken_over(
-        self,
-        parameter: Tensor,
-        values: Mapping[str, Any],
-        planned: Mapping[str, Tensor],
-        own: Set[int],
+        self, parameter: Tensor, values: Mapping[str, Any], own: Set[int]
     ) -> dict[str, Any]:
         """Saved state where the parameter is, in its planned dtypes; fresh what it lacks.
 
         Tensors are copied but for `own`, by id: another optimizer may go on with them.
         """
-        state = dict(values)
+        state, planned = dict(values), self.planned_state(parameter)
         for key, value in values.items():
             if isinstance(value, Tensor):
                 dtype = planned.get(key, value).dtype

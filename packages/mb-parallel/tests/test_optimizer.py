@@ -4,6 +4,7 @@ import io
 from copy import deepcopy
 from inspect import signature
 
+import mb_kernels
 import pytest
 import torch
 from mb_kernels.runtime import recording, registration
@@ -124,6 +125,31 @@ def test_a_compiled_step_is_compiled_once_whatever_the_learning_rate(name):
                 run()
         results.append(parameters)
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_rates_that_are_tensors_reach_kernels_as_numbers(monkeypatch):
+    seen = []
+    for name in ("adamw_step", "muon_step"):
+        step = getattr(mb_kernels, name)
+
+        def record(*args, step=step, **rates):
+            seen.append({k: v for k, v in rates.items() if k not in ("grad_scale", "found_inf")})
+            step(*args, **rates)
+
+        monkeypatch.setattr(mb_kernels, name, record)
+    weights = []
+    for number in (float, torch.tensor):
+        parameters = _parameters()
+        rates = {"betas": (number(0.5), number(0.9)), "weight_decay": number(0.25)}
+        optimizer = Muon(_matrices_and_rest(parameters), lr=number(0.125), **rates)
+        _set_grads(parameters, 0)
+        optimizer.step()
+        weights.append(parameters)
+    for rates in seen:
+        numbers = [*rates.pop("betas", ()), *rates.values()]
+        assert all(type(value) is float for value in numbers)
+    assert len(seen) == 6
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize(
@@ -640,6 +666,14 @@ def test_clip_without_a_step():
     one = parameters[0]  # itself, as with torch, and not its rows
     torch.testing.assert_close(clip_grad_norm(one, 0.0), one.grad.norm())
     assert grad_norm(parameters[:1], uncounted=one) == 0
+
+
+def test_a_parameter_that_is_given_twice_is_clipped_once():
+    one, tied = _parameters(((5, 7), (3,)))
+    _set_grads([one, tied], 0)
+    expected = torch.cat([one.grad.flatten(), tied.grad]).norm()
+    torch.testing.assert_close(clip_grad_norm([one, tied, tied], 0.5), expected)
+    torch.testing.assert_close(grad_norm([tied, one, tied]), torch.tensor(0.5))
 
 
 def test_the_norm_counts_what_was_frozen_after_its_gradient_came():

@@ -161,7 +161,7 @@ class Muon(AdamW):
         if not group["muon"]:
             super().update(group, parameters, divisor, skip)
             return
-        lr = float(group["lr"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
         for alike in _batches(parameters):
             directions = [
                 mb_kernels.muon_momentum(
@@ -183,7 +183,7 @@ class Muon(AdamW):
                     update,
                     None if copy is None else local(copy).detach(),
                     size=lr * group["scale"],
-                    decay=lr * group["weight_decay"],
+                    decay=lr * decay,
                     found_inf=skip,
                 )
         self._copies.written(parameters)

@@ -491,6 +491,21 @@ def test_a_master_follows_a_weight_that_was_written_between_steps():
     assert (parameter + 2.0).abs().max() < 0.05
 
 
+def test_a_master_follows_data_that_came_to_lie_where_the_last_lay():
+    memory = bytearray(16)  # an allocator gives what was freed to what comes next
+
+    def lying_there():
+        return torch.frombuffer(memory, dtype=torch.bfloat16)
+
+    parameter = nn.Parameter(lying_there())
+    optimizer = AdamW([parameter], lr=0.0, weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameter.data = lying_there().fill_(0.5)
+    optimizer.step()
+    assert (parameter == 0.5).all()
+
+
 def test_a_master_just_made_follows_nothing(monkeypatch):
     """It would take the memory of two more."""
     parameters = [nn.Parameter(p.detach().bfloat16()) for p in _parameters(((5, 7),))]

@@ -260,7 +260,10 @@ def test_a_port_that_is_taken_and_ranks_that_do_not_come_are_told(monkeypatch):
 def _sums(rank, world_size):
     mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
     sums = {name: mesh.all_reduce(torch.tensor(rank), name) for name in ("dp", "tp", "ep", "pp")}
+    pairs = torch.arange(6).view(3, 2) * (rank + 1)
+    mesh.all_reduce(pairs[:, 0], "tp")
     return {name: int(total) for name, total in sums.items()} | {
+        "column": pairs.tolist(),
         "most": int(mesh.all_reduce(torch.tensor(rank), "dp", dist.ReduceOp.MAX)),
         "last": any_rank(rank == world_size - 1),
         "none": any_rank(False),
@@ -269,6 +272,8 @@ def _sums(rank, world_size):
 
 def test_sums_over_the_groups_of_four_ranks():
     first, *_, last = run_ranks(_sums, 4)
+    assert first.pop("column") == [[0, 1], [6, 3], [12, 5]]
+    assert last.pop("column") == [[0, 4], [14, 12], [28, 20]]
     assert first == {"dp": 2, "tp": 1, "ep": 1, "pp": 0, "most": 2, "last": True, "none": False}
     assert last == {"dp": 4, "tp": 5, "ep": 5, "pp": 3, "most": 3, "last": True, "none": False}
 

@@ -4,6 +4,7 @@ import io
 from copy import deepcopy
 from inspect import signature
 
+import mb_kernels
 import pytest
 import torch
 from mb_kernels.runtime import recording, registration
@@ -126,6 +127,31 @@ def test_a_compiled_step_is_compiled_once_whatever_the_learning_rate(name):
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
+def test_rates_that_are_tensors_reach_kernels_as_numbers(monkeypatch):
+    seen = []
+    for name in ("adamw_step", "muon_step"):
+        step = getattr(mb_kernels, name)
+
+        def record(*args, step=step, **rates):
+            seen.append({k: v for k, v in rates.items() if k not in ("grad_scale", "found_inf")})
+            step(*args, **rates)
+
+        monkeypatch.setattr(mb_kernels, name, record)
+    weights = []
+    for number in (float, torch.tensor):
+        parameters = _parameters()
+        rates = {"betas": (number(0.5), number(0.9)), "weight_decay": number(0.25)}
+        optimizer = Muon(_matrices_and_rest(parameters), lr=number(0.125), **rates)
+        _set_grads(parameters, 0)
+        optimizer.step()
+        weights.append(parameters)
+    for rates in seen:
+        numbers = [*rates.pop("betas", ()), *rates.values()]
+        assert all(type(value) is float for value in numbers)
+    assert len(seen) == 6
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize(
     "numbers", [{"nesterov": False}, {"momentum": 0.5}, {"ns_steps": 3}], ids=str
 )
@@ -208,6 +234,25 @@ def test_state_dict_goes_on_where_it_was(name):
         optimizer.step()
     for a, b in zip(mine, other, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_state_that_two_optimizers_load_is_each_ones_own(name):
+    parameters = _parameters()
+    first = OURS[name](parameters)
+    _set_grads(parameters, 0)
+    first.step()
+    saved = first.state_dict()
+    before = deepcopy(saved["state"])
+    second = OURS[name](_parameters())
+    second.load_state_dict(saved)
+    _set_grads(second.param_groups[0]["params"], 1)
+    second.step()
+    torch.testing.assert_close(saved["state"], before, rtol=0, atol=0)
+    kept = [value for state in first.state.values() for value in state.values()]
+    first.load_state_dict(saved)  # its own, which needs no second copy in memory
+    now = [value for state in first.state.values() for value in state.values()]
+    assert all(a is b for a, b in zip(kept, now, strict=True))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -345,6 +390,50 @@ def test_state_that_is_not_the_parameters_is_refused(spoil, says):
     assert not second.state
 
 
+def test_hooks_adapt_and_see_the_state_that_is_loaded():
+    first, second = _parameters(((3,), (3,)))
+    saved, ours = AdamW([first, second]), AdamW([second, first])
+    _set_grads([first, second], 0)
+    saved.step()
+    kept = deepcopy(saved.state)
+
+    def turn_round(optimizer, state):
+        (group,) = state["param_groups"]
+        return {**state, "param_groups": [{**group, "params": group["params"][::-1]}]}
+
+    seen = []
+    ours.register_load_state_dict_pre_hook(turn_round)
+    ours.register_load_state_dict_post_hook(lambda one: seen.append(one.state[first]["exp_avg"]))
+    for _ in range(2):
+        ours.load_state_dict(saved.state_dict())
+        assert seen.pop() is ours.state[first]["exp_avg"]
+        for parameter, state in zip((first, second), kept.values(), strict=True):
+            assert torch.equal(ours.state[parameter]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), AdamW, "amsgrad=False, got True"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), AdamW, "maximize=False, got True"),
+        (torch.optim.Adam, AdamW, "decoupled_weight_decay=True, got False"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), SGD, "nesterov=False"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5), SGD, "dampening=0, got 0.5"),
+        (torch.optim.Muon, lambda p: Muon([{"params": p, "muon": True}]), "adjust_lr_fn='match_"),
+    ],
+)
+def test_options_of_torchs_that_are_not_obeyed_are_refused(theirs, ours, says):
+    parameters = _parameters(((5, 7),))
+    saved, optimizer = theirs(parameters), ours(parameters)
+    _set_grads(parameters, 0)
+    saved.step()
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
+    with pytest.raises(ValueError, match=says):
+        ours(parameters).add_param_group({**saved.param_groups[0], "params": _parameters()[:1]})
+
+
 def test_parameters_without_gradient_keep_still_and_without_state():
     used, unused, idle = _parameters()
     ours = AdamW([used, unused, idle])
@@ -400,6 +489,21 @@ def test_a_master_follows_a_weight_that_was_written_between_steps():
     _set_grads(parameters, 1)
     again.step()
     assert (parameter + 2.0).abs().max() < 0.05
+
+
+def test_a_master_follows_data_that_came_to_lie_where_the_last_lay():
+    memory = bytearray(16)  # an allocator gives what was freed to what comes next
+
+    def lying_there():
+        return torch.frombuffer(memory, dtype=torch.bfloat16)
+
+    parameter = nn.Parameter(lying_there())
+    optimizer = AdamW([parameter], lr=0.0, weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameter.data = lying_there().fill_(0.5)
+    optimizer.step()
+    assert (parameter == 0.5).all()
 
 
 def test_a_master_just_made_follows_nothing(monkeypatch):
@@ -577,6 +681,41 @@ def test_clip_without_a_step():
     one = parameters[0]  # itself, as with torch, and not its rows
     torch.testing.assert_close(clip_grad_norm(one, 0.0), one.grad.norm())
     assert grad_norm(parameters[:1], uncounted=one) == 0
+
+
+def test_a_parameter_that_is_given_twice_is_clipped_once():
+    one, tied = _parameters(((5, 7), (3,)))
+    _set_grads([one, tied], 0)
+    expected = torch.cat([one.grad.flatten(), tied.grad]).norm()
+    torch.testing.assert_close(clip_grad_norm([one, tied, tied], 0.5), expected)
+    torch.testing.assert_close(grad_norm([tied, one, tied]), torch.tensor(0.5))
+
+
+def test_the_norm_counts_what_was_frozen_after_its_gradient_came():
+    mine, theirs = _parameters(), _parameters()
+    ours, others = AdamW(mine), torch.optim.AdamW(theirs)
+    for parameters in (mine, theirs):
+        _set_grads(parameters, 0)
+        parameters[0].requires_grad_(False)
+    torch.testing.assert_close(
+        clip_and_step(ours, max_norm=1.0).grad_norm, nn.utils.clip_grad_norm_(theirs, 1.0)
+    )
+    others.step()
+    torch.testing.assert_close(mine, theirs)
+    mine[0].grad[0, 0] = float("nan")
+    assert clip_and_step(ours, max_norm=1.0).skipped
+    assert all(p.isfinite().all() for p in mine)
+
+
+def test_sgd_of_fp64_steps_in_fp64():
+    mine, theirs = ([nn.Parameter(p.detach().double()) for p in _parameters()] for _ in range(2))
+    pairs = (SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9))
+    for step in range(3):
+        _set_grads([*mine], step)
+        _set_grads([*theirs], step)
+        for optimizer in pairs:
+            optimizer.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
 
 
 def test_clipping_leaves_small_gradients_and_takes_any_iterable():

@@ -250,6 +250,13 @@ def _pieces(rank, world_size):
     Pipeline([stage], mesh, tied=names, streams=[["mask"]], **arguments).step(deeper)
     assert parameter.grad is None
     parameter.requires_grad_()
+    calls, told = torch.zeros(1), []
+    counting = stage.register_forward_hook(
+        lambda _, __, output: output._replace(metrics={"calls": calls.add_(1)})
+    )
+    Pipeline([stage], mesh, **arguments).step(batches, measured=told.append)
+    assert [metrics["calls"].tolist() for metrics in told] == [[1, 1], [2, 2], [3, 3]]
+    counting.remove()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
     graphs = []

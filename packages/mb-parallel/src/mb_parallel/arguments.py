@@ -79,7 +79,10 @@ def several_optimizers(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The tensors as a list, checked; a single tensor gives a list of one, not of its rows."""
+    """The tensors as a list, checked, each once.
+
+    A single tensor gives a list of one, not of its rows.
+    """
     one = isinstance(given, Tensor) or not isinstance(given, Iterable)
     found = [given] if one else list(given)
     for tensor in found:
@@ -87,7 +90,7 @@ def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
             raise ValueError(
                 f"Expected tensors, such as model.parameters(), got {type(tensor).__name__}."
             )
-    return found
+    return list({id(tensor): tensor for tensor in found}.values())
 
 
 def floating(**dtypes: Any) -> None:

@@ -206,7 +206,11 @@ class ParallelMesh:
         """Reduce `tensor` in place over an axis and return it; nothing is sent for one rank."""
         mesh = self.axis(axis)
         if mesh is not None:
-            dist.all_reduce(tensor, op=op, group=mesh.get_group())
+            # Of what has gaps in memory, such as a column, gloo reduces the numbers in the gaps.
+            together = tensor.contiguous()
+            dist.all_reduce(together, op=op, group=mesh.get_group())
+            if together is not tensor:
+                tensor.copy_(together)
         return tensor
 
     def _rank(self, name: str) -> int:

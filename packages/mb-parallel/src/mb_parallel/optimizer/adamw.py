@@ -44,6 +44,10 @@ class AdamW(ShardedOptimizer):
     """
 
     _made_anew = ("master",)  # which torch's AdamW has not
+    # The last tells torch's AdamW from its Adam, whose state has the same names.
+    _fixed = MappingProxyType(
+        {**ShardedOptimizer._fixed, "amsgrad": False, "decoupled_weight_decay": True}
+    )
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ def _step(
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
+    beta1, beta2 = group["betas"]
     mb_kernels.adamw_step(
         weights,
         grads,
@@ -144,10 +149,10 @@ def _step(
         [local(state["exp_avg_sq"]) for state in states],
         copies,
         [state["step"] for state in states],
-        lr=float(group["lr"]),
-        betas=group["betas"],
+        lr=float(group["lr"]),  # a kernel would take a tensor for where its number lies
+        betas=(float(beta1), float(beta2)),
         eps=group["eps"],
-        weight_decay=group["weight_decay"],
+        weight_decay=float(group["weight_decay"]),
         grad_scale=divisor,
         found_inf=skip,
     )

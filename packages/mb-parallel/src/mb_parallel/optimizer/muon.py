@@ -21,6 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import mb_kernels
@@ -64,6 +65,9 @@ class Muon(AdamW):
         ValueError: parameters without groups; a number or dtype outside its range; a vector, or a
             16-bit parameter, in a group of Muon's; rows that `fused` does not divide.
     """
+
+    # What torch's Muon calls the size of these steps, at a `scale` of 0.2.
+    _fixed = MappingProxyType({**AdamW._fixed, "adjust_lr_fn": "match_rms_adamw"})
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class Muon(AdamW):
         if not group["muon"]:
             super().update(group, parameters, divisor, skip)
             return
-        lr = float(group["lr"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
         for alike in _batches(parameters):
             directions = [
                 mb_kernels.muon_momentum(
@@ -179,7 +183,7 @@ class Muon(AdamW):
                     update,
                     None if copy is None else local(copy).detach(),
                     size=lr * group["scale"],
-                    decay=lr * group["weight_decay"],
+                    decay=lr * decay,
                     found_inf=skip,
                 )
         self._copies.written(parameters)

@@ -135,7 +135,8 @@ def _joint_sum(
         check_mesh(mesh)
     parameters, left_out = tensors(parameters), {id(p) for p in tensors(uncounted)}
     device = parameters[0].device if parameters else _device(mesh)
-    parameters = [p for p in parameters if p.requires_grad]
+    # A step moves what was frozen after its gradient came, as torch's do.
+    parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     groups = one_for_same_ranks(shard_groups(parameter) for parameter in parameters)
     for parameter, lying in zip(parameters, groups, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class SGD(ShardedOptimizer):
     """
 
     _made_anew = ("momentum_buffer",)  # None or missing if it was saved without momentum
+    _fixed = MappingProxyType({**ShardedOptimizer._fixed, "nesterov": False, "dampening": 0})
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class SGD(ShardedOptimizer):
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
     ) -> None:
-        keep = 1.0 - skip
+        keep = 1.0 - skip.double()  # weights may be in fp64
         for parameter in parameters:
             weight = local(parameter).detach()
             grad = torch.where(skip != 0, 0.0, local_grad(parameter) / divisor).to(weight.dtype)

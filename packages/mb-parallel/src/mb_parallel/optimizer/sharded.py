@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # What saved state may lack: it begins as if fresh.
     _made_anew: tuple[str, ...] = ()
+    # Options of torch's optimizers that are not obeyed here, with what is done instead.
+    _fixed: Mapping[str, Any] = MappingProxyType({"maximize": False, "differentiable": False})
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Fresh state of a parameter."""
@@ -56,6 +59,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a group with parameters or rates that cannot be trained with."""
         at_least_0(lr=group["lr"], weight_decay=group["weight_decay"])
+        for name, value in self._fixed.items():
+            if group.get(name, value) != value:
+                raise ValueError(
+                    f"Expected a group with {name}={value!r}, got {group[name]!r}, which "
+                    f"{type(self).__name__} of this package does not obey. Leave the entry out, or "
+                    "take the optimizer of torch that does."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before any step; a group that is refused is not added.
@@ -110,6 +120,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, except that state keeps its dtypes; torch casts it to the parameter's.
 
+        State is copied. What is this optimizer's own, as `torch.distributed.checkpoint` filled it
+        in place, stays where it is.
+
         Entries that a group lacks stay as they are: torch's flat state dicts leave out empty ones.
 
         Raises:
@@ -117,6 +130,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 another kind of optimizer or of other sizes, as of whole parameters where they are
                 sharded. Nothing is loaded then.
         """
+        own = {id(value) for state in self.state.values() for value in state.values()}
+        loaded: dict[str, Any] = {}
+
+        def look(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._checked(adapted))
+            return loaded
+
+        # Behind the caller's hooks that adapt it, as to another order, before those that read it.
+        before = self.register_load_state_dict_pre_hook(look)
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._take_over(loaded, own), prepend=True
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            before.remove()
+            after.remove()
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict with whole groups; ValueError for what `load_state_dict` refuses."""
         given = state_dict["param_groups"]
         saved = [id_ for group in given for id_ in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
@@ -127,19 +160,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         planned = {id_: self.planned_state(p) for id_, p in zip(saved, mine, strict=False)}
         for id_, values in state_dict["state"].items():
             self._check_state(planned.get(id_, {}), values)
-        super().load_state_dict({**state_dict, "param_groups": given})
+        return {**state_dict, "param_groups": given}
+
+    def _take_over(self, state_dict: Mapping[str, Any], own: Set[int]) -> None:
+        """Put state in the place of what torch made of it."""
+        saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
         for id_, parameter in zip(saved, mine, strict=True):
             if values := state_dict["state"].get(id_):
-                self.state[parameter] = self._taken_over(parameter, values, planned[id_])
+                self.state[parameter] = self._taken_over(parameter, values, own)
 
     def _taken_over(
-        self, parameter: Tensor, values: Mapping[str, Any], planned: Mapping[str, Tensor]
+        self, parameter: Tensor, values: Mapping[str, Any], own: Set[int]
     ) -> dict[str, Any]:
-        """Saved state where the parameter is, in its planned dtypes; fresh what it lacks."""
-        state = dict(values)
+        """Saved state where the parameter is, in its planned dtypes; fresh what it lacks.
+
+        Tensors are copied but for `own`, by id: another optimizer may go on with them.
+        """
+        state, planned = dict(values), self.planned_state(parameter)
         for key, value in values.items():
             if isinstance(value, Tensor):
-                state[key] = value.to(parameter.device, planned.get(key, value).dtype)
+                dtype = planned.get(key, value).dtype
+                state[key] = value.to(parameter.device, dtype, copy=id(value) not in own)
         lacking = [key for key in planned if state.get(key) is None]
         fresh = self.make_state(parameter) if lacking else {}
         return state | {key: fresh[key] for key in lacking}

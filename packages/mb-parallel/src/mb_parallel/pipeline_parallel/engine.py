@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,10 +71,9 @@ class Stage(PipelineStage):
         received = args[0] if len(args) == 1 else args
         x = batch[passing.first_input] if self.is_first else received
         output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
-        passing.reported[self.stage_index, "metric"].append(output.metrics)
+        passing.reported[self.stage_index, "metric"].append(_kept(output.metrics))
         if self.is_last:
-            detached = {name: value.detach() for name, value in output.losses.items()}
-            passing.reported[self.stage_index, "loss"].append(detached)
+            passing.reported[self.stage_index, "loss"].append(_kept(output.losses))
             total = self._total(output)
             self._hold([total])
             return total
@@ -177,3 +176,8 @@ class Stage(PipelineStage):
         if output.aux_loss is not None:
             total = total + output.aux_loss / self.passing.passes
         return total.reshape(1) * self.passing.loss_scale
+
+
+def _kept(reported: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies: the next micro-batch may write into these, such as a counter or a graph's output."""
+    return {name: value.detach().clone() for name, value in reported.items()}

@@ -20,7 +20,8 @@ class StageOutput(Protocol):
     losses: scalars by name, on the last stage. Their sums over micro-batches are the step's.
     aux_loss: scalar, or None. The sum over stages is the model's auxiliary loss, the mean over all
         of its MoE layers.
-    metrics: detached tensors [l, ...], a row for each of this stage's l MoE layers; or {}.
+    metrics: detached tensors [l, ...], a row for each of this stage's l MoE layers; or {}. They are
+        copied, so the stage may write them again in the next micro-batch.
 
     Losses and metrics have the same names, shapes and dtypes in every micro-batch.
     """

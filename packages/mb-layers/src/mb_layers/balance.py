@@ -102,7 +102,10 @@ def router_losses(
 
 
 def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The counts [..., E] of all ranks. `reduce_counts` may change the tensor that it is given."""
+    """The counts [..., E] of all ranks, which the backward pass may read.
+
+    `reduce_counts` may change the tensor that it is given, and later add to the one it returned.
+    """
     total = reduce_counts(counts.clone())
     if not isinstance(total, Tensor) or total.shape != counts.shape:
         raise ValueError(
@@ -110,7 +113,7 @@ def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor
             f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
             "the tensor behind it"
         )
-    return total
+    return total.clone()
 
 
 def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:

@@ -371,6 +371,14 @@ def test_attach_aux_loss_equals_adding_it(as_tensor: bool) -> None:
     assert_close("d x", x.grad, expected)
 
 
+def test_attach_aux_loss_leaves_the_scale_alone() -> None:
+    """With an aux_loss that is a leaf, as one that another pipeline stage has sent."""
+    aux_loss, scale = torch.zeros((), requires_grad=True), torch.tensor(2.0)
+    for _ in range(2):
+        attach_aux_loss(torch.ones(3, requires_grad=True), aux_loss, scale).sum().backward()
+    assert (aux_loss.grad, scale) == (4, 2)
+
+
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
 def test_attach_aux_loss_lives_in_other_peoples_code(how: str) -> None:
     layer = dMoE(

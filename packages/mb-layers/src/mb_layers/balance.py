@@ -78,7 +78,8 @@ def router_losses(
         )
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
-    balance = z = mean_entropy = torch.zeros((), dtype=torch.float32, device=counts_E.device)
+    # Numbers of their own, since they become metrics, which a caller may add up in place.
+    balance, z, mean_entropy = torch.zeros(3, dtype=torch.float32, device=counts_E.device).unbind()
     if probs_TE is not None:
         mean_entropy = entropy(probs_TE.detach(), **over)
         if config.balance_over == "sequence":

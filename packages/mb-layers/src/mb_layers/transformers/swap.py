@@ -106,8 +106,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
-    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Under FSDP2 all
-    ranks have to call it, for it gathers shared experts.
+    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Tensors that
+    lie otherwise in a block (GPT-OSS's experts) are copies there: what is written into the state
+    dict reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
+    gathers shared experts.
     """
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers

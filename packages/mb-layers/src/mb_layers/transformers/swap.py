@@ -92,6 +92,9 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     the attention mask: padding is routed, as in transformers, and counted as load. With much
     padding, pack sequences or sort them by length.
 
+    The layers' parameters are new ones. Make the optimizer afterwards: one that was made before
+    goes on with the rest of the model alone.
+
     Args:
         model: a transformers model (or any module that holds such blocks and is called itself). Not
             its `.model`: the head that calls this one passes on no `aux_loss`.
@@ -135,6 +138,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
 def restore_blocks(model: nn.Module) -> list[str]:
     """Put the original blocks back, with the weights that the swapped ones have now.
+
+    Their parameters are new ones, see `swap_blocks`.
 
     Returns:
         The names of the blocks.

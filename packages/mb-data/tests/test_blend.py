@@ -72,9 +72,13 @@ def test_dataset_deals_from_its_sources():
     assert [mixed[i] for i in range(8)] == ["a0", "b0", "c0", "a1", "a2", "b1", "c1", "a3"]
     assert (mixed[-1], mixed[-8]) == ("a3", "a0")
     assert len(mixed) == 8
-    assert pickle.loads(pickle.dumps(mixed))[2] == "c0"
+    copied = pickle.loads(pickle.dumps(mixed))
+    assert copied[2] == "c0"
     with pytest.raises(IndexError, match="sample 8 of 8"):
         mixed[8]
+    for order in (mixed.dataset_index, copied.dataset_sample_index):  # in memory, as in a cache
+        with pytest.raises(ValueError, match="read-only"):
+            order[:] = 0
 
 
 def test_source_too_small():

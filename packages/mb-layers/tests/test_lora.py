@@ -103,6 +103,15 @@ def test_merging_gives_plain_weights_with_the_same_output() -> None:
     assert_close("y", layer(x).y, expected)
 
 
+def test_merging_leaves_weights_without_adapters_to_their_optimizer() -> None:
+    layer = build()
+    add_lora(layer.experts, rank=4, alpha=6.0, names=("w1",))
+    w2 = layer.experts.w2
+    merge_lora(layer.experts)
+    assert layer.experts.w2 is w2
+    assert layer.experts.w1.requires_grad
+
+
 def test_fresh_adapters_change_nothing_and_travel_with_the_state() -> None:
     layer = build()
     x = torch.randn(6, 32, dtype=torch.float64)

@@ -102,6 +102,21 @@ def test_counts_may_be_reduced_in_place_but_have_to_be_returned() -> None:
             layer(x)
 
 
+def test_reduced_counts_may_be_a_total_that_goes_on() -> None:
+    """Of a step's micro-batches, whose backward passes come behind the last forward pass."""
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=16, num_experts=4, top_k=2, balance_over="global_batch"
+    )
+    layer, batches = dMoE(config), torch.randn(3, 16, 8)
+    grads = []
+    for own in (torch.clone, lambda total_E: total_E):
+        total_E = torch.zeros(4, dtype=torch.int32)
+        layer.reduce_counts = lambda counts_E, t=total_E, own=own: own(t.add_(counts_E))
+        loss = torch.stack([layer(x).aux_loss for x in batches]).sum()
+        grads += torch.autograd.grad(loss, layer.router.weight)
+    assert torch.equal(*grads)
+
+
 def test_reduce_counts_needs_the_global_batch() -> None:
     config = MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4)
     with pytest.raises(ValueError, match="balance_over='micro_batch'"):
@@ -354,6 +369,14 @@ def test_attach_aux_loss_equals_adding_it(as_tensor: bool) -> None:
     assert torch.equal(y, x.sin())
     y.sum().backward()
     assert_close("d x", x.grad, expected)
+
+
+def test_attach_aux_loss_leaves_the_scale_alone() -> None:
+    """With an aux_loss that is a leaf, as one that another pipeline stage has sent."""
+    aux_loss, scale = torch.zeros((), requires_grad=True), torch.tensor(2.0)
+    for _ in range(2):
+        attach_aux_loss(torch.ones(3, requires_grad=True), aux_loss, scale).sum().backward()
+    assert (aux_loss.grad, scale) == (4, 2)
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])

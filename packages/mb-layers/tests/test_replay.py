@@ -208,6 +208,33 @@ def test_ids_may_be_arrays() -> None:
             assert_close("y", model(x), expected)
 
 
+def test_ids_are_those_of_when_the_context_was_opened() -> None:
+    """A buffer that the next rollout is written to before this one is recomputed."""
+    model, x = Blocks(recompute=True), torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 6, (3, 2, 2), dtype=torch.int32)
+    grads = []
+    for buffer, following in ((ids.clone(), ids), (ids.clone(), -1), (ids.clone().numpy(), -1)):
+        with replay_routing(model, buffer):
+            y = model(x)
+            buffer[:] = following
+            grads += torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(grads[1], grads[0])
+    assert torch.equal(grads[2], grads[0])
+
+
+def test_recorded_ids_are_the_callers_own() -> None:
+    model, x = Blocks(), torch.randn(5, 16, dtype=torch.float64)
+    grads = []
+    for elsewhere in (0, 1):
+        with record_routing(model) as routing, collect(model) as moe:
+            y = model(x)
+        for (ids,) in routing.passes.values():
+            ids.data += elsewhere  # behind autograd's back, as `dist.broadcast` writes
+        loss = y.square().sum() + moe.aux_loss()
+        grads += torch.autograd.grad(loss, model.layers[0].layer.router.weight)
+    assert torch.equal(*grads)
+
+
 def test_generated_passes_join_to_the_routing_of_the_sequence() -> None:
     pytest.importorskip("transformers")
     import mb_layers.transformers as mb

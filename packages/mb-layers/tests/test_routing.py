@@ -113,6 +113,10 @@ def test_a_whole_routing_from_outside() -> None:
     assert_close("y", y, torch.stack(rows))
     assert aux.item() == 0
     assert metrics["load_balancing_loss"].item() == 0
+    further = layer(x).metrics
+    for name in ("load_balancing_loss", "z_loss", "router_entropy"):  # added up over layers, say
+        metrics[name] += further[name]
+        assert_close(name, metrics[name], further[name].float())
 
 
 def test_a_layer_routes_without_running_its_experts() -> None:

@@ -475,6 +475,11 @@ def test_a_master_follows_a_weight_that_was_written_between_steps():
         parameter[2:] = 3.0
     torch.testing.assert_close(step(1)[:2], expected[:2], rtol=0, atol=0)
     assert (parameter[2:] - 3.0).abs().max() < 0.05
+    # A write that autograd does not count, as by `dist.broadcast`, and is told of.
+    parameter.data.fill_(4.0)
+    torch.autograd.graph.increment_version(parameters)
+    step(1)
+    assert (parameter - 4.0).abs().max() < 0.05
     # Another optimizer, given the state of this one and weights of a third: those are what trains.
     again = AdamW(parameters, lr=1e-3)
     again.load_state_dict(optimizer.state_dict())

@@ -288,7 +288,9 @@ def test_why_a_completion_ends(spelling):
 
 def test_what_may_begin_a_stop_word_is_held_back(spelling):
     steps = spelling.stream(["a"], Sampling(), max_new_tokens=5, stop=["cdx", "dez"])
-    assert [step[0].text for step in steps] == ["b", "b", "b", "bc", "bcdef"]
+    kept = [step[0] for step in steps]
+    assert [completion.text for completion in kept] == ["b", "b", "b", "bc", "bcdef"]
+    assert [len(completion.tokens) for completion in kept] == [1, 2, 3, 4, 5]
 
 
 def test_the_space_behind_a_prompt_is_said(spelling):

@@ -78,7 +78,8 @@ def router_losses(
         )
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
-    balance = z = mean_entropy = torch.zeros((), dtype=torch.float32, device=counts_E.device)
+    # Numbers of their own, since they become metrics, which a caller may add up in place.
+    balance, z, mean_entropy = torch.zeros(3, dtype=torch.float32, device=counts_E.device).unbind()
     if probs_TE is not None:
         mean_entropy = entropy(probs_TE.detach(), **over)
         if config.balance_over == "sequence":
@@ -102,7 +103,10 @@ def router_losses(
 
 
 def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The counts [..., E] of all ranks. `reduce_counts` may change the tensor that it is given."""
+    """The counts [..., E] of all ranks, which the backward pass may read.
+
+    `reduce_counts` may change the tensor that it is given, and later add to the one it returned.
+    """
     total = reduce_counts(counts.clone())
     if not isinstance(total, Tensor) or total.shape != counts.shape:
         raise ValueError(
@@ -110,7 +114,7 @@ def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor
             f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
             "the tensor behind it"
         )
-    return total
+    return total.clone()
 
 
 def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:

@@ -125,9 +125,14 @@ def merge_lora(experts: nn.Module) -> None:
     """
     _config_of(experts)
     for name in ("w1", "w2"):
+        adapted = parametrize.is_parametrized(experts, name)
+        if not adapted and not isinstance(experts._parameters[name], FrozenWeight):
+            # It stays what it is: an optimizer trains this object, and other layers may share it.
+            experts.get_parameter(name).requires_grad_(True)
+            continue
         with torch.no_grad():
             merged = getattr(experts, name).detach()
-        if parametrize.is_parametrized(experts, name):
+        if adapted:
             # torch takes the weight's property off the class, which deep copies share.
             kind = type(experts)
             experts.__class__ = type(kind.__name__, kind.__bases__, dict(kind.__dict__))

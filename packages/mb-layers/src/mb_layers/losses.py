@@ -216,4 +216,5 @@ class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
         (scale,) = ctx.saved_tensors
-        return grad_y, scale.to(ctx.aux_dtype).reshape(ctx.aux_shape), None
+        # A copy: a leaf makes the tensor that it is handed its `grad`, and adds to it later.
+        return grad_y, scale.to(ctx.aux_dtype, copy=True).reshape(ctx.aux_shape), None

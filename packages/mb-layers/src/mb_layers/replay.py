@@ -108,7 +108,9 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
             if ran is not None:
                 recorded.repeated |= ran & {name}
                 ran.add(name)
-            ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
+            # A copy: the router's backward pass reads its ids, and autograd does not notice what a
+            # collective writes into these.
+            ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1]).clone()
             recorded.passes.setdefault(name, []).append(ids)
 
         hooks.append(layer.router.register_forward_hook(choose))
@@ -137,6 +139,8 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
         expert_ids: integers, tensors or NumPy arrays, by layer name [..., K] as `record_routing`
             has them, or for all layers in their order [..., L, K], as vLLM returns them
             (`enable_return_routed_experts`). The leading dimensions are x's, or T = their product.
+            They are copied: for the next ones, written into the same memory or not, open a context
+            of their own.
             A token whose ids are all negative (of a prompt, or the last one of a rollout) is routed
             by the router. A layer that runs several times gets the same ids each time.
 
@@ -184,8 +188,12 @@ def _by_name(
 
 def _as_tensor(whose: str, ids: object) -> Tensor:
     """The ids as a tensor that can be compared. vLLM returns a NumPy array, of uint16 for one."""
-    if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
-        ids = torch.tensor(ids)  # a copy: the array may be read-only
+    # A copy: what is written into the ids later has not been checked, nor seen by the layers'
+    # forward pass, which a recomputation has to repeat. And an array may be read-only.
+    if isinstance(ids, Tensor):
+        ids = ids.clone()
+    elif hasattr(ids, "__array__"):
+        ids = torch.tensor(ids)
     if not isinstance(ids, Tensor):
         raise ValueError(
             f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"

@@ -227,6 +227,8 @@ def _grown(rank: int, ranks: int, folder: str):
         dispatched = layer.dispatcher.dispatch(x, weights[part], ids[part])
         return layer.dispatcher.combine(layer.experts(dispatched), dispatched)
 
+    with torch.inference_mode():  # an evaluation, before all training
+        through(x[parts[0]], parts[0])
     ys = [through(*pair) for pair in zip(sources, parts, strict=True)]
     for y, source in reversed(list(zip(ys, sources, strict=True))):
         (y * torch.cos(3 * source.detach())).sum().backward()

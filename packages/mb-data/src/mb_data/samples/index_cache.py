@@ -59,7 +59,7 @@ class IndexArrays:
 
     def __init__(self, arrays: Mapping[str, npt.NDArray], path: Path | None = None) -> None:
         self.path = path
-        self._arrays = dict(arrays)
+        self._arrays = {name: _read_only(array) for name, array in arrays.items()}
 
     def __getitem__(self, name: str) -> npt.NDArray:
         return self._arrays[name]
@@ -204,6 +204,13 @@ def read_index_file(path: Path, key: Key | None = None, *, verify: bool = True) 
 
 def _reopen(path: Path) -> IndexArrays:
     return read_index_file(path, verify=False)
+
+
+def _read_only(array: npt.NDArray) -> npt.NDArray:
+    """A view that cannot be written to, as what is mapped cannot: samples would change."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _canonical(key: Key) -> bytes:

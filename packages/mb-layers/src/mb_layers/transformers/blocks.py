@@ -24,6 +24,9 @@ from mb_layers.transformers.experts import IMPLEMENTATION, glu_name, refuse_offl
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     """Return a `dMoE` with the weights, dtype, device and `requires_grad` of a transformers block.
 
+    Weights that lie alike in both are not copied: what trains the layer then changes the block, but
+    for weights that lie otherwise there. To go on with both, give a `copy.deepcopy` of the block.
+
     Args:
         block: a block of a class in `BLOCKS`.
         overrides: fields of `MoEConfig` to set otherwise than the block has them.

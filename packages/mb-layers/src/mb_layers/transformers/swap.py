@@ -92,6 +92,9 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     the attention mask: padding is routed, as in transformers, and counted as load. With much
     padding, pack sequences or sort them by length.
 
+    The layers' parameters are new ones. Make the optimizer afterwards: one that was made before
+    goes on with the rest of the model alone.
+
     Args:
         model: a transformers model (or any module that holds such blocks and is called itself). Not
             its `.model`: the head that calls this one passes on no `aux_loss`.
@@ -106,8 +109,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
-    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Under FSDP2 all
-    ranks have to call it, for it gathers shared experts.
+    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Tensors that
+    lie otherwise in a block (GPT-OSS's experts) are copies there: what is written into the state
+    dict reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
+    gathers shared experts.
     """
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
@@ -133,6 +138,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
 def restore_blocks(model: nn.Module) -> list[str]:
     """Put the original blocks back, with the weights that the swapped ones have now.
+
+    Their parameters are new ones, see `swap_blocks`.
 
     Returns:
         The names of the blocks.

@@ -132,10 +132,12 @@ class PeerBuffers:
         return self._allocated(Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype))
 
     def _allocated(self, layout: Layout) -> PeerMemory:
-        arena, table, error, kept = self._allocate(layout.nbytes, self.place)
-        self._kept += [arena, kept]
         polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
-        return PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
+        # The first pass may be an evaluation. Memory of inference mode could not be trained with.
+        with torch.inference_mode(False):
+            arena, table, error, kept = self._allocate(layout.nbytes, self.place)
+            self._kept += [arena, kept]
+            return PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
 
     def check_all(self) -> None:
         """Raise as `check` does, for exchanges that a CUDA graph holds, where nobody else looks."""

@@ -4,10 +4,12 @@ A parameter in fp32 is its own master weight. For one in bf16 or fp16 the state 
 master, and the parameter is the copy to compute with, because a 16-bit weight that is updated in
 place loses every update below its last bit. If something else writes the parameter later
 (`load_state_dict`, or your own code), the master takes its values wherever they are not the
-master's, rounded. Such writes are noticed by autograd's count of them. What
-`torch.distributed.checkpoint` writes into the DTensors of a model's state dict is not counted: if
-you load the model that way without the optimizer's state, pass the state dict to the model's
-`load_state_dict` afterwards. The arithmetic and the kernel are `mb_kernels.adamw_step`.
+master's, rounded. Such writes are noticed by autograd's count of them. What is written into
+`parameter.data`, or by a collective (`dist.broadcast`), is not counted, and the next step undoes
+it: call `torch.autograd.graph.increment_version(parameters)` after it. Nor is what
+`torch.distributed.checkpoint` writes into the DTensors of a model's state dict: if you load the
+model that way without the optimizer's state, pass the state dict to the model's `load_state_dict`
+afterwards. The arithmetic and the kernel are `mb_kernels.adamw_step`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ the parameter's without a cast, and the optimizer writes it in the pass that upd
 If anything else writes a parameter (another optimizer, `load_state_dict`, your own code), its copy
 is out of date. Autograd counts writes, so the next forward pass notices it and casts again. It does
 not count what `torch.distributed.checkpoint` writes into the DTensors of a state dict, so all
-copies are cast again after a state dict was asked for. Writes into `parameter.data` cannot be
-noticed: call `refresh(everything=True)` after them.
+copies are cast again after a state dict was asked for. Writes into `parameter.data`, and those of a
+collective (`dist.broadcast`), cannot be noticed: call `refresh(everything=True)` after them.
 """
 
 from __future__ import annotations

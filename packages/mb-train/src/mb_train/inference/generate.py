@@ -11,7 +11,7 @@ generator of its own, so what a prompt is continued with does not depend on its 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -208,6 +208,10 @@ class Completion:
     likelihoods: list[Likelihood] = field(default_factory=list)
     finish_reason: str | None = None
 
+    def so_far(self) -> Completion:
+        """A copy that does not go on."""
+        return replace(self, tokens=self.tokens[:], likelihoods=self.likelihoods[:])
+
 
 class Generator:
     """A model and its tokenizer.
@@ -324,7 +328,7 @@ class Generator:
                         if likeliest is not None and one.token not in self.ends:
                             told = likelihood(one.logits_V, one.token, likeliest)
                             completion.likelihoods.append(told)
-                    yield completions
+                    yield [completion.so_far() for completion in completions]
                     if all(completion.finish_reason for completion in going):
                         break
 

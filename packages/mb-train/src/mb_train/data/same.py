@@ -37,13 +37,14 @@ def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) ->
     while isinstance(inner, mb_data.FillInTheMiddle | mb_data.PackedSamples):
         inner = inner.dataset
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
-    passes = [source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)]
+    texts = [source for source in sources if isinstance(source, mb_data.GPTDataset)]
     shares = [round(weight / sum(weights), 6) for weight in weights]
     return {
         "weights": shares if len(shares) > 1 else [],
         "bin_bytes": [sum(file.stat().st_size for file in files_in(path)) for path in files],
         "begin_with": [_beginning(path) for path in files],
-        "epochs": passes,
+        "epochs": [source.num_epochs for source in texts],
+        "shuffled_epochs": [source.shuffled_epochs for source in texts],
         "sentence_samples": [len(s) for s in sources if isinstance(s, SentenceSamples)],
     }
 
@@ -82,7 +83,12 @@ def check_same_data(
             f" note: a run of this length passes {now['epochs']} times through its data, not "
             f"{before.get('epochs')}: samples come in another order from here"
         )
-    # Runs of before this was written down have none.
+    # Runs of before this and the next were written down have none.
+    elif before.get("shuffled_epochs", now["shuffled_epochs"]) != now["shuffled_epochs"]:
+        say(
+            f" note: a run of this length shuffles {now['shuffled_epochs']} passes through its "
+            f"data as one, not {before['shuffled_epochs']}: samples come in another order from here"
+        )
     if before.get("sentence_samples", now["sentence_samples"]) != now["sentence_samples"]:
         say(
             f" note: a run of this length shuffles {now['sentence_samples']} samples of its data, "

@@ -441,12 +441,12 @@ def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):
 def test_data_is_compared_by_what_was_saved_of_it():
     now = {
         "bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [2],
-        "shuffled_epochs": [[1, 1]], "sentence_samples": [30],
+        "shuffled_epochs": [[1, 1]], "sentence_samples": [30], "cycle": None,
     }  # fmt: skip
     said = []
     check_same_data(now, now, said.append)
     before = dict(now)  # of a run that did not write these down
-    del before["sentence_samples"], before["shuffled_epochs"]
+    del before["sentence_samples"], before["shuffled_epochs"], before["cycle"]
     check_same_data(before, now, said.append)
     assert said == []
     check_same_data(now | {"shuffled_epochs": [[2]]}, now, said.append)
@@ -478,6 +478,21 @@ def test_an_epoch_that_a_longer_run_shuffles_with_the_others_is_noticed(data):
     said = []
     check_same_data(shown, other, said.append)
     assert "shuffles [[3]] passes through its data as one, not [[2, 1]]" in said[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--data-path", 0.3, "{}", 0.7, "{}"], ["--data-path", "{}", "--document-packing=best_fit"]],
+    ids=["blend", "packed"],
+)
+def test_a_cycle_of_other_length_is_noticed(run, data, capsys, words):
+    """Blends and whole documents packed have as many samples as are wanted, all in one cycle."""
+    words = [str(word).format(data) for word in words]
+    assert run("--train-iters", 40, "--exit-interval", 1, "--dataloader-type=cyclic", *words) == 0
+    assert go_on(run.folder, "--exit-interval", 2) == 0
+    assert "another order" not in capsys.readouterr().out
+    assert go_on(run.folder, "--train-iters", 80, "--exit-interval", 3) == 0
+    assert "samples in each cycle, not" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -21,17 +21,20 @@ from mb_train.tasks.race import files_in
 _BEGINNING = 1 << 16
 
 
-def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) -> dict[str, Any]:
+def identity(
+    train: Dataset, files: Sequence[Path], weights: Sequence[float], *, cyclic: bool = False
+) -> dict[str, Any]:
     """What tells this data from other, as JSON values.
 
     That is the size of the files and how they begin; and what decides the order: the weights of a
     blend, and how far each source is shuffled as one, in passes of a GPT's text, in samples of
-    sentences.
+    sentences; and all samples in each cycle.
 
     Args:
         train: what is trained on.
         files: the files with the tokens or texts of all sources, or folders of them.
         weights: of the sources, none of a single one.
+        cyclic: samples come in cycles, in each of them shuffled.
     """
     inner = train
     while isinstance(inner, mb_data.FillInTheMiddle | mb_data.PackedSamples):
@@ -46,6 +49,7 @@ def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) ->
         "epochs": [source.num_epochs for source in texts],
         "shuffled_epochs": [source.shuffled_epochs for source in texts],
         "sentence_samples": [len(s) for s in sources if isinstance(s, SentenceSamples)],
+        "cycle": len(train) if cyclic else None,
     }
 
 
@@ -83,7 +87,7 @@ def check_same_data(
             f" note: a run of this length passes {now['epochs']} times through its data, not "
             f"{before.get('epochs')}: samples come in another order from here"
         )
-    # Runs of before this and the next were written down have none.
+    # Runs of before this and the following were written down have none.
     elif before.get("shuffled_epochs", now["shuffled_epochs"]) != now["shuffled_epochs"]:
         say(
             f" note: a run of this length shuffles {now['shuffled_epochs']} passes through its "
@@ -93,6 +97,11 @@ def check_same_data(
         say(
             f" note: a run of this length shuffles {now['sentence_samples']} samples of its data, "
             f"not {before['sentence_samples']}: they come in another order from here"
+        )
+    if before.get("cycle", now["cycle"]) != now["cycle"]:
+        say(
+            f" note: a run of this length shuffles {now['cycle']} samples in each cycle, not "
+            f"{before['cycle']}: they come in another order from here"
         )
 
 

@@ -15,6 +15,7 @@ from mb_data.samples.gpt import (
     build_index,
     build_sample_idx,
     count_epochs,
+    shuffled_epochs,
 )
 from mb_data.samples.split import parse_split
 
@@ -162,6 +163,7 @@ def test_last_epoch_is_shuffled_apart_below_80_percent(num_samples, epochs, apar
     documents = range(3, 18)
     sizes = np.full(20, 7, np.int32)
     index = build_index(sizes, documents, seq_length=4, num_samples=num_samples, seed=7)
+    assert shuffled_epochs(105, 4, num_samples) == ([epochs - 1, 1] if apart else [epochs])
     total = (epochs * 105 - 1) // 4
     before = ((epochs - 1) * 105 - 1) // 4 if apart else total
     doc_idx, shuffle_idx = megatron_order(documents, epochs, apart, before, total, 7)

@@ -1,6 +1,7 @@
 """Blocks give every line once, whatever their size; inputs by path, pattern and compression."""
 
 import bz2
+import glob
 import gzip
 import io
 import lzma
@@ -169,6 +170,23 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(PermissionError, match="closed"):
         find_sources([tmp_path])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_names_of_one_folder_are_chosen_alike_in_any_order_of_the_disk(
+    tmp_path, monkeypatch, backwards
+):
+    """Which of them counts decides where its documents come, before or behind those of others."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(b"{}\n")
+    (tmp_path / "c").symlink_to(tmp_path / "a")
+    on_disk = glob.glob
+    monkeypatch.setattr(
+        glob, "glob", lambda *of, **how: sorted(on_disk(*of, **how), reverse=backwards)
+    )
+    found = [s.path.removeprefix(f"{tmp_path}/") for s in find_sources([f"{tmp_path}/*/x.jsonl"])]
+    assert found == ["a/x.jsonl", "b/x.jsonl"]
 
 
 def test_directories_and_patterns(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from layers_oracle import assert_close
 from mb_layers import (
     MoE,
     MoEConfig,
+    RouterOutput,
     attach_aux_loss,
     dMoE,
     load_balancing_loss,
     sequence_load_balancing_loss,
     z_loss,
 )
+from mb_layers.balance import router_losses
 from torch.utils.checkpoint import checkpoint
 
 
@@ -243,6 +246,33 @@ def test_losses_of_one_token_in_16_bits_are_in_fp32() -> None:
     in_sequence = sequence_load_balancing_loss(probs[None], torch.zeros(1, 1, 1, dtype=torch.int32))
     assert torch.equal(alone, expected)
     assert torch.equal(in_sequence, expected)
+
+
+def test_entropy_of_16_bit_probabilities_is_in_fp32() -> None:
+    """Added up in fp16, the entropies of some ten thousand tokens are infinite."""
+    probs = torch.full((30_000, 64), 1 / 64, dtype=torch.float16)
+    routed = RouterOutput(probs[:, :1], torch.zeros(30_000, 1, dtype=torch.int32), probs, None)
+    layer = dMoE(MoEConfig(hidden_size=2, ffn_hidden_size=2, num_experts=64))
+    found = layer(torch.randn(30_000, 2), routing=routed).metrics["router_entropy"]
+    assert_close("entropy", found, torch.tensor(math.log(64)))
+
+
+def test_load_imbalance_is_beyond_int32() -> None:
+    """The fullest expert's slots times the experts are more than any count."""
+    counts = torch.zeros(2**16, dtype=torch.int32)
+    counts[3] = 2**15
+    found = router_losses(
+        MoEConfig(hidden_size=2, ffn_hidden_size=2, num_experts=len(counts)),
+        RouterOutput(torch.ones(2**15, 1), torch.full((2**15, 1), 3), None, None),
+        SimpleNamespace(tokens_per_expert_E=counts, kept_slots=counts.sum()),
+        torch.Size((2**15, 2)),
+        balance_counts_E=counts,
+        mask_T=None,
+        num_tokens=None,
+        probs_of_logits=False,
+        ids_are_experts=True,
+    )
+    assert found.load_imbalance.item() == len(counts)
 
 
 def test_sequence_loss_stays_fp32_under_autocast() -> None:

@@ -230,3 +230,17 @@ def test_update_balancing_bias_is_one_step_of_its_rate() -> None:
         update_balancing_bias(build(), torch.zeros(6), rate=0.1)
     with pytest.raises(ValueError, match="balancing_bias=True"):
         update_balancing_bias(torch.nn.Linear(4, 4), torch.zeros(4), rate=0.1)  # one's own router
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[2**24 + 1, 2**24, 2**24 - 1, 2**24], [1_000_008, 999_998, *[1_000_003] * 58]],
+    ids=["counts", "sum"],
+)
+def test_a_load_that_is_the_mean_stays_so_beyond_fp32(counts: list[int]) -> None:
+    """fp32 rounds counts beyond 2^24, and their sum: experts moved that had the mean."""
+    router = build(balancing_bias=True, num_experts=len(counts))
+    update_balancing_bias(router, torch.tensor(counts), rate=0.1)
+    mean = sum(counts) // len(counts)
+    expected = [0.1 * ((mean > count) - (mean < count)) for count in counts]
+    assert_close("bias", router.balancing_bias, torch.tensor(expected))

@@ -488,6 +488,15 @@ def test_there_is_no_room_for_more_than_could_come():
     assert _room(Rows("budget", 1e300), 3) == 2000
 
 
+def test_the_multiple_does_not_grow_where_no_more_could_come():
+    """It grew from step to step where a rank got nearly all slots, until it was infinite."""
+    rows = Rows("budget", 2.0)
+    for _ in range(9):
+        assert _room(rows, 1900, tokens=2000) == 2000
+        rows.follow(rows.take_fill().item())
+    assert _room(rows, 300, tokens=400) == 475  # 1.25 times 1.9
+
+
 def test_room_is_for_what_steps_needed_lately():
     rows = Rows("budget", 1.5)
     layer = torch.nn.Module()

@@ -307,7 +307,9 @@ def _configs(rank, world_size, different):
     check_same(_Config(0.1), "the config")
     check_same(["plain", "values"], "the list")
     # Sets have no order, but their reprs do: here by what came first, of strings by the process.
-    check_same({"skipped": {0, 8} if rank else {8, 0}}, "the set")
+    skipped = {0, 8} if rank else {8, 0}
+    check_same({"skipped": skipped}, "the set")
+    check_same({"skipped": [({"of": skipped, "at": 1} if rank else {"at": 1, "of": skipped},)]}, "")
     said = ""
     try:
         check_same(_Config(0.1 + different * (rank == 1)), "the config")

@@ -603,6 +603,20 @@ def test_two_steps_of_newton_schulz_in_one_are_those_of_the_plain_loop(shape, st
     torch.testing.assert_close(got, 3 * want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("of", "around"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_newton_schulz_under_autocast_stays_in_its_dtype(of, around):
+    matrix = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(of)
+    want = newton_schulz(matrix, 5)
+    with torch.autocast("cpu", around):
+        got = newton_schulz(matrix, 5)
+    assert got.dtype is of
+    assert torch.equal(got, want)
+
+
 def _moe():
     config = MoEConfig(
         hidden_size=8, ffn_hidden_size=4, num_experts=3, mlp_bias=True, router_bias=True,

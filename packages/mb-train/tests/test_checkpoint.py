@@ -556,13 +556,18 @@ def test_only_those_written_last_are_kept(tmp_path, asynchronous):
     ]  # fmt: skip
 
 
-def test_what_was_just_written_stays_although_the_clock_went_back(tmp_path, monkeypatch):
+def test_those_written_last_stay_although_the_clock_went_back(tmp_path, monkeypatch):
+    """Between two runs, say, of which the second is on another host."""
     model, _ = make()
-    saver = Saver(tmp_path, keep=1)
-    begin(saver, model, None, 1)
+    saver = Saver(tmp_path, keep=2)
+    for iteration in (1, 2):
+        begin(saver, model, None, iteration)
     monkeypatch.setattr(time, "time", lambda: 5.0)
-    begin(saver, model, None, 2)
-    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
+    saver = Saver(tmp_path, keep=2)
+    for iteration in (3, 4):
+        begin(saver, model, None, iteration)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000004"
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000003", "iter_0000004"]
 
 
 class _Counting(torch.optim.Optimizer):

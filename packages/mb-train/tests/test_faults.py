@@ -455,21 +455,59 @@ def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):
 
 def test_data_is_compared_by_what_was_saved_of_it():
     now = {
-        "bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [1],
-        "sentence_samples": [30],
+        "bin_bytes": [8], "begin_with": [1], "weights": [0.5, 0.5], "epochs": [2],
+        "shuffled_epochs": [[1, 1]], "sentence_samples": [30], "cycle": None,
     }  # fmt: skip
     said = []
     check_same_data(now, now, said.append)
-    del (before := dict(now))["sentence_samples"]  # of a run that did not write it down
+    before = dict(now)  # of a run that did not write these down
+    del before["sentence_samples"], before["shuffled_epochs"], before["cycle"]
     check_same_data(before, now, said.append)
     assert said == []
-    before = now | {"weights": [0.2, 0.8], "epochs": [2], "sentence_samples": [20]}
+    check_same_data(now | {"shuffled_epochs": [[2]]}, now, said.append)
+    assert "shuffles [[1, 1]] passes through its data as one, not [[2]]" in said.pop()
+    before = now | {"weights": [0.2, 0.8], "epochs": [3], "sentence_samples": [20]}
     check_same_data(before, now, said.append)
     assert "by weights of [0.2, 0.8] until now, by [0.5, 0.5] from here on" in said[0]
-    assert "passes [1] times through its data, not [2]" in said[1]
+    assert "passes [2] times through its data, not [3]" in said[1]
     assert "shuffles [30] samples of its data, not [20]" in said[2]
     with pytest.raises(ValueError, match=r"began with, \[8\] bytes of \.bin, got \[9\]\. Give"):
         check_same_data(now, now | {"bin_bytes": [9]}, said.append)
+
+
+def test_an_epoch_that_a_longer_run_shuffles_with_the_others_is_noticed(data):
+    """Of as many epochs, where more than 80 % of the last are wanted: all come in another order."""
+    indexed = mb_data.IndexedDataset(data)
+    documents = range(10)
+    tokens = int(indexed.sizes[:10].sum())
+
+    def of_length(epochs):
+        dataset = mb_data.GPTDataset(
+            indexed, documents, seq_length=32, num_samples=int(epochs * tokens) // 32, seed=1
+        )
+        return dataset.shuffle_idx[:5].tolist(), identity(dataset, [Path(f"{data}.bin")], [])
+
+    (order, shown), (same_order, same), (other_order, other) = map(of_length, (2.3, 2.6, 2.95))
+    assert (same_order, same) == (order, shown)
+    assert other_order != order
+    said = []
+    check_same_data(shown, other, said.append)
+    assert "shuffles [[3]] passes through its data as one, not [[2, 1]]" in said[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--data-path", 0.3, "{}", 0.7, "{}"], ["--data-path", "{}", "--document-packing=best_fit"]],
+    ids=["blend", "packed"],
+)
+def test_a_cycle_of_other_length_is_noticed(run, data, capsys, words):
+    """Blends and whole documents packed have as many samples as are wanted, all in one cycle."""
+    words = [str(word).format(data) for word in words]
+    assert run("--train-iters", 40, "--exit-interval", 1, "--dataloader-type=cyclic", *words) == 0
+    assert go_on(run.folder, "--exit-interval", 2) == 0
+    assert "another order" not in capsys.readouterr().out
+    assert go_on(run.folder, "--train-iters", 80, "--exit-interval", 3) == 0
+    assert "samples in each cycle, not" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -97,7 +97,7 @@ def router_losses(
         load_balancing_loss=balance.detach(),
         z_loss=z.detach(),
         router_entropy=mean_entropy,
-        load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
+        load_imbalance=counts_E.max().to(slots.dtype) * counts_E.shape[0] / slots.clamp(min=1),
         dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
     )
 

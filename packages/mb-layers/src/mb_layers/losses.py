@@ -134,8 +134,9 @@ def z_loss(
 def entropy(
     probs_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
-    """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
-    return mean_over_tokens(torch.special.entr(probs_TE).sum(dim=-1), mask_T, num_tokens)
+    """Return the mean entropy of the rows in nats, an fp32 scalar. Zero tokens give 0."""
+    entropy_T = torch.special.entr(at_least_fp32(probs_TE)).sum(dim=-1)
+    return mean_over_tokens(entropy_T, mask_T, num_tokens)
 
 
 def _check_dims(name: str, values: Tensor, dims: int) -> None:

@@ -287,8 +287,10 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
             f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got "
             f"{arguments.described(counts)}"
         )
-    counts_E = counts.to(bias_E.device, torch.float32)
-    step_E = rate * torch.sign(counts_E.mean() - counts_E)
+    # The counts of a large batch and their sum are beyond 2^24, where fp32 takes a load that is the
+    # mean for another.
+    counts_E = counts.to(bias_E.device, torch.float64)
+    step_E = rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
     bias_E += step_E - step_E.mean()
 
 

@@ -150,8 +150,8 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
     """Raise on every rank unless all ranks were given an equal `value`; call it at start.
 
     Args:
-        value: a dataclass, a mapping, or anything that differs in its repr; of sets the members are
-            compared.
+        value: a dataclass, a mapping, or anything that differs in its repr; of sets and
+            mappings the members are compared, inside lists and tuples too.
         what: its name in the error, for instance "the config".
         group: whose ranks call this; None: all.
 
@@ -204,7 +204,12 @@ def _lines(value: Any) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """The repr, except for sets, whose order in it differs between processes."""
+    """The repr, but for the order of sets and mappings, which differs where they are equal."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key!r}: {_text(item)}' for key, item in value.items()))}}}"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(_text, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return repr(value)

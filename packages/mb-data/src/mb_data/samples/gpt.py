@@ -55,6 +55,7 @@ class GPTDataset:
     Attributes:
         doc_idx, sample_idx, shuffle_idx: see the module.
         num_epochs: E.
+        shuffled_epochs: how many of them are shuffled as one: [E] or [E - 1, 1].
 
     Raises:
         ValueError: an argument out of range, or documents without a token.
@@ -76,7 +77,9 @@ class GPTDataset:
         self.documents = documents
         sizes, seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
         self.seq_length = seq_length
-        self.num_epochs = count_epochs(int(sizes.sum(dtype=np.int64)), seq_length, num_samples)
+        tokens = int(sizes.sum(dtype=np.int64))
+        self.shuffled_epochs = shuffled_epochs(tokens, seq_length, num_samples)
+        self.num_epochs = sum(self.shuffled_epochs)
         settings = {"seq_length": seq_length, "num_samples": num_samples, "seed": check_seed(seed)}
         self._index = load_or_build(
             {
@@ -211,6 +214,17 @@ def count_epochs(tokens: int, seq_length: int, num_samples: int) -> int:
     return max(1, -(-(num_samples * seq_length + 1) // tokens))
 
 
+def shuffled_epochs(tokens: int, seq_length: int, num_samples: int) -> list[int]:
+    """How many epochs are shuffled as one: all E, or E - 1 and then the last, of which less than
+    80 % are wanted (Megatron's rule)."""
+    epochs = count_epochs(tokens, seq_length, num_samples)
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    per_epoch = (tokens - 1) // seq_length
+    if epochs > 1 and num_samples - before_last < int(0.80 * per_epoch):
+        return [epochs - 1, 1]
+    return [epochs]
+
+
 def build_index(
     sizes: npt.NDArray[np.int32],
     documents: range,
@@ -226,19 +240,14 @@ def build_index(
         documents: those to use; they must hold a token.
     """
     tokens = int(sizes[documents.start : documents.stop].sum(dtype=np.int64))
-    epochs = count_epochs(tokens, seq_length, num_samples)
-    total = (epochs * tokens - 1) // seq_length
-    apart, before = False, total
-    if epochs > 1:
-        before_last = ((epochs - 1) * tokens - 1) // seq_length
-        per_epoch = (tokens - 1) // seq_length
-        apart = num_samples - before_last < int(0.80 * per_epoch)
-        before = before_last if apart else total
+    epochs, *last_epoch = shuffled_epochs(tokens, seq_length, num_samples)
+    before = (epochs * tokens - 1) // seq_length
+    total = ((epochs + sum(last_epoch)) * tokens - 1) // seq_length
 
     # One generator for both shuffles, the documents first: this is the order to reproduce.
     rng = np.random.RandomState(seed)
-    doc_idx, lengths = _shuffled_documents(sizes, documents, epochs - 1 if apart else epochs, rng)
-    if apart:
+    doc_idx, lengths = _shuffled_documents(sizes, documents, epochs, rng)
+    if last_epoch:
         last = _shuffled_documents(sizes, documents, 1, rng)
         doc_idx = np.concatenate((doc_idx, last[0]))
         lengths = np.concatenate((lengths, last[1]))

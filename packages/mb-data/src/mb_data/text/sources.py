@@ -91,10 +91,13 @@ def find_sources(
             paths += found
         else:
             matches = sorted(
-                # A folder met again through a symbolic link is not read again.
+                # A folder met again through a symbolic link is not read again. Of its names the
+                # last counts: the shortest, of equally long ones the first by letters.
                 {
                     (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
-                    for p in sorted(glob.glob(item, recursive=True), key=len, reverse=True)
+                    for p in sorted(
+                        glob.glob(item, recursive=True), key=lambda p: (len(p), p), reverse=True
+                    )
                     if os.path.isfile(p) and not is_unfinished(os.path.dirname(p))
                 }.values()
             )

@@ -86,7 +86,10 @@ class Rows:
             return max(int(slots), 1)
         wanted = math.ceil(self._multiple * placement.balanced_slots(tokens, top_k))
         room = max(min(wanted, bins.order_N.shape[0]), 1)
-        fill = slots.double() / room  # in 32 bits 2^24 slots and one more would be as many
+        # Of what the multiple would give, more than could come too: `follow` multiplies them, and
+        # the multiple would grow from step to step. In 32 bits 2^24 slots and one more would be as
+        # many.
+        fill = slots.double() / max(float(wanted), 1.0)
         if self._fill is None:
             self._fill = fill
         else:
@@ -94,7 +97,7 @@ class Rows:
         return max(int(slots), 1) if self._exactly else room
 
     def take_fill(self) -> Tensor | None:
-        """The most slots over the room for them since the last call, fp64 on the device.
+        """The most slots since the last call over what the multiple gives, fp64 on the device.
 
         Above 1 some overflowed. None if no layer ran.
         """

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import mb_kernels
 import torch
+from mb_layers.tensors import without_autocast
 from torch import Tensor
 
 from mb_parallel.arguments import above_0, at_least_1, floating
@@ -283,9 +284,10 @@ def newton_schulz(x: Tensor, steps: int, *, size: float = 1.0) -> Tensor:
         if step == 0:
             factor = factor * norm.rsqrt()
         last = step + 2 >= steps
-        x = torch.baddbmm(
-            x, *((x, factor) if tall else (factor, x)), beta=0, alpha=size if last else 1.0
-        )
+        with without_autocast(x):  # a step may be taken where a forward pass was
+            x = torch.baddbmm(
+                x, *((x, factor) if tall else (factor, x)), beta=0, alpha=size if last else 1.0
+            )
     return x.reshape(shape)
 
 

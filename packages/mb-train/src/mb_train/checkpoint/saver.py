@@ -14,6 +14,7 @@ tells when every rank is done.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -71,6 +72,7 @@ class Saver:
         self._folder, self._keep, self._say = folder, keep, say
         self.latest: int | None = None
         self._bytes = 0  # of this rank in the checkpoint under way
+        self._written: float | None = None  # when the last checkpoint was, not known yet
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -127,7 +129,7 @@ class Saver:
             identity=dict(identity),
             data=dict(data),
             torch=torch.__version__,
-            written=time.time(),
+            written=self._now(),
             state=dict(state or {}),
         )
         tensors = tensors_of(model, optimizer)
@@ -231,6 +233,17 @@ class Saver:
                         self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
         return True
 
+    def _now(self) -> float:
+        """The time, later than that of the checkpoints that are there: by it the last are known.
+
+        The clock that those are of may have been put back, or another host's.
+        """
+        if self._written is None:
+            here = checkpoints(self._folder) if rank() == 0 else []
+            self._written = max(map(_written, here), default=0.0)
+        self._written = max(time.time(), math.nextafter(self._written, math.inf))
+        return self._written
+
     def _failed(self, iteration: int, problem: str) -> bool:
         with contextlib.suppress(OSError):  # the folder is gone, or cannot be reached
             free = shutil.disk_usage(self._folder).free
@@ -250,17 +263,17 @@ class Saver:
 
 def surplus(folder: Path, keep: int) -> list[Path]:
     """The checkpoints to remove so that the `keep` written last stay, and the one in force."""
-
-    def written(path: Path) -> tuple[float, str]:
-        try:
-            return read_saved_run(path).written, path.name
-        except ValueError:  # damaged: the first to go
-            return -1.0, path.name
-
-    by_age = sorted(checkpoints(folder), key=written)
+    by_age = sorted(checkpoints(folder), key=lambda path: (_written(path), path.name))
     latest = folder / LATEST
     in_force = iteration_folder(int(latest.read_text())) if latest.is_file() else None
     return [path for path in by_age[:-keep] if path.name != in_force]
+
+
+def _written(checkpoint: Path) -> float:
+    try:
+        return read_saved_run(checkpoint).written
+    except ValueError:  # damaged: the first to go
+        return -1.0
 
 
 def _attempt(action: Callable[[], Any]) -> str | None:

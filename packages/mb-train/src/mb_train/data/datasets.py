@@ -84,7 +84,9 @@ def prepare_data(
     files = [file for data in sources for file in data.files]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
-    return Data(train, valid, test, identity(train, files, sources[0].weights()))
+    cyclic = config.dataloader_type == "cyclic"
+    shown = identity(train, files, sources[0].weights(), cyclic=cyclic)
+    return Data(train, valid, test, shown)
 
 
 def on_rank_zero_first(make: Callable[[], T]) -> T:

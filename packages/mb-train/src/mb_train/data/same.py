@@ -21,30 +21,35 @@ from mb_train.tasks.race import files_in
 _BEGINNING = 1 << 16
 
 
-def identity(train: Dataset, files: Sequence[Path], weights: Sequence[float]) -> dict[str, Any]:
+def identity(
+    train: Dataset, files: Sequence[Path], weights: Sequence[float], *, cyclic: bool = False
+) -> dict[str, Any]:
     """What tells this data from other, as JSON values.
 
     That is the size of the files and how they begin; and what decides the order: the weights of a
     blend, and how far each source is shuffled as one, in passes of a GPT's text, in samples of
-    sentences.
+    sentences; and all samples in each cycle.
 
     Args:
         train: what is trained on.
         files: the files with the tokens or texts of all sources, or folders of them.
         weights: of the sources, none of a single one.
+        cyclic: samples come in cycles, in each of them shuffled.
     """
     inner = train
     while isinstance(inner, mb_data.FillInTheMiddle | mb_data.PackedSamples):
         inner = inner.dataset
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
-    passes = [source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)]
+    texts = [source for source in sources if isinstance(source, mb_data.GPTDataset)]
     shares = [round(weight / sum(weights), 6) for weight in weights]
     return {
         "weights": shares if len(shares) > 1 else [],
         "bin_bytes": [sum(file.stat().st_size for file in files_in(path)) for path in files],
         "begin_with": [_beginning(path) for path in files],
-        "epochs": passes,
+        "epochs": [source.num_epochs for source in texts],
+        "shuffled_epochs": [source.shuffled_epochs for source in texts],
         "sentence_samples": [len(s) for s in sources if isinstance(s, SentenceSamples)],
+        "cycle": len(train) if cyclic else None,
     }
 
 
@@ -82,11 +87,21 @@ def check_same_data(
             f" note: a run of this length passes {now['epochs']} times through its data, not "
             f"{before.get('epochs')}: samples come in another order from here"
         )
-    # Runs of before this was written down have none.
+    # Runs of before this and the following were written down have none.
+    elif before.get("shuffled_epochs", now["shuffled_epochs"]) != now["shuffled_epochs"]:
+        say(
+            f" note: a run of this length shuffles {now['shuffled_epochs']} passes through its "
+            f"data as one, not {before['shuffled_epochs']}: samples come in another order from here"
+        )
     if before.get("sentence_samples", now["sentence_samples"]) != now["sentence_samples"]:
         say(
             f" note: a run of this length shuffles {now['sentence_samples']} samples of its data, "
             f"not {before['sentence_samples']}: they come in another order from here"
+        )
+    if before.get("cycle", now["cycle"]) != now["cycle"]:
+        say(
+            f" note: a run of this length shuffles {now['cycle']} samples in each cycle, not "
+            f"{before['cycle']}: they come in another order from here"
         )
 
 

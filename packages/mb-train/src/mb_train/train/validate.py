@@ -38,7 +38,8 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     run.model.train(False)
     micro_batches = run.batch_sizes.micro_batches(run.batch_sizes.full)
     weights = run.task.loss_weights
-    sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
+    # Of losses, and of weights, of which a long evaluation has more than fp32 counts.
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in weights}
     with contextlib.closing(run.stream(dataset, consumed_samples=0, stop=stop)) as stream:
         for done in range(run.config.eval_iters):
             batches = list(itertools.islice(stream, micro_batches))

@@ -373,11 +373,13 @@ def _drawn(config: MoEConfig, zero_stage: int | None, ep: int) -> dict[str, torc
     if dist.is_initialized():
         mesh = ParallelDims(dp_shard=2, ep=ep).build("cpu")
         parallelize_experts(model, mesh)
-        if zero_stage is not None:
+        if zero_stage:
             apply_data_parallel(model, mesh, blocks=[layer], zero_stage=zero_stage)
     model.to_empty(device="cpu")
     torch.manual_seed(3)
     layer.reset_parameters()
+    if zero_stage == 0:  # replicas take the first rank's weights
+        apply_data_parallel(model, mesh, blocks=[layer], zero_stage=0)
     whole = {name: getattr(p, "full_tensor", p.detach) for name, p in layer.named_parameters()}
     return {name: take().detach() for name, take in whole.items()}
 

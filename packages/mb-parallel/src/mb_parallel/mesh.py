@@ -27,6 +27,7 @@ A single process needs no process group and gets none: every axis is None and no
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -145,6 +146,7 @@ class ParallelDims:
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
         self._warn_of_spread_nodes()
+        _forget_earlier_meshes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
@@ -245,6 +247,18 @@ class ParallelMesh:
     @property
     def ep_rank(self) -> int:
         return self._rank("ep")
+
+
+def _forget_earlier_meshes() -> None:
+    """Empty DTensor's caches, whose results lie on the mesh of the first call with its like.
+
+    An equal mesh may have been there before, with groups that are gone, or whose names are by now
+    those of groups of other ranks.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def keep_timeout(mesh: DeviceMesh) -> None:

@@ -22,9 +22,9 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
 
     Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
-    and not left. On GPUs the group that is made carries NCCL (RCCL on ROCm) for device tensors and
-    gloo for host tensors, so that flags and checkpoint plans are exchanged without touching the
-    device.
+    and not left, but the groups of meshes that are built meanwhile are. On GPUs the group that is
+    made carries NCCL (RCCL on ROCm) for device tensors and gloo for host tensors, so that flags and
+    checkpoint plans are exchanged without touching the device.
 
     The model's meshes and torch's caches keep groups and gloo's threads alive after the end. Rarely
     such a thread aborts a process that is done (exit code -6, "terminate called without an active
@@ -58,6 +58,7 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
         torch.cuda.set_device(device)
     if ranks > 1 and not joined:
         _join(ranks, here, device, timeout_s)
+    before = _groups() if joined else []
     try:
         yield device
     except RuntimeError as error:
@@ -70,6 +71,10 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     finally:
         if ranks > 1 and not joined:
             dist.destroy_process_group()
+        elif joined and dist.is_initialized():  # the world may have been left meanwhile
+            for group in reversed(_groups()):
+                if group not in before:
+                    dist.destroy_process_group(group)
 
 
 def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None:
@@ -95,6 +100,11 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
             "MASTER_ADDR is not the first node's, or MASTER_PORT is taken: give torchrun another "
             "--master_port."
         ) from error
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """All groups of this process, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _launched() -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -153,7 +153,7 @@ class ParallelDims:
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
         for mesh in (dense, dp, expert):
-            keep_timeout(mesh)
+            keep_timeout(mesh.get_all_groups())
         return ParallelMesh(self, dense, expert, dp)
 
     def _warn_of_spread_nodes(self) -> None:
@@ -261,13 +261,15 @@ def _forget_earlier_meshes() -> None:
         _clear_sharding_prop_cache()
 
 
-def keep_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of `mesh` the timeout of the world's group instead of torch's default."""
+def keep_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give new groups the timeout of the world's group instead of torch's default."""
     world = dist.group.WORLD
     assert world is not None
-    for group in mesh.get_all_groups():
+    for group in groups:
         for device in group._device_types:
-            options = getattr(world._get_backend(device), "options", None)
+            # A group of gloo may be beside a world of NCCL alone.
+            same = device if device in world._device_types else world._device_types[0]
+            options = getattr(world._get_backend(same), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
 

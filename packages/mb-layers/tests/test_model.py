@@ -46,6 +46,24 @@ def test_collected_loss_is_the_mean_and_has_its_gradient() -> None:
     assert list(moe.tokens_per_expert()) == ["0.layer", "2.layer", "3.layer"]
 
 
+def test_a_pass_that_failed_is_not_collected() -> None:
+    model, x = sequential(), torch.randn(5, 16)
+    with collect(model) as expected:
+        model(x)
+
+    def fail(*_) -> None:
+        raise RuntimeError("no memory")
+
+    with collect(model) as moe:
+        model(x)
+        failing = model[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(2 * x)
+        failing.remove()
+    assert_close("aux_loss", moe.aux_loss(), expected.aux_loss())
+    assert [name for name, _, _ in moe.passes] == ["0.layer", "2.layer", "3.layer"]
+
+
 def test_a_graph_compiled_with_its_hooks_collects() -> None:
     model = sequential()
     x = torch.randn(5, 16)

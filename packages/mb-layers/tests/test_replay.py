@@ -195,6 +195,33 @@ def test_layers_that_run_twice_in_a_pass_are_named() -> None:
     assert routing.expert_ids()["layers.0.layer"].shape == (6, 2)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=repr)
+def test_a_pass_that_failed_is_not_recorded(error: BaseException) -> None:
+    """The first layer's ids were those of the failed pass and of the one after it."""
+    model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
+
+    def fail(*_) -> None:
+        raise error
+
+    with record_routing(model) as expected:
+        model(x)
+    with record_routing(model) as routing:
+        failing = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(type(error)):
+            model(x)
+        failing.remove()
+        model(x)
+        failing = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(type(error)):
+            model(x)
+    failing.remove()
+    ids = expected.expert_ids()
+    for name, recorded in routing.expert_ids().items():
+        assert torch.equal(recorded, ids[name])
+    with replay_routing(model, routing.expert_ids()):
+        model(x)
+
+
 def test_ids_may_be_arrays() -> None:
     model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
     ids = torch.randint(0, 6, (3, 2, 2))

@@ -22,6 +22,7 @@ from mb_parallel import (
 )
 from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
+from torch.distributed.tensor import DTensor, Shard
 
 
 def test_one_process_needs_no_mesh():
@@ -211,6 +212,34 @@ def _joins_again(rank, world_size, port):
 def test_ranks_that_left_may_join_again():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(_joins_again, 3, server.port) == [[3.0] * 3] * 3
+
+
+def _meshes_again(rank, world_size, port):
+    if port:
+        dist.barrier()
+        dist.destroy_process_group()
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sums = []
+    for tp in (1, 2, 1):  # the same ep groups each time, by other names
+        with distributed("cpu", timeout_s=20.0):
+            mesh = ParallelDims.for_world(world_size, tp=tp, ep=2).build("cpu").axis("ep")
+            x = DTensor.from_local(torch.full((1,), float(rank)), mesh, [Shard(0)])
+            doubled = x * 2
+            assert doubled.device_mesh.get_group() is mesh.get_group()
+            sums.append(doubled.sum().full_tensor().item())
+    if port:
+        store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return sums
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["in one world", "each in its own"])
+def test_meshes_of_an_earlier_run_are_forgotten(joined):
+    """DTensor's caches named those of the earlier run."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sums = run_ranks(_meshes_again, 4, 0 if joined else server.port)
+    assert sums == [[2.0] * 3] * 2 + [[10.0] * 3] * 2
 
 
 @pytest.mark.parametrize(

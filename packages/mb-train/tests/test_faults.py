@@ -123,6 +123,31 @@ def test_titles_that_are_not_there_are_said_before_the_corpus_is_made(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("what", ["take_over", "device_name", "outcome"])
+def test_boards_are_closed_where_setting_up_fails(run, monkeypatch, what):
+    """They stayed open, and the next run of the process met them."""
+    calls = []
+    board = SimpleNamespace(
+        name="a board", add=lambda *_: None, close=lambda: calls.append("closed")
+    )
+
+    def fail(*_):
+        if "opened" in calls:
+            raise OSError(28, "No space left on device")
+        return "cpu"
+
+    def opened(config):
+        calls.append("opened")
+        return [board]
+
+    monkeypatch.setattr(mb_train.train.run, "open_boards", opened)
+    monkeypatch.setattr(mb_train.train.run, what, fail)
+    if what == "outcome":
+        monkeypatch.setattr(mb_train.train.run, "compile_step", lambda *_, **__: "kernels")
+    assert run("--train-iters", 1) == 2
+    assert calls == ["opened", "closed"]
+
+
 def test_runs_at_once_without_a_folder_make_the_sample_corpus_once(tmp_path, monkeypatch):
     """Each wrote it under the others' hands, and all of them ended."""
     made = []

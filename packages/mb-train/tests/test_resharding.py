@@ -6,9 +6,11 @@ own, and vectors that all ranks hold.
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from mb_parallel.optimizer import SGD, Adafactor, AdamW, Muon, decay_groups, muon_groups
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
@@ -181,6 +183,19 @@ def test_names_are_accounted_for_over_all_stages(tmp_path):
     assert first == second
     assert "5 tensors are missing (model.layers.3.dense.bias" in first[0]
     assert "5 do not belong (model.layers.2.dense.bias" in first[1]
+
+
+def timeout_of_the_writers(rank, world_size, folder):
+    cpu = torch.device("cpu")
+    dist.group.WORLD._get_backend(cpu)._set_default_timeout(timedelta(seconds=41))
+    saver = Saver(folder, asynchronous=True)
+    saver.close()
+    return saver._group._get_backend(cpu).options._timeout.total_seconds()
+
+
+def test_writing_threads_wait_for_each_other_as_long_as_the_world(tmp_path):
+    """They waited half an hour for a rank that stood still, whatever the run's flag said."""
+    assert run_ranks(timeout_of_the_writers, 2, tmp_path) == [41.0] * 2
 
 
 def test_a_damaged_shard_is_said_on_all_ranks(tmp_path):

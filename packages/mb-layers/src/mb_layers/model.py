@@ -110,7 +110,8 @@ def in_backward() -> bool:
 def collect(model: nn.Module) -> Generator[Collected]:
     """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
 
-    Not for compiled models: their hooks are fixed when they are compiled.
+    A pass of the model that raises an error counts as if it had not been. Not for compiled models:
+    their hooks are fixed when they are compiled.
     """
     layers = moe_layers(model)
     collected = Collected(layers)
@@ -123,7 +124,23 @@ def collect(model: nn.Module) -> Generator[Collected]:
             if torch.is_grad_enabled():
                 collected.ran_with_gradients.add(name)
 
+    before: list[int | None] = []  # a pass under way began behind so many; None once it is whole
+
+    def begin(model: nn.Module, args: Any) -> None:
+        before.append(None if in_backward() else len(collected.passes))
+
+    def end(model: nn.Module, args: Any, output: Any) -> None:
+        if before:  # else the context was opened within the pass
+            before[-1] = None
+
+    def undo(model: nn.Module, args: Any, output: Any) -> None:
+        if before and (start := before.pop()) is not None:
+            del collected.passes[start:]
+
     hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
+    hooks.append(model.register_forward_pre_hook(begin))
+    hooks.append(model.register_forward_hook(end))
+    hooks.append(model.register_forward_hook(undo, always_call=True))
     try:
         yield collected
     finally:

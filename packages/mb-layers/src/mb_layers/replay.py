@@ -68,7 +68,8 @@ class RecordedRouting:
 def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     """Record the experts that each MoE layer of the model chooses while the context is open.
 
-    Not for compiled models: their hooks are fixed when they are compiled.
+    A pass that raises an error counts as if it had not been. Not for compiled models: their hooks
+    are fixed when they are compiled.
 
     Yields:
         A `RecordedRouting`; its `expert_ids()` are what `replay_routing` takes.
@@ -79,15 +80,26 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     """
     recorded = RecordedRouting()
     chosen: dict[str, Tensor] = {}
-    ran: set[str] | None = None  # in the pass of the model that is under way, if one is
+    ran: list[str] | None = None  # in the pass of the model that is under way, if one is
     hooks = []
 
     def begin(model: nn.Module, args: Any) -> None:
         nonlocal ran
-        ran = None if in_backward() else set()
+        undo()  # after a Ctrl-C, for which torch calls no hook
+        ran = None if in_backward() else []
 
     def end(model: nn.Module, args: Any, output: Any) -> None:
         nonlocal ran
+        ran = None
+
+    def undo(*_: Any) -> None:
+        """Forget a pass that did not come to its end: the caller may run it again."""
+        nonlocal ran
+        for name in ran or ():
+            recorded.passes[name].pop()
+            if not recorded.passes[name]:
+                del recorded.passes[name]
+        chosen.clear()
         ran = None
 
     def watch(name: str, layer: MoELayer) -> None:
@@ -105,13 +117,14 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
                     "whose experts the caller knows, or a layer that was compiled before and has "
                     "no hooks inside"
                 )
-            if ran is not None:
-                recorded.repeated |= ran & {name}
-                ran.add(name)
             # A copy: the router's backward pass reads its ids, and autograd does not notice what a
             # collective writes into these.
             ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1]).clone()
             recorded.passes.setdefault(name, []).append(ids)
+            if ran is not None:
+                if name in ran:
+                    recorded.repeated.add(name)
+                ran.append(name)
 
         hooks.append(layer.router.register_forward_hook(choose))
         hooks.append(layer.register_forward_hook(keep))
@@ -120,9 +133,11 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
         for name, layer in moe_layers(model).items():
             watch(name, layer)
         hooks.append(model.register_forward_pre_hook(begin))
-        hooks.append(model.register_forward_hook(end, always_call=True))
+        hooks.append(model.register_forward_hook(end))
+        hooks.append(model.register_forward_hook(undo, always_call=True))
         yield recorded
     finally:
+        undo()
         for hook in hooks:
             hook.remove()
 

@@ -27,9 +27,10 @@ A single process needs no process group and gets none: every axis is None and no
 from __future__ import annotations
 
 import math
+import sys
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -145,13 +146,14 @@ class ParallelDims:
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
         self._warn_of_spread_nodes()
+        _forget_earlier_meshes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
         for mesh in (dense, dp, expert):
-            keep_timeout(mesh)
+            keep_timeout(mesh.get_all_groups())
         return ParallelMesh(self, dense, expert, dp)
 
     def _warn_of_spread_nodes(self) -> None:
@@ -251,13 +253,28 @@ class ParallelMesh:
         return self._rank("ep")
 
 
-def keep_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of `mesh` the timeout of the world's group instead of torch's default."""
+def _forget_earlier_meshes() -> None:
+    """Empty DTensor's caches, whose results lie on the mesh of the first call with its like.
+
+    An equal mesh may have been there before, with groups that are gone, or whose names are by now
+    those of groups of other ranks.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        with suppress(ImportError):  # private; there from torch 2.11 to 2.15
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
+
+
+def keep_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give new groups the timeout of the world's group instead of torch's default."""
     world = dist.group.WORLD
     assert world is not None
-    for group in mesh.get_all_groups():
+    for group in groups:
         for device in group._device_types:
-            options = getattr(world._get_backend(device), "options", None)
+            # A group of gloo may be beside a world of NCCL alone.
+            same = device if device in world._device_types else world._device_types[0]
+            options = getattr(world._get_backend(same), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
 

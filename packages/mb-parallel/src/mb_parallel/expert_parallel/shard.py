@@ -45,7 +45,7 @@ def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, Devi
         shards = Placement(number, ep.size(), ep.get_local_rank()).width_shards
         if shards > 1:
             found[number] = ep._unflatten(0, (number, shards), ("ep_expert", "ep_width"))
-            keep_timeout(found[number])
+            keep_timeout(found[number].get_all_groups())
     return found
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mb_parallel import any_rank, rank, world_size
+from mb_parallel.mesh import keep_timeout
 from mb_parallel.optimizer import local
 from torch import Tensor
 
@@ -86,6 +87,7 @@ class Saver:
             if world_size() > 1:
                 # The writing thread's messages must not mix with the training's.
                 self._group = dist.new_group(backend="gloo")
+                keep_timeout([self._group])
 
     def save(
         self,

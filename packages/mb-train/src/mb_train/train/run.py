@@ -96,12 +96,22 @@ class Run:
         with self.timers("train/valid/test-data-iterators-setup"):
             self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
-        self.log = self._open_log(start)  # now that nothing is wrong
-        self.saver = self._open_saver()
+        self.log = RunLog(None)
+        self.saver: Saver | None = None
+        try:
+            self._open_log(start)  # now that nothing is wrong
+            self.saver = self._open_saver()
+            self._tell(start, compiling)
+        except BaseException:
+            self.close()
+            raise
+
+    def _tell(self, start: Start | None, compiling: dict[str, Future[int] | None]) -> None:
+        """What a run says of itself before its first step, for which it waits for the kernels."""
         self.say(
             f" model: {self.model.parameters:,} parameters | "
-            f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
-            f"{world_size()} x {device_name(device)}"
+            f"{self.config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
+            f"{world_size()} x {device_name(self.device)}"
         )
         if start is not None:
             self.say(loaded_line(self.progress.iteration, start.checkpoint))
@@ -224,16 +234,17 @@ class Run:
         check_same_data(start.saved.data, data.identity, self.say)
         return data
 
-    def _open_log(self, start: Start | None) -> RunLog:
+    def _open_log(self, start: Start | None) -> None:
         """The log of rank 0, in a folder that is this run's from here on."""
         if rank() != 0:
-            return RunLog(None)
+            return
         boards = open_boards(self.config)
+        self.log = RunLog(None, boards, self.config, self.say)  # which closes them, come what may
         if self.folder is None:
-            return RunLog(None, boards, self.config, self.say)
+            return
         take_over(self.folder, self.config, start, self._tokenizer_copies, self.say)
-        log = RunLog(self.folder / LOG_FILE, boards, self.config, self.say)
-        log.write(
+        self.log = RunLog(self.folder / LOG_FILE, boards, self.config, self.say)
+        self.log.write(
             "start",
             iteration=self.progress.iteration,
             iterations=self.iterations,
@@ -244,7 +255,6 @@ class Run:
             notes=self.model.notes,
             config=dataclasses.asdict(self.config),
         )
-        return log
 
     def _open_saver(self) -> Saver | None:
         """None for a run that keeps nothing, or its log alone."""

@@ -200,7 +200,7 @@ def choose_dispatcher(
     instead = f", not peer: {peer_problem}" if wanted == "peer" else ""
     if wanted == "auto" and peer_problem is None:
         most = f"with more than {_WORST_CASE_RANKS} ranks"
-        instead = f'; peer, which is faster, wants bounded rows {most}: see the row policy "budget"'
+        instead = f'; peer wants bounded rows {most}: see the row policy "budget"'
     if top_k >= 2 * ep:
         why = f"since top_k = {top_k} >= 2 ep, a token needs nearly every rank"
         return "all_gather", why + instead

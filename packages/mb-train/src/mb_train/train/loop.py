@@ -226,8 +226,10 @@ def _end(run: Run, stop: StopFlag, known: dict[str, float], *, saved: bool) -> d
         run.say(validation_lines(END, known))
     losses = known or evaluate(run, run.data.valid, END, stop)
     _save_last(run, saved=saved)
+    late = any_rank(stop.late)
     stop.deadline = math.inf  # nothing can be lost any more
-    losses = losses or evaluate(run, run.data.valid, END, stop)
+    if late:
+        losses = losses or evaluate(run, run.data.valid, END, stop)
     if losses:
         measure(run, run.data.valid, END)
     evaluate(run, run.data.test, "the end of training for test data", stop)

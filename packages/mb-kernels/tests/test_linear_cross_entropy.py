@@ -100,6 +100,15 @@ def test_small_weights_survive_fp16():
         assert_close(name, got.double(), exact * loss_scale, dtype=torch.float16)
 
 
+def test_a_sum_over_the_tokens_that_fp16_does_not_hold():
+    # 128 rows of 1024 with a gradient of almost -1 each; their mean is far from fp16's 65504.
+    x, w = torch.full((128, D), 1024.0), torch.zeros(V, D)
+    labels = torch.zeros(128, dtype=torch.int64)
+    want = run(reference.linear_cross_entropy, x.double(), w.double(), None, labels, None)
+    got = run(linear_cross_entropy, x.half(), w, None, labels, None)
+    check([g.double() for g in got], want, torch.float16)
+
+
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
 def test_no_tokens(shape):
     for reduction in ("mean", "sum"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import LocalDispatcher, MoE, MoEConfig, capacity, dMoE
+from mb_layers.dispatch import Capacity
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,13 @@ def test_a_factor_of_any_size_is_taken_at_its_word(factor, options) -> None:
     kept = dispatcher.dispatch(torch.zeros(3, 4), torch.rand(3, 2), ids_TK).kept_slots
     is_one_each = factor < 1 and "min_capacity" not in options
     assert kept == (3 if is_one_each else 6)
+
+
+def test_a_capacity_on_the_device_is_that_on_the_host() -> None:
+    slots, largest = 2**30 - 1, 2**31 - 1
+    for factor in (1e-6, 1.234567, 4095.999999, 123456789.123456, 2147483646.123457):
+        limit = Capacity(3, factor)
+        assert limit.on_device(torch.tensor(slots)) == min(limit.of(slots), largest)
 
 
 def test_uniform_assignment_spreads_slots_evenly() -> None:

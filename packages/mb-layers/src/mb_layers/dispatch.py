@@ -135,10 +135,11 @@ class Capacity:
     """The most slots of n that one of E experts takes: ceil(factor n / E), or `least` if more."""
 
     def __init__(self, num_experts: int, factor: float, least: int = 0) -> None:
-        # Products of these numbers with a number of slots fit int64. With a factor above 2**31 an
-        # expert takes any number of slots; one below a millionth counts as a millionth.
+        # Products of these numbers with 2**30 slots fit int64. With a factor above 2**31 an expert
+        # takes any number of slots; one below a millionth counts as a millionth, and one from 4096
+        # on as the nearest whole number.
         bounded = min(max(float(factor), 1e-6), 2.0**31)
-        ratio = Fraction(repr(bounded)).limit_denominator(1_000_000)
+        ratio = Fraction(repr(bounded)).limit_denominator(1_000_000 if bounded < 4096 else 1)
         self.num_experts, self._least = num_experts, least
         self._numerator, self._denominator = ratio.numerator, ratio.denominator * num_experts
 

@@ -98,7 +98,10 @@ def test_no_blend_without_a_weight_for_each_source():
     assert repr(one_of_two) == "BlendedDataset(1 samples: 1 of [1], 0 of [2])"
 
 
-@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])
+@pytest.mark.parametrize(
+    "weights",
+    [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1.7e308, 1e308]],
+)
 def test_bad_weights(weights):
     with pytest.raises(ValueError, match="weights must be positive numbers"):
         BlendedDataset([[1], [2]], weights, 1)

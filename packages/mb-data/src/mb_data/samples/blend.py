@@ -128,9 +128,15 @@ class BlendedDataset(Generic[T_co]):
 def normalize(weights: Sequence[float]) -> npt.NDArray[np.float64]:
     """Weights as float64 shares that sum to 1; ValueError unless all are positive and finite."""
     values = np.array(weights, dtype=np.float64)
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError(f"weights must be positive numbers, got {list(weights)}")
-    return values / np.sum(values)
+    with np.errstate(all="ignore"):
+        shares = values / np.sum(values)
+    # A share is 0 beside a sum that is infinite: the rule would then take all sources by turns.
+    if not (np.isfinite(values).all() and (shares > 0).all()):
+        raise ValueError(
+            "weights must be positive numbers, of a finite sum and none too small beside it, got "
+            f"{list(weights)}"
+        )
+    return shares
 
 
 def blend_order(

@@ -1,5 +1,6 @@
 """ParallelDims: what it accepts, what its errors say, and which ranks share a group."""
 
+import math
 import os
 import re
 import runpy
@@ -197,10 +198,10 @@ def _joins_again(rank, world_size, port):
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     sums = []
-    for _ in range(3):
-        with distributed("cpu", timeout_s=20.0):
+    for timeout_s in (20.0, 1e300, math.inf):
+        with distributed("cpu", timeout_s=timeout_s):
             options = dist.group.WORLD._get_backend(torch.device("cpu")).options
-            assert options._timeout.total_seconds() == 20
+            assert options._timeout.total_seconds() == min(timeout_s, 1e9)
             total = torch.ones(1)
             dist.all_reduce(total)
             sums.append(total.item())

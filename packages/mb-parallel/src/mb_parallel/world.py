@@ -15,6 +15,8 @@ import torch.distributed as dist
 from mb_parallel.arguments import above_0, device_type_name
 
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
+# Thirty years: no longer one overflows the clocks of torch, which count nanoseconds in 64 bits.
+_LONGEST_S = 1e9
 
 
 @contextmanager
@@ -34,6 +36,7 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
         timeout_s: a collective that takes longer, for instance because another rank died, fails.
+            Infinite: it never does.
 
     Raises:
         ValueError: another device type, more ranks on this host than devices, or an environment
@@ -76,7 +79,7 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
     try:
         store, _, _ = next(dist.rendezvous("env://", here, ranks, timeout=timeout))
         store.set_timeout(timeout)

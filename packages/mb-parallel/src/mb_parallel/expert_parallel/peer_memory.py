@@ -132,7 +132,7 @@ class PeerBuffers:
         return self._allocated(Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype))
 
     def _allocated(self, layout: Layout) -> PeerMemory:
-        polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
+        polls = int(min(self.timeout_s * 1e6, 2**31 - 1))
         # The first pass may be an evaluation. Memory of inference mode could not be trained with.
         with torch.inference_mode(False):
             arena, table, error, kept = self._allocate(layout.nbytes, self.place)

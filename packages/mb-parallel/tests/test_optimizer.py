@@ -786,6 +786,9 @@ def test_a_scale_without_hysteresis_falls_at_once_and_a_constant_one_may_be_belo
     assert small.state_dict()["scale"] == 0.5
     with pytest.raises(ValueError, match="backoff_factor above 0"):
         GradScaler(backoff_factor=0.0)
+    for scale in (1e39, 1e-46):  # infinity and 0 in fp32: no step would ever be taken
+        with pytest.raises(ValueError, match=r"scales of at least 2\*\*-126, below 2\*\*128, got"):
+            GradScaler.constant(scale)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])  # AdamW's step is the same for any scale

@@ -52,6 +52,9 @@ class GradScaler:
         wrong = {
             "init_scale of at least min_scale": not init_scale >= min_scale,
             "min_scale above 0": not min_scale > 0,
+            # The loss and the gradients meet the scale in fp32.
+            "scales of at least 2**-126, below 2**128": not min_scale >= 2.0**-126
+            or not init_scale < 2.0**128,
             "growth_interval of at least 1": not growth_interval >= 1,
             "hysteresis of at least 1": not hysteresis >= 1,
             "growth_factor of at least 1": not growth_factor >= 1,

@@ -65,6 +65,8 @@ def test_defaults_derive_from_sizes():
         ({"seed": 2**32}, r"--seed in \[0, 2\*\*32\), got 4294967296"),
         ({"lr": float("inf")}, "a finite --lr, got inf"),
         ({"hidden_size": "32"}, "--hidden-size to be int, got '32'"),
+        ({"hidden_size": 2**63}, "--hidden-size to fit 64 bits, got 9223372036854775808"),
+        ({"lr": 10**400}, "--lr to fit 64 bits, got 1000"),
         ({"micro_batch_size": True}, "--micro-batch-size to be int, got True"),
         ({"train_iters": 10.5}, "--train-iters to be int, got 10.5"),
         ({"eval_interval": None}, "--eval-interval to be int, got None"),
@@ -79,6 +81,11 @@ def test_defaults_derive_from_sizes():
         ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
+        (
+            {"fp16": True, "loss_scale": 1e39},
+            r"--loss-scale in \[2\*\*-126, 2\*\*128\), got 1e\+39",
+        ),
+        ({"min_loss_scale": 1e-46}, r"--min-loss-scale in \[2\*\*-126, 2\*\*128\), got 1e-46"),
         ({"rampup_batch_size": [2, 2]}, "3 values of --rampup-batch-size, got 2"),
         (
             {"recompute_method": "block", "recompute_granularity": "selective"},

@@ -106,9 +106,10 @@ def test_a_value_of_several_words_may_begin_like_a_flag():
         ("data_path = " + "[" * 100_000, "is not TOML"),
         ("[a]\nlr = 1\n[b]\nlr = 2", "Expected lr once in .*, got it twice"),
         ("rampup_batch_size = ['a']", "to be a list of int, got"),
+        (f"lr = {10**400}", "run.toml: Expected --lr to fit 64 bits, got 1000"),
         ("recipe = 3", "Expected recipe in .* to be a name, got 3"),
     ],
-    ids=["unknown", "kind", "bool", "syntax", "depth", "twice", "list", "recipe"],
+    ids=["unknown", "kind", "bool", "syntax", "depth", "twice", "list", "size", "recipe"],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, text, says):
     file = tmp_path / "run.toml"

@@ -42,6 +42,8 @@ NOT_0 = Bounds("other than 0", lambda value: value != 0)
 SEED = Bounds("in [0, 2**32)", lambda value: 0 <= value < 2**32)
 FRACTION = Bounds("in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Bounds("in [0, 1]", lambda value: 0 <= value <= 1)
+# Not 0 or infinite in fp32, in which losses and gradients meet it.
+SCALE = Bounds("in [2**-126, 2**128)", lambda value: 2.0**-126 <= value < 2.0**128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,9 @@ def check_kind(name: str, value: Any, kind: Any) -> None:
     taken = (int, float) if kind is float else (kind,)  # a bool is an int, but no number here
     if items is None or any(type(item) not in taken for item in items):
         raise ValueError(f"Expected {flag_name(name)} to be {wanted}, got {value!r}.")
+    # A tensor has no size beyond, and TOML no number.
+    if any(type(item) is int and not -(2**63) <= item < 2**63 for item in items):
+        raise ValueError(f"Expected {flag_name(name)} to fit 64 bits, got {value!r}.")
 
 
 def check_field(field: dataclasses.Field[Any], value: Any) -> None:

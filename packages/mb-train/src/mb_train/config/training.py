@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, SEED, flag, flag_name, whole
+from mb_train.config.field import (
+    AT_LEAST_0,
+    FRACTION,
+    POSITIVE,
+    SCALE,
+    SEED,
+    flag,
+    flag_name,
+    whole,
+)
 
 # Muon leaves to Adam what is no matrix.
 _ADAMS = ("optimizer", "adam", "muon")
@@ -351,12 +360,12 @@ class PrecisionFields:
         instead_of=("bf16",),
     )
     loss_scale: float | None = flag(
-        "a constant loss scale for fp16; default one that adapts", bounds=POSITIVE, on_load="said"
+        "a constant loss scale for fp16; default one that adapts", bounds=SCALE, on_load="said"
     )
     initial_loss_scale: float = flag(
-        "where the loss scale begins", 2.0**32, bounds=POSITIVE, needs=("fp16",)
+        "where the loss scale begins", 2.0**32, bounds=SCALE, needs=("fp16",)
     )
-    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=POSITIVE, needs=("fp16",))
+    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=SCALE, needs=("fp16",))
     loss_scale_window: int = flag(
         "steps without an overflow until the loss scale doubles", 1000, bounds=POSITIVE,
         needs=("fp16",),

@@ -50,6 +50,14 @@ def test_kernels_equal_the_reference(tokens, experts, k, dtype, elsewhere, score
     assert_close("d_logits", d_got, d_want)
 
 
+def test_the_entropy_of_large_logits():
+    logits = torch.full((3, 64), 1e7)  # beside which fp32 has no room for log(64)
+    _, ids, probs = topk_softmax(logits, 1)
+    bins = reference.bin_tokens(ids, 64)
+    got = router_losses(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1], **WEIGHTS)
+    assert_close("entropy", got.router_entropy, torch.tensor(64.0).log())
+
+
 @pytest.mark.parametrize("kept_share", [0.6, 0.0])
 @pytest.mark.parametrize("divide", [None, 11, 0.75])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])

@@ -56,7 +56,8 @@ def router_sums_fwd_kernel(
         largest = tl.max(x, 1)
         exps = tl.where((e < E)[None, :], tl.exp(x - largest[:, None]), 0.0)
         total = tl.sum(exps, 1)
-        lse = largest + tl.log(total)
+        log_total = tl.log(total)
+        lse = largest + log_total
         tl.store(lse_ptr + t, lse, mask=live)
         if mask_ptr is not None:
             live = live & (tl.load(mask_ptr + t, mask=live, other=0) != 0)
@@ -66,7 +67,8 @@ def router_sums_fwd_kernel(
             p = tl.where(live[:, None], tl.exp(log_p), 0.0)
         else:
             p = tl.where(live[:, None], exps / total[:, None], 0.0)
-            log_p = x - lse[:, None]
+            # Not x - lse: of large logits lse has lost the logarithm.
+            log_p = x - largest[:, None] - log_total[:, None]
         sums += tl.sum(p, 0)
         squares += tl.where(live, lse * lse, 0.0)
         # p log p is 0 where p underflows to 0

@@ -150,6 +150,21 @@ def test_pipeline_stages_sum_to_the_whole() -> None:
     assert_close("loss", total, batched_load_balancing_loss(whole))
 
 
+def test_nothing_stays_of_a_pass_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = build(), torch.randn(8, 2, 16)
+
+    def fail(*_) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mb_layers.moe.run_routed", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            layer(x)
+    copy.deepcopy(layer)
+    layer(x)
+    assert len(get_load_balancing_loss()) == 1
+
+
 def test_eval_and_recompute_add_nothing() -> None:
     layer = build(bias=False)
     x = torch.randn(6, 16, requires_grad=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from layers_oracle import assert_close
@@ -61,6 +63,16 @@ def test_a_pass_that_failed_is_not_collected() -> None:
             model(2 * x)
         failing.remove()
     assert_close("aux_loss", moe.aux_loss(), expected.aux_loss())
+    assert [name for name, _, _ in moe.passes] == ["0.layer", "2.layer", "3.layer"]
+
+
+def test_a_copy_is_not_collected() -> None:
+    model, x = sequential(), torch.randn(5, 16)
+    with collect(model) as moe:
+        model(x)
+        other = copy.deepcopy(model)  # of a reference policy, with the hooks
+        other(x)
+    other(x)
     assert [name for name, _, _ in moe.passes] == ["0.layer", "2.layer", "3.layer"]
 
 

@@ -145,6 +145,19 @@ def test_tokens_without_ids_are_the_routers() -> None:
     assert first.metrics["tokens_per_expert"].sum() == whole.metrics["tokens_per_expert"].sum() - 1
 
 
+def test_a_copy_is_not_recorded() -> None:
+    model, x = Blocks(), torch.randn(2, 5, 16, dtype=torch.float64)
+    with record_routing(model) as routing:
+        model(x)
+        other = copy.deepcopy(model)
+        other(2 - x)
+    other(2 - x)
+    with record_routing(model) as expected:
+        model(x)
+    for name, ids in expected.expert_ids().items():
+        assert torch.equal(routing.expert_ids()[name], ids)
+
+
 def test_tokens_without_ids_are_routed_beside_the_real_ones_alone() -> None:
     config = MoEConfig(**SIZES, init_method_std=0.3)
     layer = dMoE(config, router=SinkhornRouter(config), dtype=torch.float64)

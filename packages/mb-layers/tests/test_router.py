@@ -156,6 +156,25 @@ def test_jitter_moves_the_router_in_training_alone() -> None:
     assert_close("eval", router.eval()(x).logits_TE, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("eps", [0.1, 0.01, 0.001])
+def test_jitter_has_the_mean_and_the_spread_of_its_eps(eps: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.full((2000, 48), 1.25, dtype=dtype)
+    noise = build(jitter_eps=eps).jitter(x).double() / 1.25 - 1
+    assert noise.abs().max() <= 1.001 * eps
+    assert noise.mean().abs() < 0.01 * eps
+    assert abs(noise.std() / eps - 3**-0.5) < 0.01
+
+
+def test_jitter_of_a_half_precision_router_is_rounded_once() -> None:
+    router = build(torch.bfloat16, router_fp32=False, jitter_eps=0.01)
+    noisy = router.jitter(torch.ones(2000, 48, dtype=torch.bfloat16))
+    assert noisy.dtype == torch.bfloat16
+    assert (noisy.double() - 1).mean().abs() < 1e-3
+    assert {*noisy.unique().tolist()} == {k / 256 for k in (253, 254, 255, 256, 258)}
+
+
 def test_balancing_bias_steers_the_choice_and_not_the_weights() -> None:
     router = build(balancing_bias=True)
     x = torch.randn(40, 48)

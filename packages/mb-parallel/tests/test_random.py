@@ -1,5 +1,7 @@
 """Random streams: equal where ranks share an activation, different where they hold parts of it."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mb_parallel.random import (
     set_rng_state,
 )
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
@@ -84,6 +87,26 @@ def test_checkpoint_draws_the_same_masks_again():
     before = torch.get_rng_state()
     assert torch.equal(dropout(x), x)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Core(nn.Module):
+    def forward(self, lengths, *, x):
+        return x
+
+
+def test_a_tensor_on_the_host_does_not_hide_the_device(monkeypatch):
+    seen, core, lengths = [], Core(), torch.ones(2)
+    make_distinct([core], rank=1)
+
+    def switched(rank, device):
+        seen.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr("mb_parallel.random.distinct", switched)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        core(lengths, x=torch.empty(3, device="cuda:0"))
+    core(lengths, x=torch.ones(3, device="meta"))
+    assert seen == [torch.device("cuda", 0), None]
 
 
 def test_state_is_put_back():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig, dMoE
+from mb_parallel import recompute
 from mb_parallel.recompute import apply_recompute
 from torch import nn
 
@@ -77,6 +78,54 @@ def test_same_numbers_less_kept(model, mode, every, modules):
     with torch.no_grad():
         run_nothing = [block(torch.ones(1, 2, WIDTH)) for block in other]
     assert len(run_nothing) == 3
+
+
+class Named(nn.Module):
+    """Called by name, as transformers' blocks are, and calls attention so."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, *, states, scale=1.0, debug=None):
+        q, k, v = self.qkv(states * scale).unflatten(2, (3, 2, -1)).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(query=q, key=k, value=v, dropout_p=0.5)
+        return states + y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_tensors_given_by_name_are_seen_by_torch(mode, monkeypatch):
+    """It puts back the streams of the devices of those that it is given by position."""
+    seen, of_torch = [], recompute.checkpoint
+
+    def checkpoint(run, *args, **options):
+        seen.append(sum(isinstance(a, torch.Tensor) for a in args))
+        return of_torch(run, *args, **options)
+
+    monkeypatch.setattr(recompute, "checkpoint", checkpoint)
+    compare_by_name(mode, "cpu")
+    assert seen == [2 if mode == "full" else 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_of_a_block_called_by_name_drops_alike_again_on_a_gpu(mode):
+    compare_by_name(mode, "cuda")
+
+
+def compare_by_name(mode, device):
+    """Gradients of a block that recomputes with those of one that does not."""
+    block = Named().to(device)
+    other = copy.deepcopy(block)
+    apply_recompute([other], mode)
+    x, grads = torch.randn(2, 16, WIDTH, device=device), []
+    for one in (block, other):
+        torch.manual_seed(3)
+        loss = one(states=x, scale=torch.full((), 2.0, device=device), debug=False).square().sum()
+        torch.rand(7, device=device)  # the streams go on
+        loss.backward()
+        grads.append([p.grad for p in one.parameters()])
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_full_keeps_least(model):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tiny_gpt
 import torch
-from mb_layers import MoEConfig, dMoE
+from mb_layers import MoEConfig, NoisyTopKRouter, dMoE
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
@@ -206,13 +206,18 @@ def _routed(rank, mesh):
     got = whole["moe"](x=x_BSD[:, run], routing=ids_BSK)
     torch.testing.assert_close(got.y, want.y[:, run])
     assert torch.equal(got.metrics["tokens_per_expert"], want.metrics["tokens_per_expert"])
-    noisy = torch.nn.ModuleDict({"moe": dMoE(replace(config, jitter_eps=0.3))})
-    parallelize_tensors(noisy, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
-    torch.manual_seed(0)
-    mine = noisy["moe"].router(x_BSD.flatten(0, 1)).logits_TE.detach()
-    first = mine.clone()
-    torch.distributed.broadcast(first, 0)
-    assert torch.equal(mine, first) == (rank == 0)  # noise of its own for each rank's tokens
+    for noisy in (
+        dMoE(replace(config, jitter_eps=0.3)),
+        dMoE(config, router=NoisyTopKRouter(config)),
+    ):
+        whole = torch.nn.ModuleDict({"moe": noisy})
+        parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+        torch.manual_seed(0)
+        mine = noisy.router(x_BSD.flatten(0, 1)).logits_TE.detach()
+        first = mine.clone()
+        torch.distributed.broadcast(first, 0)
+        # Noise of its own for each rank's tokens.
+        assert torch.equal(mine, first) == (rank == 0)
 
 
 def _joined(rank, mesh):

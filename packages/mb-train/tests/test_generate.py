@@ -220,6 +220,13 @@ def test_text_from_a_run(run, capsys):
     assert capsys.readouterr().out == first
 
 
+def test_text_moves_no_random_numbers_of_the_callers(run):
+    before = torch.get_rng_state()
+    generator = Generator.of_run(run, "cpu")
+    generator.complete(["def f("], Sampling(top_k=5), max_new_tokens=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_several_prompts_print_what_each_would(run, capsys):
     words = ["--max-new-tokens", "4", "--device", "cpu", "--seed", "2"]
     alone = []

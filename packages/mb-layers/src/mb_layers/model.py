@@ -118,8 +118,8 @@ def collect(model: nn.Module) -> Generator[Collected]:
     names = {id(layer): name for name, layer in layers.items()}
 
     def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-        if not in_backward():
-            name = names[id(layer)]
+        name = names.get(id(layer))  # None: of a copy, to which torch copies hooks too
+        if name is not None and not in_backward():
             collected.passes.append((name, output.aux_loss, output.metrics))
             if torch.is_grad_enabled():
                 collected.ran_with_gradients.add(name)

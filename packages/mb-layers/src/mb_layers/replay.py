@@ -102,12 +102,17 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
         chosen.clear()
         ran = None
 
-    def watch(name: str, layer: MoELayer) -> None:
+    def watch(name: str, watched: MoELayer) -> None:
+        # torch copies hooks with a model; what a copy does is not recorded.
         def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
+            if router is not watched.router:
+                return
             _check_by_token(name, routed)
             chosen[name] = routed.expert_ids_TK.detach()
 
         def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
+            if layer is not watched:
+                return
             ids_TK = chosen.pop(name, None)
             if in_backward():
                 return
@@ -126,8 +131,8 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
                     recorded.repeated.add(name)
                 ran.append(name)
 
-        hooks.append(layer.router.register_forward_hook(choose))
-        hooks.append(layer.register_forward_hook(keep))
+        hooks.append(watched.router.register_forward_hook(choose))
+        hooks.append(watched.register_forward_hook(keep))
 
     try:
         for name, layer in moe_layers(model).items():

@@ -179,11 +179,18 @@ class Router(nn.Module):
         )
 
     def jitter(self, x_TD: Tensor) -> Tensor:
-        """Return what the router sees of the tokens: in training, with `jitter_eps`, noise on x."""
+        """Return what the router sees of the tokens: in training, with `jitter_eps`, noise on x.
+
+        Noisy tokens are fp32 at least, but with `router_fp32=False` those that came.
+        """
         eps = self.config.jitter_eps
         if not self.training or not eps:
             return x_TD
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
+        # In bf16 the noise of eps 0.01 would be four numbers of mean 0.994, that of 0.003 a
+        # constant, and that of 0.001 none; and its product with x would be rounded as coarsely.
+        wide_TD = at_least_fp32(x_TD)
+        noisy_TD = wide_TD * torch.empty_like(wide_TD).uniform_(1 - eps, 1 + eps)
+        return noisy_TD if self.config.router_fp32 else noisy_TD.to(x_TD.dtype)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return the logits [T, E] of x_TD, at least fp32; ValueError for another shape."""

@@ -95,9 +95,9 @@ def _drawing(rank: int) -> Callable[..., Any]:
     def call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not module.training:
             return forward(*args, **kwargs)
-        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        first = next(tensors, None)
-        with distinct(rank, None if first is None else first.device):
+        # Lengths, say, may come first, on the host.
+        devices = (a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        with distinct(rank, next((d for d in devices if d.type not in ("cpu", "meta")), None)):
             return forward(*args, **kwargs)
 
     return call

@@ -15,8 +15,7 @@ numbers. A dispatcher's exchange happens again as well.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -78,8 +77,26 @@ def _call_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kw)
-    # Bound before: `checkpoint` takes some names, such as `debug`, for its own.
-    return checkpoint(functools.partial(forward, **kw), *args, use_reentrant=False)
+    return _checkpointed(forward, args, kw)
+
+
+def _checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kw: Mapping[str, Any]
+) -> Any:
+    """`function(*args, **kw)`, computed again in the backward.
+
+    Of the devices torch puts back the streams of those on which positional tensors are: tensors
+    that are given by name go there too. Other names are bound before, for `checkpoint` takes some,
+    such as `debug`, for its own.
+    """
+    named = {name: value for name, value in kw.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in kw.items() if name not in named}
+    names, count = tuple(named), len(args)
+
+    def run(*given: Any) -> Any:
+        return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **others)
+
+    return checkpoint(run, *args, *named.values(), use_reentrant=False)
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
@@ -109,7 +126,7 @@ class _RecomputedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self._seen.append(True)
-            return checkpoint(func, *args, use_reentrant=False, **kwargs)
+            return _checkpointed(func, args, kwargs)
         if func is Tensor.unflatten:  # in Python, by super(), which the compiler does not follow
             func = torch.unflatten
         return func(*args, **kwargs)

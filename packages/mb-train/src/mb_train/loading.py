@@ -15,6 +15,7 @@ from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.run_folder import SavedRun, checkpoint_in, read_saved_run
 from mb_train.machine.device import device_type
+from mb_train.models.unfilled import unfilled
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task, whole_model
 
@@ -86,7 +87,7 @@ def load_trained(
         )
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    with torch.device(device):
+    with unfilled(device):
         model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
     load_checkpoint(checkpoint, model, None, alone=True)
     return Trained(model.eval(), config, saved, checkpoint)

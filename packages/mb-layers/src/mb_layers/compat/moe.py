@@ -173,8 +173,11 @@ class _Layer(nn.Module):
             weights["bias"] = torch.zeros_like(bias)
         # Another thread's call would put the weights back while this one computes.
         with nullcontext() if torch.compiler.is_compiling() else _one_call:
-            y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
-            routed = self._routed.pop()
+            try:
+                y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
+                (routed,) = self._routed
+            finally:  # one of a pass that failed would hold its graph, and could not be copied
+                self._routed.clear()
         if self.training:
             self._collect(routed, metrics["tokens_per_expert"])
         return y if bias is None else (y, bias)

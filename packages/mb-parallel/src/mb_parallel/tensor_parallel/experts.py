@@ -19,6 +19,7 @@ from mb_layers import MoEOutput, RouterOutput
 from mb_layers.dispatch import replaced
 from mb_layers.experts import Experts
 from mb_layers.moe import MoELayer
+from mb_layers.router import is_ours
 from torch import Tensor, nn
 
 from mb_parallel.random import make_distinct
@@ -27,6 +28,8 @@ from mb_parallel.tensor_parallel.adapt import adapt, summed
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 _SEQUENCE_PARALLEL = "_mb_sequence_parallel"
+# Of a `Router`: all that come before its choice is made.
+_STEPS_THAT_DRAW = ("forward", "jitter", "logits", "choice")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class ExpertLayer(Style):
                 views = dict.fromkeys(names, summed(region.group))
                 adapt(child, region.adapted, self, views=views)
         adapt(module, region.adapted, self, forward=forward)
-        if module.config.jitter_eps:
+        # A router with such a step of its own may draw there, as `NoisyTopKRouter` does.
+        if module.config.jitter_eps or not is_ours(module.router, *_STEPS_THAT_DRAW):
             make_distinct([module.router], region.rank)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:

@@ -12,12 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 
 @contextlib.contextmanager
-def unfilled() -> Generator[None]:
-    """Within it modules are built on the meta device, and no initial weights are drawn.
+def unfilled(device: torch.device | str = "meta") -> Generator[None]:
+    """Within it modules are built on `device`, and no initial weights are drawn.
 
-    Drawing them there computes nothing, but imports torch's compiler.
+    Drawing them on the meta device computes nothing, but imports torch's compiler. Elsewhere it
+    takes time, and moves the caller's random numbers on.
     """
-    with torch.device("meta"), _NoInitialWeights():
+    with torch.device(device), _NoInitialWeights():
         yield
 
 

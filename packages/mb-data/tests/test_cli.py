@@ -69,6 +69,8 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--vocab-file", "x"], "--vocab-file needs --tokenizer-type"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "x"], "both --vocab-file and"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer", "x"], "goes without --tokenizer"),
+        (["--tokenizer", "bert-base-uncased", "--cased"], "says itself what becomes of capitals"),
+        (["--cased"], "tokenizer gpt2: expected the vocab.txt of a cased WordPiece"),
         (["--tokenizer-type", "BertWordPieceCase"], "needs --vocab-file"),
         (["--tokenizer-type", "SentencePieceTokenizer"], "needs --tokenizer-model"),
         (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),

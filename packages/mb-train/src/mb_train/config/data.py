@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
+from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, LEFT_OUT, POSITIVE, SHARE, flag, flag_name
 from mb_train.untrusted import json_of
 
 TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
 _AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
+# Of data that is named part by part nothing is split.
+_SPLIT = ("train_data_path", LEFT_OUT)
 WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -33,16 +35,17 @@ class DataFields:
         instead_of=WAYS,
     )
     split: str = flag(
-        "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
-    )
+        "shares of documents for training, validation and test", "969,30,1", on_load="fixed",
+        needs=_SPLIT,
+    )  # fmt: skip
     split_rounding: str = flag(
         "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's "
         "(ours)",
-        "shares", choices=("shares", "cumulative"), on_load="fixed",
+        "shares", choices=("shares", "cumulative"), on_load="fixed", needs=_SPLIT,
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
         "training data of its own; of a classifier TSV files, or RACE's folders",
-        instead_of=_AS_ONE, also=("--train-data",),
+        instead_of=_AS_ONE, also=("--train-data",), needs=("per_split_data_args_path", LEFT_OUT),
     )  # fmt: skip
     valid_data_path: list[str] | None = flag(  # noqa: RUF009
         "validation data of its own; of a classifier as for training", also=("--valid-data",)

@@ -193,6 +193,16 @@ def test_what_has_no_effect_beside_another_setting_is_said():
         "no effect without --eval-iters other than 0: --eval-interval",
         "no effect without --train-data-path left out: --split",
     ]
+    words = "--moe-num-experts 4 --moe-row-policy budget --moe-row-budget 3 --moe-dispatcher"
+    command = parse([*RUN, *words.split(), "all_to_all", "--moe-a2a-overlap-degree=2"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --moe-dispatcher auto or all_gather or peer: --moe-row-policy, "
+        "--moe-row-budget"
+    ]
+    command = parse([*RUN, *words.split(), "all_gather", "--moe-a2a-overlap-degree=2"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --moe-dispatcher auto or all_to_all or peer: --moe-a2a-overlap-degree"
+    ]
     words = f"--fp16 {scale} --split 98,2,0 --eval-interval 50 --min-lr 1e-5 --lr-warmup-init 1e-6"
     command = parse([*RUN, *words.split(), "--lr-warmup-iters=1", "--weight-decay=0.1"])
     assert without_effect(command, resolve(command)) == []

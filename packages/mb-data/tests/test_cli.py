@@ -326,6 +326,17 @@ def test_output_that_nobody_reads(tmp_path):
     assert (tmp_path / "o_text_document.idx").exists()
 
 
+def test_what_a_type_of_tokenizer_is_not_made_from_is_said(command, tmp_path, capsys):
+    words = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-size", "9"]
+    assert main([*command, *words]) == 0
+    type_of = "--vocab-size has no effect with --tokenizer-type GPT2BPETokenizer\n"
+    assert f"mb-data preprocess: {type_of}" in capsys.readouterr().err
+    assert main([*command, *words, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["decode", f"{tmp_path}/out_text_document", "0", *words]) == 0
+    assert capsys.readouterr().err == f"mb-data decode: {type_of}"
+
+
 def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
     """The command of Megatron's README, and MegaBlocks' --vocab-file and --merge-file."""
     gpt2 = mb_data.load_tokenizer("gpt2", engine="python")

@@ -210,6 +210,15 @@ def test_what_has_no_effect_beside_another_setting_is_said():
     assert without_effect(by_part, resolve(by_part)) == [
         "no effect without --per-split-data-args-path left out: --split"
     ]
+    words = "--vocab-file v --merge-file m --tokenizer-model t --data-cache-path c"
+    command = parse([*RUN, "--tokenizer-type=HuggingFaceTokenizer", *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --tokenizer-type left out or GPT2BPETokenizer or BertWordPieceLowerCase "
+        "or BertWordPieceCase: --vocab-file",
+        "no effect without --tokenizer-type left out or GPT2BPETokenizer: --merge-file",
+    ]
+    with pytest.raises(ValueError, match="Expected --tokenizer-type with --vocab-file and"):
+        resolve(parse([*RUN, *words.split()]))
     command = parse([*RUN, "--hysteresis=4"])
     assert without_effect(command, resolve(command)) == ["no effect without --fp16: --hysteresis"]
 

@@ -172,6 +172,12 @@ def test_what_has_no_effect_is_said():
         assert without_effect(command, resolve(command)) == []
 
 
+def test_the_plain_balancing_loss_replaces_another_of_a_run():
+    loaded = {"moe_balance_over": "sequence", "moe_num_experts": 4}
+    line = parse([*RUN, "--moe-router-load-balancing-type", "aux_loss"])
+    assert resolve(line, loaded).moe_balance_over == "micro_batch"
+
+
 def test_what_has_no_effect_beside_another_setting_is_said():
     scale = "--initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 4"
     words = (

@@ -69,6 +69,8 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--vocab-file", "x"], "--vocab-file needs --tokenizer-type"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "x"], "both --vocab-file and"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer", "x"], "goes without --tokenizer"),
+        (["--tokenizer", "bert-base-uncased", "--cased"], "says itself what becomes of capitals"),
+        (["--cased"], "tokenizer gpt2: expected the vocab.txt of a cased WordPiece"),
         (["--tokenizer-type", "BertWordPieceCase"], "needs --vocab-file"),
         (["--tokenizer-type", "SentencePieceTokenizer"], "needs --tokenizer-model"),
         (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
@@ -322,6 +324,17 @@ def test_output_that_nobody_reads(tmp_path):
     )
     assert "Traceback" not in run.stderr
     assert (tmp_path / "o_text_document.idx").exists()
+
+
+def test_what_a_type_of_tokenizer_is_not_made_from_is_said(command, tmp_path, capsys):
+    words = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-size", "9"]
+    assert main([*command, *words]) == 0
+    type_of = "--vocab-size has no effect with --tokenizer-type GPT2BPETokenizer\n"
+    assert f"mb-data preprocess: {type_of}" in capsys.readouterr().err
+    assert main([*command, *words, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["decode", f"{tmp_path}/out_text_document", "0", *words]) == 0
+    assert capsys.readouterr().err == f"mb-data decode: {type_of}"
 
 
 def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):

@@ -368,6 +368,16 @@ def test_transformers_gives_the_same_ids(tmp_path, name):
         assert again.extra_ids == tokenizer.extra_ids
 
 
+def test_texts_of_another_program_end_as_documents_do(tmp_path):
+    """A GPT on BERT's words; the file's [EOS] is a T5's."""
+    tokenizer = load_tokenizer("bert-base-uncased", eod_token="[SEP]")
+    for file, text in hugging_face_files(tokenizer).items():
+        (tmp_path / file).write_text(text)
+    assert load_tokenizer(tmp_path).eod == tokenizer.eod == 102
+    of_t5 = hugging_face_files(load_tokenizer("bert-base-uncased"))
+    assert '"eos_token": "[EOS]"' in of_t5["tokenizer_config.json"]
+
+
 def test_null_tokenizer():
     tokenizer = megatron_tokenizer("NullTokenizer", vocab_size=100)
     assert tokenizer.encode("1 99\n 5") == [1, 99, 5]

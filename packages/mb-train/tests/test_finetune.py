@@ -188,7 +188,11 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     assert main(["finetune", ".", *files, *words]) == 0
     assert "eval_iters = 5" in capsys.readouterr().out.splitlines()
     monkeypatch.delenv("WORLD_SIZE")
-    for words, says in ((["--epochs", "inf"], "--epochs above 0"), (["--load", "x"], "no --load")):
+    for words, says in (
+        (["--epochs", "inf"], "--epochs above 0"),
+        (["--load", "x"], "no --load"),
+        (["--epochs", "3", "--train-iters", "9"], "one of --epochs and --train-iters, got both"),
+    ):
         assert main(["finetune", ".", *files, *words]) == 2
         assert says in capsys.readouterr().err
     assert sorted(bert.parent.rglob("*")) == there

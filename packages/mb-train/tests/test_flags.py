@@ -173,6 +173,63 @@ def test_what_has_no_effect_is_said():
         assert without_effect(command, resolve(command)) == []
 
 
+def test_the_plain_balancing_loss_replaces_another_of_a_run():
+    loaded = {"moe_balance_over": "sequence", "moe_num_experts": 4}
+    line = parse([*RUN, "--moe-router-load-balancing-type", "aux_loss"])
+    assert resolve(line, loaded).moe_balance_over == "micro_batch"
+
+
+def test_what_has_no_effect_beside_another_setting_is_said():
+    scale = "--initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 4"
+    words = (
+        f"--fp16 --loss-scale 128 {scale} --train-data-path a --split 98,2,0 --eval-iters 0 "
+        "--eval-interval 50 --lr-decay-style constant --min-lr 1e-5 --lr-warmup-init 1e-6 "
+        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 "
+        "--end-weight-decay 0.1 --moe-num-experts 4 --moe-router-group-score-top 1"
+    )
+    command = parse([*RUN, *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --moe-router-num-groups: --moe-router-group-score-top",
+        "no effect without --weight-decay-incr-style constant: --weight-decay",
+        "no effect without --lr-decay-style linear or cosine or inverse-square-root or WSD: "
+        "--min-lr",
+        "no effect without --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples: "
+        "--lr-warmup-init",
+        "no effect without --loss-scale left out: --initial-loss-scale, --min-loss-scale, "
+        "--loss-scale-window, --hysteresis",
+        "no effect without --eval-iters other than 0: --eval-interval",
+        "no effect without --train-data-path left out: --split",
+    ]
+    words = "--moe-num-experts 4 --moe-row-policy budget --moe-row-budget 3 --moe-dispatcher"
+    command = parse([*RUN, *words.split(), "all_to_all", "--moe-a2a-overlap-degree=2"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --moe-dispatcher auto or all_gather or peer: --moe-row-policy, "
+        "--moe-row-budget"
+    ]
+    command = parse([*RUN, *words.split(), "all_gather", "--moe-a2a-overlap-degree=2"])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --moe-dispatcher auto or all_to_all or peer: --moe-a2a-overlap-degree"
+    ]
+    words = f"--fp16 {scale} --split 98,2,0 --eval-interval 50 --min-lr 1e-5 --lr-warmup-init 1e-6"
+    command = parse([*RUN, *words.split(), "--lr-warmup-iters=1", "--weight-decay=0.1"])
+    assert without_effect(command, resolve(command)) == []
+    by_part = parse([*RUN, "--per-split-data-args-path=parts.json", "--split=98,2,0"])
+    assert without_effect(by_part, resolve(by_part)) == [
+        "no effect without --per-split-data-args-path left out: --split"
+    ]
+    words = "--vocab-file v --merge-file m --tokenizer-model t --data-cache-path c"
+    command = parse([*RUN, "--tokenizer-type=HuggingFaceTokenizer", *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --tokenizer-type left out or GPT2BPETokenizer or BertWordPieceLowerCase "
+        "or BertWordPieceCase: --vocab-file",
+        "no effect without --tokenizer-type left out or GPT2BPETokenizer: --merge-file",
+    ]
+    with pytest.raises(ValueError, match="Expected --tokenizer-type with --vocab-file and"):
+        resolve(parse([*RUN, *words.split()]))
+    command = parse([*RUN, "--hysteresis=4"])
+    assert without_effect(command, resolve(command)) == ["no effect without --fp16: --hysteresis"]
+
+
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
     for names, *values in (spec(f).needs for f in named.values() if spec(f).needs):

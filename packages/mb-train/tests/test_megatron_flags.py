@@ -180,7 +180,10 @@ def test_older_spellings_mean_what_they_meant():
             },
         ),
         ("--moe-router-topk 2 --no-moe-renormalize", {"moe_top_k": 2, "moe_renormalize": False}),
-        ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),
+        (
+            "--moe-router-load-balancing-type aux_loss",
+            {"moe_loss_weight": 0.0, "moe_balance_over": "micro_batch"},
+        ),
         (
             "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
             {"moe_loss_weight": 0.01, "moe_balance_over": "sequence"},

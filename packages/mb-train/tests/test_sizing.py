@@ -267,7 +267,8 @@ def test_the_published_sizes():
 
 def test_what_a_run_would_refuse_is_no_plan(capsys):
     stages = ["--pipeline-model-parallel-size", "12", "--gpus", "12"]
-    assert main(["plan", "--recipe", "t5-220m", *stages]) == 0
+    assert main(["plan", "--recipe", "t5-220m", *stages, "--moe-top-k", "2"]) == 0
+    assert "note: no effect without --moe-num-experts: --moe-top-k\n" in capsys.readouterr().out
     assert main(["plan", "--recipe", "ict-bert", *stages]) == 2
     assert "12 pipeline stages, of which two towers" in capsys.readouterr().err
     graphs = ["--recipe", "dmoe-125m", "--cuda-graph", "--gpus", "4"]

@@ -4,12 +4,15 @@ import json
 import os
 import shutil
 
+import mb_data
+import numpy as np
 import pytest
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer, vocabulary_rows
 from mb_train.folder.history import set_aside, set_later_aside
+from mb_train.tasks.make import one_process_task
 
 TINY = [
     "--num-layers=1", "--hidden-size=16", "--seq-length=16", "--num-attention-heads=1", "--lr=1e-3",
@@ -133,3 +136,30 @@ def test_a_vocabulary_that_ranks_cannot_share_is_said():
     assert rows == [512, 512, 500, 502]
     with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
         vocabulary_rows(config, 500, ranks=2, saved=501)
+
+
+def test_documents_end_as_mb_data_was_told(tmp_path):
+    """BERT's vocabulary has no end of a document of its own."""
+    text, said = tmp_path / "text.jsonl", {"tokenizer": "bert-base-uncased", "eod_token": "[SEP]"}
+    text.write_text('{"text": "one two"}\n{"text": "three"}\n')
+    theirs = mb_data.load_tokenizer("bert-base-uncased", eod_token="[SEP]")
+    mb_data.preprocess(text, tmp_path / "text", tokenizer=theirs, append_eod=True, workers=1)
+    (tokens,) = [np.concatenate(mb_data.IndexedDataset(tmp_path / "text_text_document")[:])]
+    config = TrainConfig(**recipe("quickstart") | said | {"reset_attention_mask": True})
+    tokenizer = load_tokenizer(config)
+    assert tokenizer.fingerprint == theirs.fingerprint
+    batch = one_process_task(config, tokenizer, vocab_size=32000).collate([tokens])
+    assert batch["ends_BN"].tolist() == [[3, 4]]
+    told = TrainConfig(**recipe("quickstart") | said | {"eod_token": None})
+    with pytest.raises(ValueError, match="bert-base-uncased, which has none"):
+        one_process_task(told, load_tokenizer(told), vocab_size=32000)
+
+
+def test_a_sample_corpus_with_another_end_is_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mb_train.data.sample._SAMPLE_BYTES", 30_000)
+    for end in ([], ["--eod-token=<extra_id_0>"]):
+        assert main([*TINY[:-2], "--vocab-extra-ids=1", *end]) == 0
+    files = (tmp_path / "runs" / "data").glob("*.bin")
+    ends = sorted(mb_data.IndexedDataset(path.with_suffix(""))[0][-1] for path in files)
+    assert ends == [50256, 50257]

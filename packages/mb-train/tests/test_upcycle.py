@@ -96,6 +96,10 @@ def test_what_computes_otherwise_is_said_and_what_has_no_copy_refused(tmp_path, 
         assert not run.exists()
     assert main([*four, "--no-moe-renormalize"]) == 0
     assert "it does not compute what the dense model did" in capsys.readouterr().out
-    assert main([*four[:2], str(tmp_path / "more"), *four[3:]]) == 0
+    idle = ["--moe-renormalize-p", "2", "--no-moe-renormalize", "--moe-grouped-gemm"]
+    assert main([*four[:2], str(tmp_path / "more"), *four[3:], *idle]) == 0
+    said = capsys.readouterr().out
+    assert "note: no effect without --moe-renormalize: --moe-renormalize-p\n" in said
+    assert "--moe-grouped-gemm (the experts are always computed together)" in said
     assert main(["upcycle", str(run), str(tmp_path / "again"), *four[3:]]) == 2
     assert "Expected a dense model" in capsys.readouterr().err

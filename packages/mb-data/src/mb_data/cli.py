@@ -13,6 +13,7 @@ from pathlib import Path
 from mb_data.arguments import command_line
 from mb_data.corpora.sample import write_sample_corpus
 from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
+from mb_data.tokenizer.megatron import MADE_FROM
 from mb_data.untrusted import printable
 
 INTERRUPTED = 130
@@ -58,12 +59,20 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     if options.tokenizer_type:
         if options.tokenizer or options.cased:
             raise ValueError("--tokenizer-type goes without --tokenizer and --cased")
+        idle = [name for name in given if name not in MADE_FROM[options.tokenizer_type]]
+        for name in idle if not getattr(options, "quiet", False) else []:
+            _say_idle(options, name, f"with --tokenizer-type {options.tokenizer_type}")
         return megatron_tokenizer(options.tokenizer_type, **given, **shared)
     if given:
         flag = f"--{next(iter(given)).replace('_', '-')}"
         raise ValueError(f"{flag} needs --tokenizer-type; or give the file as --tokenizer")
     name = "gpt2" if options.tokenizer is None else options.tokenizer
     return load_tokenizer(name, lower_case=not options.cased, **shared)
+
+
+def _say_idle(options: argparse.Namespace, name: str, why: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    print(f"mb-data {options.command}: {flag} has no effect {why}", file=sys.stderr)
 
 
 def _preprocess(options: argparse.Namespace) -> None:
@@ -80,8 +89,7 @@ def _preprocess(options: argparse.Namespace) -> None:
         idle |= {name: "without --split-sentences" for name in of_sentences if of_sentences[name]}
     for name, why in idle.items():
         if not options.quiet:
-            flag = f"--{name.replace('_', '-')}"
-            print(f"mb-data preprocess: {flag} has no effect {why}", file=sys.stderr)
+            _say_idle(options, name, why)
     # pythonw and some supervisors give a process no stderr.
     show = None if options.quiet or sys.stderr is None else ProgressLine(sys.stderr)
     summary = preprocess(

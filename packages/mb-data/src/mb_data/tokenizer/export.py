@@ -46,7 +46,9 @@ def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict
         parts["post_processor"] = _between_marks(tokenizer)
     marks = [_added(i, text) for i, text in sorted(special.items())]
     parts["added_tokens"] = [*parts.get("added_tokens", ()), *marks]
-    roles = {"eos": tokenizer.special.get("eod"), **tokenizer.special}
+    roles = dict(tokenizer.special)
+    if not sentences and "eod" in roles:  # a text of a GPT ends where its document does
+        roles["eos"] = roles["eod"]
     for role in ("bos", "eos", "cls", "sep", "mask", "pad"):
         if (found := roles.get(role)) is not None:
             settings[f"{role}_token"] = special[found]

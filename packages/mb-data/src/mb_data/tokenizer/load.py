@@ -72,7 +72,8 @@ def load_tokenizer(
         eod_token: the special token that ends documents, if it is not the file's own choice.
 
     Raises:
-        ValueError: an unknown name, a file that is no vocabulary, or neither a name nor a file.
+        ValueError: an unknown name, a file that is no vocabulary, or neither a name nor a file; or
+            not `lower_case` for what is no cased WordPiece vocabulary.
         ModuleNotFoundError: a library that the file needs is not installed.
     """
     if not isinstance(name, (str, os.PathLike)):
@@ -118,6 +119,13 @@ def load_tokenizer(
             num_extra_ids=num_extra_ids,
             lower_case=lower_case,
             add_roles=add_roles,
+        )
+    if not lower_case and not (
+        isinstance(tokenizer, WordPiece) and not tokenizer.readable.lower_case
+    ):
+        raise ValueError(
+            f"tokenizer {name}: expected the vocab.txt of a cased WordPiece with --cased "
+            "(lower_case=False); any other says itself what becomes of capitals, so leave that out"
         )
     if eod_token is not None:
         eod = tokenizer.token_id(eod_token)

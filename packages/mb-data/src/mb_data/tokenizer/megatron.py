@@ -13,17 +13,22 @@ from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.load import BERT, existing, load_tokenizer
 from mb_data.tokenizer.rank_files import from_megatron_ranks
 
-MEGATRON_TYPES = (
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
+# What each type is made from, of the arguments below; as in Megatron it pays the others no heed.
+MADE_FROM = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": (
+        "tokenizer_model", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens",
+        "tiktoken_special_tokens",
+    ),
+    "NullTokenizer": ("vocab_size",),
+}  # fmt: skip
+MEGATRON_TYPES = tuple(MADE_FROM)
 
 
 def megatron_tokenizer(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.commands.train import print_config, tell_notes
-from mb_train.config import GROUPS, TrainConfig
+from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.data import TASKS
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser
@@ -52,7 +52,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
             help="TSV below a line of names: sentences and label in columns 9, 10 and the last "
             "(mnli), or 4, 5 and 6 (qqp); of race JSON Lines, or a folder with files *.txt of them",
         )  # fmt: skip
-    parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
+    parser.add_argument("--epochs", type=float, help="passes over the data; default 3")
     command = parse(_run_first(arguments), own=parser)
     options = command.own
     if command.values.get("load") is not None:
@@ -73,8 +73,12 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
         len(read_examples(files, options.task))
         for files in (options.train_data, options.valid_data, test)
     )
-    if not 0 < options.epochs < math.inf:
-        raise ValueError(f"Expected a number of --epochs above 0, got {options.epochs:g}.")
+    epochs = 3.0 if options.epochs is None else options.epochs
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"Expected a number of --epochs above 0, got {epochs:g}.")
+    length = next((n for n in ("train_iters", "train_samples") if n in command.values), None)
+    if options.epochs is not None and length is not None:
+        raise ValueError(f"Expected one of --epochs and {flag_name(length)}, got both.")
     names = [f.name for group in ("model", "moe") for f in dataclasses.fields(GROUPS[group])]
     base = {name: saved[name] for name in (*names, *_KEPT) if name in saved}
     base |= _DEFAULTS | _OF_TASK.get(options.task, {}) | {
@@ -88,7 +92,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     dims = parallel_dims(config, int(os.environ.get("WORLD_SIZE", "1")))
     batch = config.batch_size(dims.dp)
     lengths = {
-        "train_iters": math.ceil(options.epochs * examples / batch),
+        "train_iters": math.ceil(epochs * examples / batch),
         "eval_interval": math.ceil(examples / batch),
         "eval_iters": math.ceil(max(evaluated) / batch),
     }

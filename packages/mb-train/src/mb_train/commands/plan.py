@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mb_train.commands.train import print_config
+from mb_train.commands.train import print_config, tell_notes
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import Parser
 from mb_train.flags.starting import resolve_start
@@ -23,6 +23,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     config, start = resolved.config, resolved.start
     if command.print_config:
         return print_config(config)
+    tell_notes(resolved.notes)
     import torch
 
     from mb_train.data.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows

@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
+from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, LEFT_OUT, POSITIVE, SHARE, flag, flag_name
 from mb_train.untrusted import json_of
 
 TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
 _AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
+# Without a type it is one of those that the files are of.
+_VOCABULARY = (
+    "tokenizer_type", LEFT_OUT, "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
+)  # fmt: skip
+_MERGES = ("tokenizer_type", LEFT_OUT, "GPT2BPETokenizer")
+_ONE_FILE = (
+    "tokenizer_type", LEFT_OUT, "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer",
+)  # fmt: skip
+# Of data that is named part by part nothing is split.
+_SPLIT = ("train_data_path", LEFT_OUT)
 WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -33,16 +44,17 @@ class DataFields:
         instead_of=WAYS,
     )
     split: str = flag(
-        "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
-    )
+        "shares of documents for training, validation and test", "969,30,1", on_load="fixed",
+        needs=_SPLIT,
+    )  # fmt: skip
     split_rounding: str = flag(
         "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's "
         "(ours)",
-        "shares", choices=("shares", "cumulative"), on_load="fixed",
+        "shares", choices=("shares", "cumulative"), on_load="fixed", needs=_SPLIT,
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
         "training data of its own; of a classifier TSV files, or RACE's folders",
-        instead_of=_AS_ONE, also=("--train-data",),
+        instead_of=_AS_ONE, also=("--train-data",), needs=("per_split_data_args_path", LEFT_OUT),
     )  # fmt: skip
     valid_data_path: list[str] | None = flag(  # noqa: RUF009
         "validation data of its own; of a classifier as for training", also=("--valid-data",)
@@ -122,7 +134,9 @@ class DataFields:
         2,
         bounds=AT_LEAST_0,
     )
-    data_cache_path: str | None = flag("folder for sample indices; default beside the data")
+    data_cache_path: str | None = flag(
+        "folder for sample indices; default beside the data", needs=("task", LEFT_OUT)
+    )
     # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.
     tokenizer: str | None = flag(
         "tokenizer by name or file; default gpt2, or bert-base-uncased for the other models (ours)",
@@ -137,11 +151,15 @@ class DataFields:
         ), instead_of=("tokenizer",),
     )  # fmt: skip
     vocab_file: str | None = flag(
-        "vocab.json of a byte-level BPE, or vocab.txt", instead_of=("tokenizer", "tokenizer_model")
+        "vocab.json of a byte-level BPE, or vocab.txt",
+        instead_of=("tokenizer", "tokenizer_model"),
+        needs=_VOCABULARY,
     )
-    merge_file: str | None = flag("merges.txt of a byte-level BPE")
+    merge_file: str | None = flag("merges.txt of a byte-level BPE", needs=_MERGES)
     tokenizer_model: str | None = flag(
-        "model file of SentencePiece", instead_of=("tokenizer", "vocab_file", "merge_file")
+        "model file of SentencePiece",
+        instead_of=("tokenizer", "vocab_file", "merge_file"),
+        needs=_ONE_FILE,
     )
     vocab_size: int | None = flag(
         "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE,
@@ -161,6 +179,10 @@ class DataFields:
     tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
         "their names", needs=("tokenizer_type", "TikTokenizer")
     )
+    eod_token: str | None = flag(
+        "special token that ends documents, as mb-data preprocess was told; default the "
+        "tokenizer's own (ours)", needs=("model", "gpt"),
+    )  # fmt: skip
     vocab_extra_ids: int = flag(
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
     )
@@ -199,6 +221,12 @@ class DataFields:
             raise ValueError(f"Expected --train-data-path with {flag_name(parts[0])}, got none.")
         if self.merge_file is not None and self.vocab_file is None:
             raise ValueError("Expected --vocab-file with --merge-file, got none.")
+        both = self.vocab_file is not None and self.tokenizer_model is not None
+        if both and self.tokenizer_type is None:
+            raise ValueError(
+                "Expected --tokenizer-type with --vocab-file and --tokenizer-model, which are of "
+                "different ones, got none. Say it, or leave one file out."
+            )
         files = self.tokenizer_type or self.vocab_file or self.tokenizer_model
         if files is not None and self.tokenizer is not None:
             raise ValueError(

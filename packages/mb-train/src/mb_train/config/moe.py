@@ -101,7 +101,7 @@ class MoEFields:
     )
     moe_router_group_score_top: int = flag(
         "a group's score is the sum of this many of its best experts' (ours)", 2, bounds=POSITIVE,
-        on_load="said", layer="group_score_top",
+        on_load="said", layer="group_score_top", needs=("moe_router_num_groups",),
     )  # fmt: skip
     moe_router_enable_expert_bias: bool = flag(
         "balance the load by a bias on the choice of experts instead of a loss", False,

@@ -65,8 +65,9 @@ class ValidationFields:
         "global batches per evaluation; 0: none", 100, bounds=AT_LEAST_0, said_as={"-1": "0"}
     )
     eval_interval: int = flag(
-        "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0
-    )
+        "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0,
+        needs=("eval_iters", NOT_0),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

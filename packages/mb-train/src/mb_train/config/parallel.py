@@ -57,6 +57,7 @@ class ParallelFields:
         "a budget, with a second run of the step for more and more room after it, or what the host "
         "reads (ours)",
         "worst", choices=("worst", "budget", "exact"),
+        needs=("moe_dispatcher", "auto", "all_gather", "peer"),
     )  # fmt: skip
     moe_row_budget: float = flag(
         "least room for rows of an expert-parallel rank, over the even share, for the policy "
@@ -65,6 +66,8 @@ class ParallelFields:
     moe_a2a_overlap_degree: int = flag(
         "for all_to_all: chunks of a rank's tokens, of which one is exchanged while the experts "
         "compute on another (ours)", 1, bounds=POSITIVE,
+        # peer falls back to all_to_all.
+        needs=("moe_dispatcher", "auto", "all_to_all", "peer"),
     )  # fmt: skip
     distributed_timeout_minutes: float = flag(
         "how long a rank waits for the others before it ends with an error", 10.0, bounds=POSITIVE,

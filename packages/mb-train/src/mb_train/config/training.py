@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mb_train.config.field import (
     AT_LEAST_0,
     FRACTION,
+    LEFT_OUT,
     POSITIVE,
     SCALE,
     SEED,
@@ -18,6 +19,9 @@ from mb_train.config.field import (
 # Muon leaves to Adam what is no matrix.
 _ADAMS = ("optimizer", "adam", "muon")
 _MUON = ("optimizer", "muon")
+_FALLING = ("linear", "cosine", "inverse-square-root", "WSD")
+_WARM_UP = (("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),)
+_ADAPTS = ("loss_scale", LEFT_OUT)
 _RISING = ("weight_decay_incr_style", "linear", "cosine")
 
 
@@ -42,6 +46,7 @@ class RegularizationFields:
             "weight_decay_incr_iters",
             "weight_decay_incr_samples",
         ),
+        needs=("weight_decay_incr_style", "constant"),
     )  # fmt: skip
     start_weight_decay: float | None = flag(
         "weight decay at the start of its schedule", bounds=AT_LEAST_0, on_load="said"
@@ -265,11 +270,11 @@ class RateFields:
     lr: float | None = flag("peak learning rate", bounds=POSITIVE, on_load="said", required=True)
     min_lr: float = flag(
         "learning rate at the end of the decay and after it", 0.0, bounds=AT_LEAST_0,
-        on_load="said",
+        on_load="said", needs=("lr_decay_style", *_FALLING),
     )  # fmt: skip
     lr_decay_style: str = flag(
         "shape of the decay", "linear",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), on_load="said",
+        choices=("constant", *_FALLING), on_load="said",
     )  # fmt: skip
     lr_decay_iters: int | None = flag(
         "steps until --min-lr; default the length of training", bounds=POSITIVE, on_load="said",
@@ -293,8 +298,9 @@ class RateFields:
         needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_warmup_init: float = flag(
-        "learning rate at which the warm-up begins", 0.0, bounds=AT_LEAST_0, on_load="said"
-    )
+        "learning rate at which the warm-up begins", 0.0, bounds=AT_LEAST_0, on_load="said",
+        needs=_WARM_UP,
+    )  # fmt: skip
     lr_warmup_fraction: float | None = flag(
         "share of the decay spent in linear warm-up",
         bounds=FRACTION,
@@ -360,18 +366,19 @@ class PrecisionFields:
         instead_of=("bf16",),
     )
     loss_scale: float | None = flag(
-        "a constant loss scale for fp16; default one that adapts", bounds=SCALE, on_load="said"
-    )
+        "a constant loss scale for fp16; default one that adapts", bounds=SCALE,
+        on_load="said", needs=("fp16",),
+    )  # fmt: skip
     initial_loss_scale: float = flag(
-        "where the loss scale begins", 2.0**32, bounds=SCALE, needs=("fp16",)
+        "where the loss scale begins", 2.0**32, bounds=SCALE, needs=_ADAPTS
     )
-    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=SCALE, needs=("fp16",))
+    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=SCALE, needs=_ADAPTS)
     loss_scale_window: int = flag(
         "steps without an overflow until the loss scale doubles", 1000, bounds=POSITIVE,
-        needs=("fp16",),
+        needs=_ADAPTS,
     )  # fmt: skip
     hysteresis: int = flag(
-        "overflows until the loss scale halves", 2, bounds=POSITIVE, needs=("fp16",)
+        "overflows until the loss scale halves", 2, bounds=POSITIVE, needs=_ADAPTS
     )
     fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
 

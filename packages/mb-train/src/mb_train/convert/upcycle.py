@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.convert.new_run import refuse_run, write_run
-from mb_train.flags.command_line import CommandLine, resolve
+from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.loading import load_trained
 from mb_train.tasks.make import whole_model
 
@@ -69,6 +69,8 @@ def upcycle(
                 f"Expected {name} {there} of experts that begin as the feed-forwards of "
                 f"{source}, got {here}. Leave it out."
             )
+    for note in (*experts.notes, *without_effect(experts, config)):
+        say(f"note: {note}")
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         fresh = whole_model(config, vocab_size=dense.vocab_size).state_dict()

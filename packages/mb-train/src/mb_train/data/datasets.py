@@ -66,7 +66,14 @@ def prepare_data(
     named = named_data(config)
     if not named:
         corpus = on_rank_zero_first(
-            lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
+            lambda: sample_corpus(
+                tokenizer,
+                task,
+                folder,
+                say,
+                mock=config.mock_data,
+                own_end=config.eod_token is None,
+            )
         )
         named = {"": Named([corpus], "the sample corpus")}
     paths = {part: None if data is None else data.words for part, data in named.items()}

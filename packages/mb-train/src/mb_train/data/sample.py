@@ -32,6 +32,7 @@ def sample_corpus(
     say: Callable[[str], None],
     *,
     mock: bool = False,
+    own_end: bool = True,
 ) -> str:
     """Prefix of the sample corpus's token files, or the mock one's, made if they are not there.
 
@@ -39,11 +40,13 @@ def sample_corpus(
         task: whether its samples are of sentences.
         folder: to write into; several runs may do so at once.
         say: prints a line of progress.
+        own_end: documents end as the tokenizer has it of itself; else the files are others.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
+    words = tokenizer.name if own_end or task.sentences else f"{tokenizer.name}-{tokenizer.eod}"
+    name = "".join(c if c.isalnum() else "-" for c in words)
     output = folder / f"{'mock' if mock else 'sample'}-{name}"
     prefix = f"{output}_text_{'sentence' if task.sentences else 'document'}"
 

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mb_train.config import TrainConfig, flag_name
 from mb_train.folder.run_folder import TOKENIZER, checkpoint_in, read_saved_run
@@ -54,7 +54,7 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
         return _load(dataclasses.replace(config, **_found(config, run)))
     except ValueError as error:
         names = ("tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-        given = [n for n in (*names, "vocab_extra_ids") if getattr(config, n)]
+        given = [n for n in (*names, "eod_token", "vocab_extra_ids") if getattr(config, n)]
         said = " ".join(f"{flag_name(n)} {getattr(config, n)}" for n in given)
         raise ValueError(f"{said}: {error}") from error
 
@@ -195,10 +195,14 @@ def _paths(value: str, run: Path | None) -> list[str]:
 def _load(config: TrainConfig) -> Tokenizer:
     import mb_data
 
-    extra = config.vocab_extra_ids
+    # Documents of the other models have no end, and their tokenizers often none to write.
+    shared: dict[str, Any] = {
+        "num_extra_ids": config.vocab_extra_ids,
+        "eod_token": config.eod_token if config.model == "gpt" else None,
+    }
     kind = "GPT2BPETokenizer" if config.model == "gpt" else "BertWordPieceLowerCase"
     if config.tokenizer is not None:
-        return mb_data.load_tokenizer(config.tokenizer, num_extra_ids=extra)
+        return mb_data.load_tokenizer(config.tokenizer, **shared)
     if config.tokenizer_model is not None:
         kind = "SentencePieceTokenizer"
     return mb_data.megatron_tokenizer(
@@ -210,5 +214,5 @@ def _load(config: TrainConfig) -> Tokenizer:
         tiktoken_pattern=config.tiktoken_pattern,
         tiktoken_num_special_tokens=config.tiktoken_num_special_tokens,
         tiktoken_special_tokens=config.tiktoken_special_tokens,
-        num_extra_ids=extra,
+        **shared,
     )

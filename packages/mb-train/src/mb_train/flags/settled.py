@@ -83,7 +83,9 @@ _ANSWERS: Mapping[str, str] = {
     "all ranks begin from one initialization": "--data-parallel-random-init",
     "initialization does not depend on the number of ranks": "--use-cpu-initialization",
     "rearranged samples need no padding": "--fim-pad-token=1",
-    "documents end with the tokenizer's own end of document": "--fim-eod-token=1",
+    "documents end with the tokenizer's own end of document, or with --eod-token": """
+        --fim-eod-token=1
+    """,
     "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
     "weights that are loaded are not drawn before": "--no-initialization",
     "torch's allocator needs no help": """

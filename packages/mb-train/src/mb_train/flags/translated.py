@@ -44,7 +44,7 @@ _MOMENTS: Mapping[str, Mapping[str, Any]] = {
 # Flag -> those of its values that have a meaning here, and the fields that they set.
 _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--moe-router-load-balancing-type": {
-        "aux_loss": {},
+        "aux_loss": {"moe_balance_over": "micro_batch"},
         "seq_aux_loss": {"moe_balance_over": "sequence"},
         "global_aux_loss": {"moe_balance_over": "global_batch"},
         "none": {"moe_loss_weight": 0.0},

@@ -40,7 +40,7 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
             raise ValueError(
                 "Expected a tokenizer with a token for the end of a document with --model gpt, got "
                 f"{tokenizer.name}, which has none. Give the one that the data was made with, or "
-                "another --model."
+                "name the --eod-token that it was made with, or take another --model."
             ) from None
         fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
         return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim)

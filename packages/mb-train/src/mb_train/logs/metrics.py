@@ -10,7 +10,7 @@ Letters: L layers, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +98,17 @@ class Accumulator:
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
         for key in _LAYER_MEANS:
             _add(self._sums_of_step, key, metrics[key].double())
+
+    def renumber(self, orders: Mapping[int, Sequence[int]]) -> None:
+        """Count by experts' new numbers from here on, and what was counted too.
+
+        Args:
+            orders: by row of the counts: expert i is the one that was order[i].
+        """
+        assert self._counts_LE is not None
+        for row, order in orders.items():
+            counts_E = self._counts_LE[row]
+            counts_E[: len(order)] = counts_E[list(order)]
 
     def add_iteration(self, losses: Mapping[str, Tensor], skipped: Tensor | None = None) -> None:
         """Add one step, after its passes.

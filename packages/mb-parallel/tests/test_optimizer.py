@@ -726,6 +726,14 @@ def test_the_norm_counts_what_was_frozen_after_its_gradient_came():
     assert all(p.isfinite().all() for p in mine)
 
 
+def test_the_norm_of_weights_is_of_the_frozen_ones_too():
+    parameters = _parameters()
+    whole = torch.cat([p.detach().flatten() for p in parameters]).norm()
+    parameters[1].requires_grad_(False)  # as the weights are that have adapters
+    torch.testing.assert_close(weight_norm(parameters), whole)
+    assert zeros_in_grad(parameters) == 0
+
+
 def test_sgd_of_fp64_steps_in_fp64():
     mine, theirs = ([nn.Parameter(p.detach().double()) for p in _parameters()] for _ in range(2))
     pairs = (SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9))

@@ -1,12 +1,15 @@
 """What a step's load moves: balancing biases, and the places of experts."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
 from mb_layers import Router
-from mb_parallel import ParallelDims, ParallelMesh
+from mb_layers.model import moe_layers
+from mb_parallel import ParallelDims
+from mb_parallel.expert_parallel import Rebalanced
+from mb_parallel.testing import run_ranks
 from mb_train.assembly.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.tasks.make import whole_model
@@ -53,7 +56,11 @@ def test_experts_change_places_at_intervals_by_the_load_of_that_step(monkeypatch
         num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
         train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=2,
     )  # fmt: skip
-    loads, moved = [], [SimpleNamespace(before=1.25, after=1.1), SimpleNamespace(before=2, after=1)]
+    loads, order = [], (0, 2, 1, 3)
+    moved = [
+        Rebalanced("stack.blocks.0.mlp", 1.25, 1.1, order),
+        Rebalanced("stack.blocks.1.mlp", 2.0, 1.0, order[::-1]),
+    ]
 
     def rebalance(part, counts, mesh, *, optimizer):
         loads.append(torch.stack([*counts.values()]))
@@ -61,36 +68,56 @@ def test_experts_change_places_at_intervals_by_the_load_of_that_step(monkeypatch
 
     monkeypatch.setattr("mb_train.assembly.balance.rebalance_experts", rebalance)
     model = whole_model(config, vocab_size=16)
-    mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, *axis: tensor)
+    mesh = SimpleNamespace(pp_size=1, axis=lambda name: None)
     balance = LoadBalance([model], config, mesh)
-    said = []
+    changed = []
     for step in (1, 2, 3):
         for _ in range(3):  # passes
             balance.see({"tokens_per_expert": step * torch.arange(8.0).view(2, 4)})
-        said.append(balance.update(step, torch.optim.SGD(model.parameters())))
-    assert said[0] is said[2] is None
-    assert "2 layers changed places after step 2: the fullest rank had 2.00 times" in said[1]
-    assert "now 1.10" in said[1]
+        changed.append(balance.update(step, torch.optim.SGD(model.parameters())))
+    assert changed[0] is changed[2] is None
+    said, orders = changed[1]
+    assert "2 layers changed places after step 2: the fullest rank had 2.00 times" in said
+    assert "now 1.10" in said
+    assert orders == {0: order, 1: order[::-1]}
     assert torch.stack(loads).tolist() == [[[0, 6, 12, 18], [24, 30, 36, 42]]]
 
 
-def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
+def test_each_text_of_a_tower_is_counted_by_the_new_numbers(monkeypatch):
+    config = TrainConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=True,
+        moe_num_experts=4, moe_rebalance_interval=1,
+    )  # fmt: skip
+    model, order = whole_model(config, vocab_size=16), (3, 2, 1, 0)
+    (name,) = moe_layers(model)
+    moved = [Rebalanced(name, 2.0, 1.0, order)]
+    monkeypatch.setattr("mb_train.assembly.balance.rebalance_experts", lambda *_, **__: moved)
+    mesh = SimpleNamespace(pp_size=1, axis=lambda name: None)
+    balance = LoadBalance([model], config, mesh)
+    balance.see({"tokens_per_expert": torch.ones(2, 4)})
+    changed = balance.update(1, torch.optim.SGD(model.parameters()))
+    assert changed.orders == {0: order, 1: order}
+
+
+def _change_places(rank, world_size):
+    """A stage each, with one layer of experts; only the second's change places."""
     config = TrainConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
         train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=1,
     )  # fmt: skip
     model = whole_model(config, vocab_size=16)
-
-    def all_reduce(tensor, axis, *_):
-        """With a stage that moved two layers' experts; here none can."""
-        assert axis == "pp"
-        return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
-
-    dims = ParallelDims(pp=2)
-    alone = {"dims": dims, "pp_size": 2, "ep_size": 1, "dense": None}
-    mesh = Mock(spec=ParallelMesh, **alone, all_reduce=all_reduce)
-    balance = LoadBalance([model], config, mesh)
+    model.keep(range(rank, rank + 1), first=rank == 0, last=rank == 1)
+    (name,) = moe_layers(model)
+    moved = [Rebalanced(name, 1.5, 1.25, (1, 0, 2, 3))] if rank else []
+    balance = LoadBalance([model], config, ParallelDims(pp=2).build("cpu"))
     balance.see({"tokens_per_expert": torch.ones(2, 4)})
-    said = balance.update(1, torch.optim.SGD(model.parameters()))
-    assert "experts of 2 layers changed places after step 1" in said
-    assert "had 1.50 times an even share, as they are now 1.25" in said
+    with patch("mb_train.assembly.balance.rebalance_experts", lambda *_, **__: moved):
+        return balance.update(1, torch.optim.SGD(model.parameters()))
+
+
+def test_every_stage_hears_of_experts_that_change_places_on_another():
+    for said, orders in run_ranks(_change_places, 2):
+        assert "experts of 1 layers changed places after step 1" in said
+        assert "had 1.50 times an even share, as they are now 1.25" in said
+        assert orders == {1: (1, 0, 2, 3)}

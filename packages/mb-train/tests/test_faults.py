@@ -226,12 +226,13 @@ def test_a_signal_ends_an_evaluation(run, monkeypatch, capsys):
         return evaluate(*arguments)
 
     monkeypatch.setattr(loop, "evaluate", signalled)
-    words = ("--train-iters", 4, "--eval-interval", 2, "--eval-iters", 50)
+    words = ("--train-iters", 4, "--eval-interval", 2, "--eval-iters", 50, "--log-interval", 3)
     assert run(*words) == 0
     out = capsys.readouterr().out
     assert "left off after batch 1 of 50" in out
     assert "stopping at iteration 2: SIGUSR1" in out
     assert names(run.folder) == ["iter_0000002"]
+    assert sorted(losses(run.folder)) == [1, 2]  # what goes on begins behind them
 
 
 @pytest.mark.parametrize("interval", [2, 3, 1], ids=["within", "at the end", "before the end"])

@@ -5,8 +5,10 @@ import math
 import re
 
 import pytest
+from mb_train import recipe
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.logs.run_log import read_log
 from mb_train.report.frontier import (
     Noise,
     noise_of,
@@ -110,6 +112,25 @@ def test_a_run_by_samples_finishes_and_its_tokens_are_those_consumed(tmp_path):
     assert run.finished
     assert run.tokens == (8 * S, 22 * S)  # 2, 2, 4, 6 and 8 sequences
     assert len(points_of([run])) == 1
+
+
+def test_tokens_are_those_that_the_log_of_the_run_counts(tmp_path):
+    """Of a T5 the encoder's and the decoder's."""
+    config = TrainConfig(
+        **recipe("t5-quickstart")
+        | {
+            "num_layers": 1, "decoder_num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16,
+            "num_attention_heads": 1, "seq_length": 32, "decoder_seq_length": 16, "train_iters": 2,
+            "micro_batch_size": 4, "global_batch_size": 4, "eval_iters": 1, "log_interval": 2,
+            "num_workers": 0, "device": "cpu", "save": str(tmp_path / "run"),
+        }
+    )  # fmt: skip
+    train_run(config)
+    run = read_run(tmp_path / "run")
+    (event,) = (e for e in read_log(tmp_path / "run" / "log.jsonl") if e["event"] == "train")
+    logged = event["tokens_per_s"] * event["ms_per_iteration"] / 1000 * 2
+    assert run.tokens == (2 * 4 * 48,)
+    assert logged == pytest.approx(2 * 4 * 48)
 
 
 def frontier(tmp_path, dmoe_ms=30.0, dmoe_loss=2.5):

@@ -9,7 +9,7 @@ import sys
 import pytest
 from mb_train.folder.whole_files import sync_directory
 from mb_train.machine.doctor import _check_memory
-from mb_train.machine.host import keep_freed_memory, open_many_files
+from mb_train.machine.host import host_memory, keep_freed_memory, memory_limit, open_many_files
 
 PROGRAM = """
 import resource, sys
@@ -73,6 +73,25 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     facts = []
     _check_memory(facts)
     assert not any(fact.startswith("memory") for fact in facts)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no sysconf")
+def test_the_memory_is_that_of_the_container(monkeypatch, tmp_path):
+    monkeypatch.setattr("mb_train.machine.host.GROUP", tmp_path)
+    assert memory_limit() is None
+    before = host_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit() is None
+    assert host_memory() == pytest.approx(before, rel=0.5)  # of a machine that others use too
+    (tmp_path / "memory.max").write_text(f"{1 << 27}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 27}\n")  # full, most of it of token files
+    (tmp_path / "memory.stat").write_text(
+        f"anon {1 << 25}\nfile {3 << 25}\ninactive_file {2 << 25}\nactive_file {1 << 25}\n"
+    )
+    assert host_memory() == 3 << 25
+    facts = []
+    _check_memory(facts)
+    assert facts[0].startswith("memory      0.1 GB of RAM, the limit of this container: small runs")
 
 
 IMPORTING = """

@@ -95,6 +95,31 @@ def test_long_intervals_are_added_up_exactly():
     assert stats.mean("router_entropy") == 2**22 + 1
 
 
+def test_counts_follow_experts_that_change_places():
+    accumulator = Accumulator(ParallelDims().build("cpu"))
+    for order in ((1, 2, 0), None):
+        accumulator.add_pass(_metrics([[8, 1, 3, 5], [8, 1, 3, 5]], [0.0, 0.0]))
+        accumulator.add_iteration({"lm loss": torch.tensor(1.0)})
+        if order is not None:  # of the second layer; behind the experts stands what is none
+            accumulator.renumber({1: order})
+    stats = accumulator.collect(torch.tensor(1.0))
+    assert stats.tokens_per_expert == [[16, 2, 6, 10], [9, 4, 11, 10]]
+
+
+def test_what_tokens_have_is_a_mean_over_tokens():
+    """A pass of few, most of them padding, counts as a pass in losses alone."""
+    accumulator = Accumulator(ParallelDims().build("cpu"))
+    for counts, dropped, value in (([8, 0], 0.5, 1.0), ([50, 42], 0.0, 2.0), ([0, 0], 0.0, 0.0)):
+        passed = _metrics([counts], [dropped])
+        names = ("router_entropy", "z_loss")
+        accumulator.add_pass(passed | dict.fromkeys(names, torch.tensor([value])))
+    accumulator.add_iteration({"lm loss": torch.tensor(1.0)})
+    stats = accumulator.collect(torch.tensor(1.0))
+    assert stats.mean("dropped_fraction") == pytest.approx(4 / 100)
+    assert stats.mean("router_entropy") == pytest.approx((8 + 2 * 92) / 100)
+    assert stats.mean("z_loss") == pytest.approx(1.0)
+
+
 def test_losses_are_of_the_steps_that_were_taken():
     """All of them; how experts were loaded is of all steps. A step that overflowed has any loss."""
     accumulator = Accumulator(ParallelDims().build("cpu"))

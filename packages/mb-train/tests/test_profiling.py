@@ -136,6 +136,26 @@ def test_the_steps_asked_for_are_recorded(tmp_path, monkeypatch):
     assert kept == " trace: not kept, No such file or directory"
 
 
+@pytest.mark.parametrize(
+    ("intervals", "recorded"),
+    [(("--eval-interval", "3"), 2), (("--save-interval", "2"), 1), ((), 3)],
+    ids=["evaluation", "checkpoint", "neither"],
+)
+def test_a_profile_is_of_steps_alone(tmp_path, monkeypatch, intervals, recorded):
+    """An evaluation's kernels, or a checkpoint's, would count as those of the steps."""
+    monkeypatch.setattr(profiling, "profile", _Recorder)
+    monkeypatch.setattr("mb_train.train.run.check_profiled", lambda config, device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    words = ["--recipe=quickstart", "--device=cpu", "--num-layers=1", "--hidden-size=16"]
+    words += ["--ffn-hidden-size=16", "--seq-length=16", "--num-attention-heads=1"]
+    words += ["--micro-batch-size=2", "--mock-data", "--tokenizer=null:50", "--train-iters=5"]
+    words += ["--eval-iters=1", "--eval-interval=0", "--save-interval=0", *intervals]
+    words += ["--profile", "--profile-step-start=1", "--profile-step-end=4"]
+    assert main([*words, "--save", str(tmp_path)]) == 0
+    (found,) = [event for event in read_log(tmp_path / "log.jsonl") if event["event"] == "profile"]
+    assert found["steps"] == recorded
+
+
 def test_what_cannot_be_profiled_is_refused(tmp_path, capsys):
     words = ["--recipe=quickstart", "--device=cpu", "--save", str(tmp_path / "run"), "--profile"]
     assert main(words) == 2

@@ -73,7 +73,7 @@ def weight_norm(
     *,
     uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
-    """The L2 norm of the parameters themselves; else as `grad_norm`."""
+    """The L2 norm of the parameters themselves, frozen ones too; else as `grad_norm`."""
     return _joint_norm(parameters, lambda parameter: local(parameter).detach(), mesh, uncounted)
 
 
@@ -135,8 +135,8 @@ def _joint_sum(
         check_mesh(mesh)
     parameters, left_out = tensors(parameters), {id(p) for p in tensors(uncounted)}
     device = parameters[0].device if parameters else _device(mesh)
-    # A step moves what was frozen after its gradient came, as torch's do.
-    parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
+    if shard_of is _grad:  # a step moves what was frozen after its gradient came, as torch's do
+        parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     groups = one_for_same_ranks(shard_groups(parameter) for parameter in parameters)
     for parameter, lying in zip(parameters, groups, strict=True):

@@ -10,15 +10,25 @@ Letters: L Mixture-of-Experts layers of the model, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from mb_layers import update_balancing_bias
 from mb_layers.moe import MoELayer
-from mb_parallel import ParallelMesh, rebalance_experts
+from mb_parallel import ParallelMesh, of_all_ranks, rebalance_experts
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig, whole
+
+
+class Changed(NamedTuple):
+    """Experts that changed places: what is said of it; by row of the metrics, which is which now.
+
+    Of `orders`, expert i is the one that was order[i].
+    """
+
+    said: str
+    orders: dict[int, tuple[int, ...]]
 
 
 class LoadBalance:
@@ -52,36 +62,35 @@ class LoadBalance:
             self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
 
     @torch.no_grad()
-    def update(self, step: int, optimizer: torch.optim.Optimizer) -> str | None:
-        """After step number `step`: even out, count anew; returns what is to be said of it."""
+    def update(self, step: int, optimizer: torch.optim.Optimizer) -> Changed | None:
+        """After step number `step`: even out, count anew; what has changed, on any stage."""
         counts_LE, self._counts_LE = self._counts_LE, None
         if counts_LE is None:
             return None
+        rows = apart = len(counts_LE)
         if self._mesh.pp_size == 1:  # an ICT of one tower runs it twice
-            counts_LE = counts_LE.unflatten(0, (-1, len(self._rows))).sum(0)
+            apart = len(self._rows)
+            counts_LE = counts_LE.unflatten(0, (-1, apart)).sum(0)
         self._move_biases(counts_LE)
         if not self._interval or step % self._interval:
             return None
-        moved = []
+        moved = {}
         for part, layers in zip(self._parts, self._layers, strict=True):
             loads = {name: counts_LE[self._rows[name]] for name in layers}
-            moved += rebalance_experts(part, loads, self._mesh, optimizer=optimizer)
-        # One rank speaks for all stages.
-        fullest = torch.tensor(
-            [
-                max((layer.before for layer in moved), default=0.0),
-                max((layer.after for layer in moved), default=0.0),
-            ],
-            device=counts_LE.device,
-        )
-        count = torch.tensor(len(moved), device=counts_LE.device)
-        layers = self._mesh.all_reduce(count, "pp").item()
-        before, after = self._mesh.all_reduce(fullest, "pp", dist.ReduceOp.MAX).tolist()
-        if not layers:
+            for layer in rebalance_experts(part, loads, self._mesh, optimizer=optimizer):
+                moved[self._rows[layer.layer]] = layer
+        axis = self._mesh.axis("pp")
+        if axis is not None:  # one rank speaks for all stages, and metrics are of all
+            stages = of_all_ranks(moved, axis.get_group())
+            moved = {row: layer for stage in stages for row, layer in stage.items()}
+        if not moved:
             return None
-        return (
-            f" experts of {layers} layers changed places after step {step}: the fullest rank "
-            f"had {before:.2f} times an even share, as they are now {after:.2f}"
+        before = max(layer.before for layer in moved.values())
+        after = max(layer.after for layer in moved.values())
+        return Changed(
+            f" experts of {len(moved)} layers changed places after step {step}: the fullest rank "
+            f"had {before:.2f} times an even share, as they are now {after:.2f}",
+            {at: layer.order for row, layer in moved.items() for at in range(row, rows, apart)},
         )
 
     def _move_biases(self, counts_LE: Tensor) -> None:

@@ -95,7 +95,8 @@ class LoggingFields:
         on_load="own", needs=("profile",),
     )  # fmt: skip
     profile_step_end: int = flag(
-        "steps of this start before the first that no longer is", 12, bounds=POSITIVE,
+        "steps of this start before the first that no longer is; an evaluation or a checkpoint "
+        "ends a profile before", 12, bounds=POSITIVE,
         on_load="own", needs=("profile",),
     )  # fmt: skip
     tensorboard_dir: str | None = flag(

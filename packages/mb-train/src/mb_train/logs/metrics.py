@@ -10,7 +10,7 @@ Letters: L layers, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ from mb_parallel import ParallelMesh
 from torch import Tensor
 
 _LAYER_LOSSES = ("load_balancing_loss", "z_loss")
-_LAYER_MEANS = (*_LAYER_LOSSES, "dropped_fraction", "router_entropy")
+# Means over tokens: passes of few, most of them padding, do not weigh as much as others.
+_TOKEN_MEANS = ("dropped_fraction", "router_entropy")
 
 
 @dataclass
@@ -30,7 +31,8 @@ class IntervalStats:
     params_norm: float | None = None
     zeros_in_grad: float | None = None
     skipped: list[bool] = field(default_factory=list)  # one per iteration
-    layer_means: dict[str, list[float]] = field(default_factory=dict)  # per layer; losses as `loss`
+    # Per layer: of losses over passes, as `loss` over steps; of all else over tokens.
+    layer_means: dict[str, list[float]] = field(default_factory=dict)
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [L][E], sums
 
     @property
@@ -96,8 +98,22 @@ class Accumulator:
             return
         counts_LE = metrics["tokens_per_expert"].double()
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
-        for key in _LAYER_MEANS:
+        slots_L = counts_LE.sum(1)  # of a token as many as of any other
+        for key in _LAYER_LOSSES:
             _add(self._sums_of_step, key, metrics[key].double())
+        for key in _TOKEN_MEANS:
+            _add(self._sums_of_step, key, metrics[key].double() * slots_L)
+
+    def renumber(self, orders: Mapping[int, Sequence[int]]) -> None:
+        """Count by experts' new numbers from here on, and what was counted too.
+
+        Args:
+            orders: by row of the counts: expert i is the one that was order[i].
+        """
+        assert self._counts_LE is not None
+        for row, order in orders.items():
+            counts_E = self._counts_LE[row]
+            counts_E[: len(order)] = counts_E[list(order)]
 
     def add_iteration(self, losses: Mapping[str, Tensor], skipped: Tensor | None = None) -> None:
         """Add one step, after its passes.
@@ -163,10 +179,15 @@ class Accumulator:
         (grad_norm,) = take(1)
         skipped = [value != 0 for value in take(len(self._skipped))]
         taken = sum(n for n, left_out in zip(self._passes, skipped, strict=True) if not left_out)
-        means = {}
-        for key, values_L in sums.items():
-            passes = taken if key in _LAYER_LOSSES else sum(self._passes)
-            means[key] = [v / (self._mesh.dp_size * max(passes, 1)) for v in values_L]
+        passes = self._mesh.dp_size * max(taken, 1)
+        slots_L = [max(sum(row), 1.0) for row in counts]
+        means = {
+            key: [
+                value / (passes if key in _LAYER_LOSSES else slots)
+                for value, slots in zip(values_L, slots_L, strict=True)
+            ]
+            for key, values_L in sums.items()
+        }
         more = dict(zip(asked, take(len(asked)), strict=True))
         return IntervalStats(
             losses, grad_norm, skipped=skipped, layer_means=means, tokens_per_expert=counts, **more

@@ -16,6 +16,7 @@ from pathlib import Path
 from mb_data.system import cores
 
 from mb_train.machine.environment import explain
+from mb_train.machine.host import memory_limit
 from mb_train.machine.versions import PACKAGES
 
 _MIN_TORCH = (2, 11)
@@ -200,8 +201,11 @@ def _check_memory(facts: list[str]) -> None:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return
+    limit, whose = memory_limit(), ""
+    if limit is not None and limit / 1e9 < size:
+        size, whose = limit / 1e9, ", the limit of this container"
     enough = "" if size >= _ENOUGH_RAM_GB else f": small runs (the large want {_ENOUGH_RAM_GB:g})"
-    facts.append(f"memory      {size:.1f} GB of RAM{enough}")
+    facts.append(f"memory      {size:.1f} GB of RAM{whose}{enough}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / 1e9

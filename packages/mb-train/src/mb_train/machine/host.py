@@ -17,6 +17,8 @@ from pathlib import Path
 # back; beyond it every allocation asks the kernel.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 
+GROUP = Path("/sys/fs/cgroup")  # where `docker run --memory` and Kubernetes' limits are told
+
 
 def leads() -> bool:
     """Whether this process is the one that speaks: alone, or rank 0 of those that torchrun made."""
@@ -93,17 +95,31 @@ def leave_out_of_collections() -> None:
 
 
 def host_memory() -> int:
-    """Bytes that a process can still take on this host, by the kernel and by its control group."""
+    """Bytes that a process can still take on this host, by the kernel and by its control group.
+
+    Pages of files that were read count as free in both: they give way, and token files fill all
+    that a container has.
+    """
     there = 1 << 62
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 there = 1024 * int(line.split()[1])
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            there = min(there, max(int(limit) - used, 0))
-    except (OSError, ValueError):
+        limit = memory_limit()
+        if limit is not None:
+            held = dict(map(str.split, (GROUP / "memory.stat").read_text().splitlines()))
+            files = int(held["inactive_file"]) + int(held["active_file"])
+            used = int((GROUP / "memory.current").read_text()) - files
+            there = min(there, max(limit - used, 0))
+    except (OSError, ValueError, KeyError):
         pass
     return there
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control group of this process may hold; None where it has no limit."""
+    try:
+        limit = (GROUP / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit)
+    except (OSError, ValueError):
+        return None

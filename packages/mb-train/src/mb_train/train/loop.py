@@ -160,6 +160,19 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run, stop)
+
+    def report(last: Step) -> str | None:
+        """Tell of the steps since the last report; why to stop, if their loss is no number."""
+        nonlocal reported, first_loss, diverged
+        stats = _report(run, last, accumulator, clock, samples_before=reported)
+        reported = run.progress.consumed_samples
+        first_loss = stats.lm_losses[0] if first_loss is None else first_loss
+        if not guard.see(stats.lm_losses, run.progress.iteration):
+            return None
+        diverged = True
+        assert guard.since is not None
+        return guard.reason(run.data.train, _samples_of(run, guard.since, start))
+
     while iteration < run.iterations and stopped_by is None:
         if profiler.begins(iteration - start.iteration):
             with clock.paused():
@@ -171,25 +184,24 @@ def _loop(run: Run, stop: StopFlag) -> Result:
                 leave_out_of_collections()
         stopped_by = _reason_to_stop(run, stop)
         at_end = stopped_by is not None or iteration == run.iterations
-        if profiler.ends(iteration - start.iteration, stopping=at_end):
+        # What is due after this step would count as the steps' own, and may end the run.
+        breaks = at_end or _due(config.eval_interval, iteration)
+        breaks = breaks or _due(config.save_interval, iteration)
+        if profiler.ends(iteration - start.iteration, stopping=breaks):
             with clock.paused():
                 _tell_profile(run, profiler, iteration - start.iteration)
-        if run.reports(iteration) or stopped_by:
-            stats = _report(run, done, accumulator, clock, samples_before=reported)
-            reported = run.progress.consumed_samples
-            first_loss = stats.lm_losses[0] if first_loss is None else first_loss
-            if guard.see(stats.lm_losses, iteration):
-                diverged = True
-                assert guard.since is not None
-                samples = _samples_of(run, guard.since, start)
-                stopped_by = guard.reason(run.data.train, samples)
+        told = run.reports(iteration) or stopped_by is not None
+        if told:
+            stopped_by = report(done) or stopped_by
         run.sign_of_life(_how_far(run, start, time.monotonic() - begun))
-        if config.eval_interval and iteration % config.eval_interval == 0:
+        if _due(config.eval_interval, iteration):
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
             evaluated_at = iteration
             stopped_by = stopped_by or _reason_to_stop(run, stop)
-        if config.save_interval and iteration % config.save_interval == 0:
+            if stopped_by is not None and not told:
+                stopped_by = report(done) or stopped_by
+        if _due(config.save_interval, iteration):
             with clock.paused():
                 save(run)
             saved_at = iteration
@@ -211,6 +223,11 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     if stop.failed and rank() != 0:  # the others do not know why
         print(f"rank {rank()}: {stop.name}", file=sys.stderr)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged, failed)
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    """Whether what comes every so many steps, None or 0 for never, comes after this one."""
+    return bool(interval) and iteration % interval == 0
 
 
 def _end(run: Run, stop: StopFlag, known: dict[str, float], *, saved: bool) -> dict[str, float]:

@@ -137,7 +137,7 @@ class Profiler:
         return step == self._first
 
     def ends(self, step: int, *, stopping: bool) -> bool:
-        """Whether to `stop` then: the last step asked for is done, or of the run."""
+        """Whether to `stop` then: the last step asked for is done, or what follows is no step."""
         return self._recorder is not None and (step == self._last or stopping)
 
     def start(self) -> None:

@@ -252,6 +252,7 @@ class Run:
             device=device_name(self.device),
             torch=torch.__version__,
             parameters=self.model.parameters,
+            tokens_per_sample=self.task.workload.tokens,
             notes=self.model.notes,
             config=dataclasses.asdict(self.config),
         )

@@ -68,7 +68,8 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
         run.optimizer.zero_grad(set_to_none=True)
         changed = run.load_balance.update(iteration + 1, run.optimizer)
     if changed is not None:
-        run.say(changed)
+        run.say(changed.said)
+        accumulator.renumber(changed.orders)
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
     run.last_losses = losses

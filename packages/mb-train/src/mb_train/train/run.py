@@ -205,7 +205,8 @@ class Run:
             self.skipped_samples = start.saved.consumed_samples
             return
         self.skipped_samples = start.saved.state.get("skipped_samples", 0)
-        if self.scaler is not None and "loss_scale" in start.saved.state:
+        constant = config.loss_scale is not None  # the flag says it, not the checkpoint
+        if self.scaler is not None and not constant and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])
 
     def state(self) -> dict[str, Any]:

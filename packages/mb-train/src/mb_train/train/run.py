@@ -205,9 +205,10 @@ class Run:
             self.skipped_samples = start.saved.consumed_samples
             return
         self.skipped_samples = start.saved.state.get("skipped_samples", 0)
-        constant = config.loss_scale is not None  # the flag says it, not the checkpoint
-        if self.scaler is not None and not constant and "loss_scale" in start.saved.state:
-            self.scaler.load_state_dict(start.saved.state["loss_scale"])
+        if self.scaler is not None and "loss_scale" in start.saved.state:
+            # A constant scale is what the flag says, not what the checkpoint does.
+            constant = {} if config.loss_scale is None else {"scale": config.loss_scale}
+            self.scaler.load_state_dict(start.saved.state["loss_scale"] | constant)
 
     def state(self) -> dict[str, Any]:
         """What a run goes on with beside its tensors and its progress, see `SavedRun.state`."""

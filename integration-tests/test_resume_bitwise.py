@@ -142,6 +142,24 @@ def test_without_optimizer_state_rates_and_loss_scale_begin_anew(tokens, tmp_pat
     assert events[0]["lr"] < events[6]["lr"] < events[5]["lr"]  # counted on from the second start
 
 
+def test_a_constant_loss_scale_is_the_one_said_last(tokens, tmp_path):
+    run = tmp_path / "run"
+    more = "--fp16 --initial-loss-scale 64 --log-interval 1"
+    assert tiny_run.train(tiny_run.flags(tokens, run, more, "--exit-interval 2")) == 0
+    for step, scale in (4, "128"), (6, "256"):
+        again = ["--load", str(run), "--loss-scale", scale, "--exit-interval", str(step)]
+        assert tiny_run.train(again) == 0
+    scales = [event["loss_scale"] for event in tiny_run.events(run, "train")]
+    assert scales == [64, 64, 128, 128, 256, 256]
+
+
+def test_an_optimizer_that_keeps_nothing_goes_on_from_one_that_did(tokens, tmp_path):
+    run = tmp_path / "run"
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--optimizer sgd --exit-interval 2")) == 0
+    assert tiny_run.train(["--load", str(run), "--sgd-momentum", "0"]) == 0
+    assert len(tiny_run.losses(run)) == 8
+
+
 @pytest.mark.parametrize("missing", ["optimizer", "none"])
 def test_a_checkpoint_without_optimizer_state(tokens, tmp_path, capsys, missing):
     run = tmp_path / "run"

@@ -277,8 +277,11 @@ def test_schedules_in_steps_that_another_batch_moves_are_named():
     assert size == "--global-batch-size was 4 until now, and is 8 from here on"
     assert "as if all samples so far had come in batches of 8, and so jump" in schedules
     by_samples = {"train_iters": None, "train_samples": 80, "lr_decay_samples": 40}
-    lines = check_changes(saved, dataclasses.replace(config, **by_samples))
-    assert not any("jump" in line for line in lines)
+    in_samples = dataclasses.replace(config, **by_samples)
+    assert not any("jump" in line for line in check_changes(saved, in_samples))
+    # Batches that grew until now were smaller too.
+    grown = dataclasses.asdict(dataclasses.replace(in_samples, rampup_batch_size=[2, 2, 16]))
+    assert any("in batches of 8, and so jump" in line for line in check_changes(grown, config))
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,7 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
         shapes[name] = tuple(entry.size)
-    if optimizer is None:
-        shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
-    else:
+    if optimizer is not None:
         _make_optimizer_state(optimizer)
         saved_state = any(name.startswith("optimizer.") for name in shapes)
         if not saved_state and any(optimizer_entries(model, optimizer)):
@@ -112,7 +110,11 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
         _forget_state(model, optimizer, shapes)
     tensors = list(named_tensors(model, optimizer))
     state = dict(tensors)
-    _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone), shapes)
+    held = _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone)
+    # Left out, or one that keeps none, as SGD without momentum.
+    if not any(name.startswith("optimizer.") for name in held):
+        shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
+    _compare(path, held, shapes)
     with quiet():
         try:
             dcp.load(state, storage_reader=reader, no_dist=alone or world_size() == 1)

@@ -104,11 +104,12 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     changes = [
         f"{name} was {there} until now, and is {here} from here on" for name, there, here in changed
     ]
-    sizes = before.global_batch_size, config.global_batch_size
-    if sizes[0] != sizes[1] and not config.by_samples and not config.no_load_optim:
+    size = config.global_batch_size
+    other = before.global_batch_size != size or before.rampup_batch_size is not None
+    if other and not config.by_samples and not config.no_load_optim:
         changes.append(
             "schedules in steps go on as if all samples so far had come in batches of "
-            f"{sizes[1]}, and so jump; in samples (--train-samples, --lr-decay-samples) they do not"
+            f"{size}, and so jump; in samples (--train-samples, --lr-decay-samples) they do not"
         )
     if config.no_load_optim:
         changes.append("with --no-load-optim the schedules begin anew from here, as in Megatron")

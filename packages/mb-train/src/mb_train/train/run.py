@@ -206,7 +206,9 @@ class Run:
             return
         self.skipped_samples = start.saved.state.get("skipped_samples", 0)
         if self.scaler is not None and "loss_scale" in start.saved.state:
-            self.scaler.load_state_dict(start.saved.state["loss_scale"])
+            # A constant scale is what the flag says, not what the checkpoint does.
+            constant = {} if config.loss_scale is None else {"scale": config.loss_scale}
+            self.scaler.load_state_dict(start.saved.state["loss_scale"] | constant)
 
     def state(self) -> dict[str, Any]:
         """What a run goes on with beside its tensors and its progress, see `SavedRun.state`."""

@@ -73,7 +73,7 @@ class MoELayer(nn.Module):
         if not isinstance(config, MoEConfig):
             raise ValueError(
                 f"expected a MoEConfig, got {described(config)}; MegaBlocks' Arguments are for "
-                "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
+                "mb_layers.compat.dmoe.dMoE or mb_layers.compat.layer_from_arguments"
             )
         self._check(config)
         is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1

@@ -10,8 +10,12 @@ import pytest
 import torch
 from mb_layers import (
     AsMLP,
+    ExpertChoiceRouter,
+    Experts,
     LocalDispatcher,
     MoEConfig,
+    NoisyTopKRouter,
+    Router,
     SinkhornRouter,
     add_lora,
     attach_aux_loss,
@@ -82,6 +86,10 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     (r"x of shape \[..., 16\], got a list", lambda: dMoE(PLAIN)([1.0])),
     (r"got a nested tensor, of which \.values\(\)", lambda: dMoE(PLAIN)(nested())),
     ("model to be a module, got a list", lambda: collect([]).__enter__()),
+    *(
+        ("expected a MoEConfig, got a dict", lambda part=part: part({"hidden_size": 16}))
+        for part in (dMoE, Experts, Router, SinkhornRouter, NoisyTopKRouter, ExpertChoiceRouter)
+    ),
     ("layer to be a module, got a MoEConfig", lambda: AsMLP(PLAIN, aux_scale=1)),
     ("yields for each micro-batch, got a dict", lambda: update_balancing_biases([{}], rate=0.1)),
     ("TokenDispatcher, got 'all_to_all'", lambda: dMoE(PLAIN, dispatcher="all_to_all")),

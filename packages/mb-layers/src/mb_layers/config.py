@@ -327,6 +327,15 @@ class MoEConfig:
             )
 
 
+def a_config(config: Any) -> None:
+    """Check that this is a MoEConfig."""
+    if not isinstance(config, MoEConfig):
+        raise ValueError(
+            f"expected a MoEConfig, got {arguments.described(config)}; MegaBlocks' Arguments are "
+            "for mb_layers.compat.dmoe.dMoE or mb_layers.compat.layer_from_arguments"
+        )
+
+
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 

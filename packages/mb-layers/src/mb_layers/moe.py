@@ -22,7 +22,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from mb_layers.arguments import a_module, described, is_mask
 from mb_layers.balance import reduced, router_losses
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
@@ -70,11 +70,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise ValueError(
-                f"expected a MoEConfig, got {described(config)}; MegaBlocks' Arguments are for "
-                "mb_layers.compat.dmoe.dMoE or mb_layers.compat.layer_from_arguments"
-            )
+        a_config(config)
         self._check(config)
         is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         if not (dtype is None or is_wide):

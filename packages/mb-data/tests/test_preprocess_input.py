@@ -6,8 +6,10 @@ import io
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import mb_data.text.bookkeeping
 import mb_data.text.reading
@@ -350,3 +352,14 @@ def test_formats_that_are_not_read_say_what_to_do(tmp_path, name, content, messa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         preprocess(tmp_path / name, tmp_path / "out", workers=1)
+
+
+def test_the_command_in_such_a_message_can_be_run(tmp_path):
+    lines = "".join(f'{{"text": "caf\\u00e9 {i}"}}\n' for i in range(3))
+    (tmp_path / "my file.jsonl").write_text(lines, encoding="utf-16")
+    with pytest.raises(ValueError, match="iconv") as caught:
+        preprocess(tmp_path / "my file.jsonl", tmp_path / "out", workers=1)
+    *_, source, arrow, made = shlex.split(str(caught.value).partition("anew: ")[2])
+    assert arrow == ">"
+    Path(made).write_text(Path(source).read_text("utf-16"), encoding="utf-8")
+    assert preprocess(made, tmp_path / "out", workers=1).documents == 3

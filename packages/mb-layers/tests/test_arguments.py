@@ -9,15 +9,26 @@ import numpy as np
 import pytest
 import torch
 from mb_layers import (
+    AsMLP,
+    ExpertChoiceRouter,
+    Experts,
+    LocalDispatcher,
     MoEConfig,
+    NoisyTopKRouter,
+    Router,
     SinkhornRouter,
     add_lora,
     attach_aux_loss,
+    capacity,
     collect,
     dMoE,
     freeze_in_bits,
+    load_balancing_loss,
     merge_lora,
+    sequence_load_balancing_loss,
     update_balancing_bias,
+    update_balancing_biases,
+    z_loss,
 )
 
 CONFIG = MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4, balancing_bias=True)
@@ -75,6 +86,24 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     (r"x of shape \[..., 16\], got a list", lambda: dMoE(PLAIN)([1.0])),
     (r"got a nested tensor, of which \.values\(\)", lambda: dMoE(PLAIN)(nested())),
     ("model to be a module, got a list", lambda: collect([]).__enter__()),
+    *(
+        ("expected a MoEConfig, got a dict", lambda part=part: part({"hidden_size": 16}))
+        for part in (dMoE, Experts, Router, SinkhornRouter, NoisyTopKRouter, ExpertChoiceRouter)
+    ),
+    ("layer to be a module, got a MoEConfig", lambda: AsMLP(PLAIN, aux_scale=1)),
+    ("yields for each micro-batch, got a dict", lambda: update_balancing_biases([{}], rate=0.1)),
+    ("TokenDispatcher, got 'all_to_all'", lambda: dMoE(PLAIN, dispatcher="all_to_all")),
+    ("one of position, probability, got 'probs'", lambda: LocalDispatcher(4, drop_policy="probs")),
+    ("num_experts to be an integer >= 1, got 0", lambda: capacity(8, 2, 0, 1.0)),
+    *(
+        (f"capacity_factor to be a number > 0, got {v!r}", lambda v=v: LocalDispatcher(4, v))
+        for v in (-1, 0, NAN, "1.25", True)
+    ),
+    (
+        r"mask_T to be .* of shape \(3,\), nonzero .*\(1,\)",
+        lambda: z_loss(X, mask_T=X[0, :1].bool()),
+    ),
+    ("mask_T to be bool or integers .* torch.float32", lambda: z_loss(X, mask_T=X[:, 0])),
 ]
 
 
@@ -82,6 +111,18 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
 def test_what_is_no_such_argument_is_named(why: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=why):
         call()
+
+
+def test_losses_take_the_masks_that_layers_take() -> None:
+    probs, ids = torch.rand(2, 3, 4), torch.randint(4, (2, 3, 2))
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])  # as a tokenizer of transformers returns it
+    for loss in (
+        lambda mask: z_loss(probs.view(6, 4), mask_T=mask.view(-1)),
+        lambda mask: load_balancing_loss(probs.view(6, 4), torch.arange(4), mask_T=mask.view(-1)),
+        lambda mask: sequence_load_balancing_loss(probs, ids, mask_BS=mask),
+    ):
+        assert loss(mask) == loss(mask.bool())
+        assert loss(3 * mask) == loss(mask.bool())
 
 
 def test_numpys_numbers_are_numbers() -> None:

@@ -138,7 +138,7 @@ def test_bad_places_are_named():
         split_layers(2, 3)
     with pytest.raises(ValueError, match=r"have a layer, got \[3, 0\] .* the last by 2"):
         split_layers(3, 2, last_lighter=2)
-    with pytest.raises(ValueError, match="0 or more layers, got 2 stages, -1"):
+    with pytest.raises(ValueError, match="0 or more layers, got -1 and 0"):
         split_layers(3, 2, first_lighter=-1)
     with pytest.raises(ValueError, match=r"schedule of gpipe, 1f1b, .* got '2f2b'"):
         stage_indices("2f2b", pp_size=2, pp_rank=0)
@@ -154,6 +154,18 @@ def test_bad_places_are_named():
         check_micro_batches("interleaved-zero-bubble", 5, pp_size=2)
     with pytest.raises(ValueError, match="pp_rank from 0 up to but not 2, got 2"):
         stage_indices("1f1b", pp_size=2, pp_rank=2)
+    for call, name in (
+        (lambda: split_layers("12", 2), "num_layers"),
+        (lambda: split_layers(12, 2.0), "num_stages"),
+        (
+            lambda: stage_indices("interleaved-1f1b", pp_size=2, pp_rank=0, stages_per_rank=1.5),
+            "st",
+        ),
+        (lambda: stage_indices("1f1b", pp_size="2", pp_rank=0), "pp_size"),
+        (lambda: check_micro_batches("interleaved-1f1b", 4, pp_size=0), "pp_size"),
+    ):
+        with pytest.raises(ValueError, match=rf"expected {name}.* to be an integer >= 1, got"):
+            call()
     mesh, settings = ParallelDims().build("cpu"), {"schedule": "1f1b", "first_input": "x"}
     for given, change, message in (
         (mesh, {}, "mesh with pp > 1"),

@@ -5,7 +5,9 @@ NumPy's numbers are numbers. True and False are not: they are flags in the wrong
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -56,6 +58,21 @@ def a_module(**modules: Any) -> None:
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ValueError(f"expected {name} to be a module, got {described(module)}")
+
+
+def one_of(choices: Sequence[str], **names: Any) -> None:
+    """Check names that stand for a choice, given by the names of the arguments."""
+    for name, value in names.items():
+        if value in choices:
+            continue
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def is_mask(mask: Any) -> bool:
+    """Whether it can say which tokens are real, as torch's bool or transformers' int64 do."""
+    return isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
 
 
 def several_names(names: Any) -> None:

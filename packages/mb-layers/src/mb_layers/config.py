@@ -8,7 +8,6 @@ fails at construction and not in a backward pass.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import warnings
 from dataclasses import dataclass
@@ -167,11 +166,11 @@ class MoEConfig:
                 "expected an activation whose gate lies over up in w1 and b1, got "
                 f"{self.activation!r}; leave out `interleaved`, and reorder the rows of w1 and b1"
             )
-        _check_choice("score_function", self.score_function, get_args(ScoreFunction))
-        _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
-        _check_choice("balance_by", self.balance_by, get_args(BalanceBy))
-        _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
-        _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
+        arguments.one_of(get_args(ScoreFunction), score_function=self.score_function)
+        arguments.one_of(get_args(BalanceOver), balance_over=self.balance_over)
+        arguments.one_of(get_args(BalanceBy), balance_by=self.balance_by)
+        arguments.one_of(get_args(DropPolicy), drop_policy=self.drop_policy)
+        arguments.one_of(get_args(MLPImpl), mlp_impl=self.mlp_impl)
         if self.sequence_dim == -1:
             raise ValueError(
                 "expected sequence_dim to be the dimension of x [..., D] along which a sequence "
@@ -328,6 +327,15 @@ class MoEConfig:
             )
 
 
+def a_config(config: Any) -> None:
+    """Check that this is a MoEConfig."""
+    if not isinstance(config, MoEConfig):
+        raise ValueError(
+            f"expected a MoEConfig, got {arguments.described(config)}; MegaBlocks' Arguments are "
+            "for mb_layers.compat.dmoe.dMoE or mb_layers.compat.layer_from_arguments"
+        )
+
+
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
@@ -350,11 +358,3 @@ def _check_type(name: str, value: object, annotation: str) -> None:
             f"expected {name} to be {kind if kind in _TYPES else 'str'}"
             f"{' or None' if optional else ''}, got {value!r} of type {type(value).__name__}"
         )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value in choices:
-        return
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}{hint}")

@@ -12,13 +12,15 @@ Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, R rows or tokens
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol, TypeVar
+from numbers import Real
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
 import mb_kernels
 import torch
 from mb_kernels import Bins
 from torch import Tensor
 
+from mb_layers import arguments
 from mb_layers.config import DropPolicy
 
 Values = TypeVar("Values", bound=NamedTuple)
@@ -77,6 +79,9 @@ class LocalDispatcher:
         min_capacity: but at least this many slots.
         drop_policy: "position" keeps the first slots of an expert in token order, "probability"
             the ones with the largest weight, equal weights in token order.
+
+    Raises:
+        ValueError: an argument of another kind or beyond its bounds.
     """
 
     def __init__(
@@ -87,6 +92,8 @@ class LocalDispatcher:
         min_capacity: int = 0,
         drop_policy: DropPolicy = "position",
     ) -> None:
+        arguments.at_least_1(num_experts=num_experts)
+        arguments.one_of(get_args(DropPolicy), drop_policy=drop_policy)
         self.num_experts = num_experts
         self.capacity = None
         if capacity_factor is not None:
@@ -127,6 +134,9 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
         top_k: K, experts a token visits.
         num_experts: E.
         capacity_factor: 1 is room for perfectly even routing.
+
+    Raises:
+        ValueError: no expert, or a factor that is no number above 0.
     """
     return Capacity(num_experts, capacity_factor).of(num_tokens * top_k)
 
@@ -135,6 +145,10 @@ class Capacity:
     """The most slots of n that one of E experts takes: ceil(factor n / E), or `least` if more."""
 
     def __init__(self, num_experts: int, factor: float, least: int = 0) -> None:
+        arguments.at_least_1(num_experts=num_experts)
+        arguments.at_least_0(min_capacity=least)
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not factor > 0:
+            raise ValueError(f"expected capacity_factor to be a number > 0, got {factor!r}")
         # Products of these numbers with 2**30 slots fit int64. With a factor above 2**31 an expert
         # takes any number of slots; one below a millionth counts as a millionth, and one from 4096
         # on as the nearest whole number.

@@ -23,7 +23,7 @@ from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched
 from mb_layers.factored import LoRA, base_of, map_weight, weight_of
 from mb_layers.frozen import FrozenWeight
@@ -215,6 +215,7 @@ class Experts(_StackedMLP):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        a_config(config)
         super().__init__(
             config,
             config.num_experts,

@@ -91,7 +91,7 @@ def sequence_load_balancing_loss(
         mask_BS, num_tokens: see `mean_over_tokens`.
 
     Raises:
-        ValueError: `probs_BSE` or `expert_ids_BSK` of another shape.
+        ValueError: `probs_BSE`, `expert_ids_BSK` or `mask_BS` of another shape.
     """
     _check_dims("probs_BSE", probs_BSE, 3)
     if expert_ids_BSK.shape[:-1] != probs_BSE.shape[:-1]:
@@ -103,6 +103,7 @@ def sequence_load_balancing_loss(
     probs_BSE = at_least_fp32(probs_BSE)
     ids_BN = expert_ids_BSK.reshape(num_sequences, length * expert_ids_BSK.shape[-1]).long()
     if mask_BS is not None:
+        mask_BS = _as_bool("mask_BS", mask_BS, probs_BSE.shape[:-1])
         chosen_BSK = mask_BS[..., None].expand_as(expert_ids_BSK)
         ids_BN = torch.where(chosen_BSK.reshape(ids_BN.shape), ids_BN, -1)
     ids_BN = torch.where((ids_BN >= 0) & (ids_BN < num_experts), ids_BN, num_experts)
@@ -144,18 +145,31 @@ def _check_dims(name: str, values: Tensor, dims: int) -> None:
         raise ValueError(f"expected {name} of {dims} dimensions, got {tuple(values.shape)}")
 
 
+def _as_bool(name: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not arguments.is_mask(mask) or mask.shape != shape:  # one of [1] would pass for every token
+        raise ValueError(
+            f"expected {name} to be bool or integers of shape {tuple(shape)}, nonzero for the "
+            f"tokens that count, got {arguments.described(mask)}"
+        )
+    return mask.bool()
+
+
 def mean_over_tokens(
     values: Tensor, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
     """Return the mean of `values` [T, ...] over the tokens, without a host sync; 0 for none.
 
     Args:
-        mask_T: bool [T], True for the tokens that count. None: all of them.
+        mask_T: bool or integer [T], nonzero for the tokens that count. None: all of them.
         num_tokens: divide by this many tokens, a number or a scalar tensor; None: by those that
             count. On each of R data-parallel ranks, with the valid tokens of all of them over R,
             the mean of the ranks' results is the mean over all tokens, however uneven their share.
+
+    Raises:
+        ValueError: a mask of another kind or shape.
     """
     if mask_T is not None:
+        mask_T = _as_bool("mask_T", mask_T, values.shape[:1])
         values = torch.where(mask_T.view(-1, *(1,) * (values.dim() - 1)), values, 0)
         num_tokens = mask_T.sum() if num_tokens is None else num_tokens
     if num_tokens is None:

@@ -172,6 +172,12 @@ def update_balancing_biases(
             "from one; for a step of one micro-batch pass [moe]"
         )
     passes = list(passes)
+    for collected in passes:
+        if not isinstance(collected, Collected):
+            raise ValueError(
+                "expected what collect(model) yields for each micro-batch, got "
+                f"{arguments.described(collected)} among passes"
+            )
     routers = {
         name: layer.router
         for name, layer in (passes[0].layers if passes else {}).items()
@@ -211,6 +217,7 @@ class AsMLP(nn.Module):
 
     def __init__(self, layer: MoELayer, *, aux_scale: float | Tensor | None) -> None:
         super().__init__()
+        arguments.a_module(layer=layer)
         self.layer = layer
         self.aux_scale = aux_scale
 

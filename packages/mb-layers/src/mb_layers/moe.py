@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from mb_layers.arguments import a_module, described
+from mb_layers.arguments import a_module, described, is_mask
 from mb_layers.balance import reduced, router_losses
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
@@ -70,11 +70,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise ValueError(
-                f"expected a MoEConfig, got {described(config)}; MegaBlocks' Arguments are for "
-                "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
-            )
+        a_config(config)
         self._check(config)
         is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         if not (dtype is None or is_wide):
@@ -85,6 +81,11 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"expected reduce_counts=None with balance_over={config.balance_over!r}; "
                 "counts are reduced for balance_over='global_batch' alone"
+            )
+        if dispatcher is not None and not hasattr(dispatcher, "dispatch"):
+            raise ValueError(
+                f"expected a TokenDispatcher, got {dispatcher!r}; to spread the experts over ranks "
+                "pass none, and the model to mb_parallel.parallelize_experts"
             )
         self.config = config
         self.dispatcher = dispatcher or _local(config, config.capacity_factor)
@@ -277,8 +278,7 @@ class MoELayer(nn.Module):
 
 def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask as bool [T]."""
-    counts = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
-    if not counts or mask.shape != x.shape[:-1]:
+    if not is_mask(mask) or mask.shape != x.shape[:-1]:
         raise ValueError(
             f"expected a bool or integer mask of shape {tuple(x.shape[:-1])}, one value per token "
             f"and nonzero for the real ones, got {described(mask)}"

@@ -25,7 +25,7 @@ from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 
 from mb_layers import arguments
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 from mb_layers.tensors import at_least_fp32, draw, to_plain, without_autocast
 
 
@@ -69,6 +69,7 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        a_config(config)
         self.config = config
         choices = config.num_choices
         self.weight = nn.Parameter(

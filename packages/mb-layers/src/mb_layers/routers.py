@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_layers import arguments
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 from mb_layers.router import Router, RouterOutput, linear_fp32
 from mb_layers.tensors import to_plain, without_autocast
 
@@ -156,6 +156,7 @@ class NoisyTopKRouter(Router):
 
 def _refuse(name: str, config: MoEConfig, **required: object) -> None:
     """Raise for fields that have no meaning for this router and would be ignored silently."""
+    a_config(config)
     for field, value in required.items():
         if getattr(config, field) != value:
             raise ValueError(

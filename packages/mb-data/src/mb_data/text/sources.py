@@ -6,6 +6,7 @@ import contextlib
 import glob
 import io
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Generator, Sequence
@@ -180,12 +181,18 @@ def _describe(path: str, text_unit: str) -> Source:
 
 
 def _refuse_other_formats(path: str, start: bytes) -> None:
+    # Paths in commands as a shell takes them, for they are pasted there.
     if start.startswith(b"PK\x03\x04"):
         raise ValueError(
-            f"{path}: a zip archive; unpack it: unzip -p {path} | mb-data ... --input -"
+            f"{path}: a zip archive; unpack it: unzip -p {shlex.quote(path)} | mb-data ... "
+            "--input -"
         )
     if encoding := _wide_encoding(start):
-        raise ValueError(f"{path}: {encoding}; write it anew: iconv -f {encoding} -t UTF-8 {path}")
+        stem, end = os.path.splitext(path)
+        here, there = shlex.quote(path), shlex.quote(f"{stem}.utf8{end}")
+        raise ValueError(
+            f"{path}: {encoding}; write it anew: iconv -f {encoding} -t UTF-8 {here} > {there}"
+        )
     if start[257:262] == b"ustar" or path.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst")):
         raise ValueError(f"{path}: a tar archive; unpack it, or tar -xO it into standard input (-)")
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mb_parallel.arguments import at_least_1
+
 
 class Kind(NamedTuple):
     """A schedule.
@@ -73,9 +75,10 @@ def stage_indices(
         ValueError: more or fewer stages than the schedule runs on a rank, or no such rank.
     """
     kind = schedule_kind(schedule)
+    at_least_1(pp_size=pp_size, stages_per_rank=stages_per_rank)
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"Expected pp_rank from 0 up to but not {pp_size}, got {pp_rank}.")
-    if stages_per_rank < 1 or (stages_per_rank > 1 and not kind.many):
+    if stages_per_rank > 1 and not kind.many:
         raise ValueError(
             f"Expected one stage per rank with {schedule}, got {stages_per_rank}. For several take "
             "interleaved-1f1b."
@@ -96,6 +99,7 @@ def check_micro_batches(schedule: str, micro_batches: int, *, pp_size: int) -> N
     Interleaved schedules take them in rounds of as many, micro_batches // pp_size rounds.
     """
     kind = schedule_kind(schedule)
+    at_least_1(micro_batches=micro_batches, pp_size=pp_size)
     if kind.many and not kind.v and micro_batches % max(micro_batches // pp_size, 1):
         raise ValueError(
             f"Expected micro-batches of a step in a multiple of pp with {schedule}, got "
@@ -122,10 +126,10 @@ def split_layers(
     Raises:
         ValueError: a stage would be without layers, or a negative number.
     """
-    if num_stages < 1 or first_lighter < 0 or last_lighter < 0:
+    at_least_1(num_layers=num_layers, num_stages=num_stages)
+    if first_lighter < 0 or last_lighter < 0:
         raise ValueError(
-            "Expected at least one stage and ends lighter by 0 or more layers, got "
-            f"{num_stages} stages, {first_lighter} and {last_lighter}."
+            f"Expected ends lighter by 0 or more layers, got {first_lighter} and {last_lighter}."
         )
     share, left = divmod(num_layers + first_lighter + last_lighter, num_stages)
     sizes = [share + (stage < left) for stage in range(num_stages)]

@@ -8,7 +8,7 @@
 #
 #   --tokens N      tokens of every point (419,430,400), rounded down to whole steps
 #   --gpus N        of this host, each with a share of the sequences and of the experts (1)
-#   --sequences N   in a step (256), in micro-batches of 128 if those divide a GPU's
+#   --sequences N   in a step (256), in micro-batches of 128 (356m: 64) if those divide a GPU's
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 27 GB
@@ -79,12 +79,13 @@ fi
 
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     local rate=LR_${2^^} scale=1 size=$2 quarter # of a feed-forward layer's width
+    local most=128                               # sequences of a micro-batch
     case $2 in
         17m) rate=${!rate:-8e-3} quarter=256 ;;
         46m) rate=${!rate:-6e-3} quarter=512 ;;
         125m) rate=${!rate:-4e-3} quarter=768 ;;
         154m) rate=${!rate:-4e-3} quarter=768 size=125m ;;
-        356m) rate=${!rate:-3e-3} quarter=1024 ;;
+        356m) rate=${!rate:-3e-3} quarter=1024 most=64 ;; # 55 GiB, of a dense one
         *) echo "frontier.sh: expected the size 17m, 46m, 125m, 154m or 356m, got $2" >&2; exit 2 ;;
     esac
     case $1 in
@@ -108,7 +109,7 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \
         --seq-length "$length" --max-position-embeddings "$length" \
-        --micro-batch-size "$((own % 128 ? own : 128))" --global-batch-size "$sequences" \
+        --micro-batch-size "$((own % most ? own : most))" --global-batch-size "$sequences" \
         --init-method-std 0.04 --adam-beta2 0.95 --weight-decay 0.1 --lr-warmup-fraction 0.1 --split 969,16,15 \
         --attention-dropout 0 --hidden-dropout 0 --log-interval "$((every / 5 > 0 ? every / 5 : 1))" \
         --eval-interval "$every" --eval-iters "$((sequences < 4096 ? 4096 / sequences : 1))" \

@@ -158,6 +158,20 @@ def test_a_copy_is_not_recorded() -> None:
         assert torch.equal(routing.expert_ids()[name], ids)
 
 
+def test_a_copy_is_not_replayed() -> None:
+    """Nothing would end it: an average of the weights was routed by its first step for ever."""
+    model, x = Blocks(), torch.randn(2, 5, 16, dtype=torch.float64)
+    with record_routing(model) as routing:
+        model(2 - x)
+    with replay_routing(model, routing.expert_ids()):
+        other = copy.deepcopy(model)
+        saved = pickle.dumps(model)
+    expected = model(x)
+    for copied in (other, pickle.loads(saved)):
+        assert torch.equal(copied(x), expected)
+        assert not any(layer._forward_pre_hooks for layer in copied.modules())
+
+
 def test_tokens_without_ids_are_routed_beside_the_real_ones_alone() -> None:
     config = MoEConfig(**SIZES, init_method_std=0.3)
     layer = dMoE(config, router=SinkhornRouter(config), dtype=torch.float64)

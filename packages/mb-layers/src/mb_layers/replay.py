@@ -152,7 +152,8 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
     """Send tokens to the given experts in every pass of the model while the context is open.
 
     The backward pass belongs inside too: layers that are recomputed there outside of the context
-    raise an error, for they would choose anew.
+    raise an error, for they would choose anew. A copy of the model that is made inside (an average
+    of the weights, say) chooses for itself.
 
     Args:
         model: its MoE layers are called with x [..., D].
@@ -232,6 +233,10 @@ class _Forced:
 
     def close(self) -> None:
         self.ids = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which comes with a copied or saved layer: nobody would ever close it."""
+        return self.__dict__ | {"ids": None}
 
     def __call__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:

@@ -218,6 +218,19 @@ def test_travels_to_processes_as_its_path(tmp_path, method):
         assert pool.apply(_total, (dataset,)) == _total(dataset)
 
 
+@pytest.mark.parametrize("others", [DOCUMENTS[::-1], [*DOCUMENTS[:-1], [[100, 101, 102, 103, 99]]]])
+def test_files_replaced_on_the_way_are_another_dataset(tmp_path, others):
+    """A worker that starts late would make other samples under the numbers of the old ones."""
+    build(tmp_path / "a")
+    dataset = IndexedDataset(tmp_path / "a")
+    pickled = pickle.dumps(dataset)
+    assert pickle.loads(pickled)[0].tolist() == dataset[0].tolist() == [5, 0, 7]
+    build(tmp_path / "a", documents=others)
+    with pytest.raises(ValueError, match=r"a: expected the dataset that was open .*do not replace"):
+        pickle.loads(pickled)
+    assert dataset[0].tolist() == [5, 0, 7]
+
+
 def test_empty_dataset(tmp_path):
     build(tmp_path / "a", documents=[])
     dataset = IndexedDataset(tmp_path / "a")

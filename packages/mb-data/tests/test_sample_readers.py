@@ -22,6 +22,7 @@ from mb_data import (
     IndexedDatasetBuilder,
     PackedSamples,
     SampleReaders,
+    WorkerDiedError,
 )
 from mb_data.samples.masking import Vocabulary
 from mb_data.samples.readers import made_by_python
@@ -101,6 +102,36 @@ def test_a_reader_heeds_no_signal_but_the_last(bert):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"ended by signal 9.*--num-workers"):
                 read([5])
+
+
+def test_a_call_that_is_broken_off_leaves_no_answer_to_the_next(bert, monkeypatch):
+    """The next one got the samples of this one, and so did all that followed."""
+
+    def interrupted(file):
+        raise KeyboardInterrupt
+
+    with SampleReaders(bert, 1) as read:
+        with monkeypatch.context() as patch:
+            patch.setattr(pickle, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                read([5])
+        with pytest.raises(WorkerDiedError, match=r"broken off.*make SampleReaders anew"):
+            read([3])
+
+
+def test_an_error_that_cannot_be_pickled_is_told(tmp_path, monkeypatch):
+    (tmp_path / "a_damaged_set.py").write_text(
+        "class Damaged(Exception):\n"
+        "    def __init__(self, file, line): super().__init__(f'{file}, line {line}')\n"
+        "class Samples:\n"
+        "    def __getitem__(self, index): raise Damaged('x', index)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    samples = importlib.import_module("a_damaged_set").Samples()
+    with SampleReaders(samples, 1) as read:
+        with pytest.raises(RuntimeError, match="Damaged: x, line 7") as error:
+            read([7])
+        assert "In a process that reads samples" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("bytes_of_the_answer", [2, 100])

@@ -251,6 +251,26 @@ def test_meta_tensors_launch_only_in_a_rehearsal():
     assert sum_of_squares([x]).shape == ()
 
 
+def test_threads_that_rehearse_leave_nothing_assumed():
+    """The one that ended last put back what the other had assumed, for the rest of the process."""
+    mine = plan.plan_of(torch.empty(0))
+    other = plan.plan_for(plan.TARGETS["sm90"], torch.float32, 132, False)
+    inside, over = threading.Event(), threading.Event()
+
+    def rehearse():
+        with plan.assume(lambda dtype: other):
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=rehearse)
+    with plan.assume(lambda dtype: other):
+        thread.start()
+        inside.wait(0.1)  # in vain: its turn comes afterwards
+    over.set()
+    thread.join()
+    assert plan.plan_of(torch.empty(0)) == mine
+
+
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
 def test_the_switch_turns_direct_launches_off(value, expected, monkeypatch):
     monkeypatch.setenv("MB_DIRECT_LAUNCH", value)

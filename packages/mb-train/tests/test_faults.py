@@ -335,6 +335,34 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
     assert not list(run.folder.glob("*.partial"))
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["saved", "full"])
+def test_an_error_beside_a_save_leaves_its_outcome_told(run, monkeypatch, capsys, full):
+    from mb_train.checkpoint.writer import Writer
+
+    train_step, write = loop.train_step, Writer.write_data
+
+    def step(at, *arguments):
+        if at.progress.iteration == 2:
+            raise DataError("damaged")
+        return train_step(at, *arguments)
+
+    def late(*arguments):
+        if full and "iter_0000002" in str(arguments[0].path):
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(Writer, "write_data", late)
+    words = ["--save-interval", 1, "--async-save", "--keep-checkpoints", 1]
+    assert run("--train-iters", 3, *words) == 2
+    told = capsys.readouterr()
+    assert "After iteration 2: damaged" in told.err
+    out = "could not save iteration 2: OSError" if full else "saved checkpoint at iteration       2"
+    assert out in told.out
+    assert names(run.folder) == ["iter_0000001" if full else "iter_0000002"]
+    assert not list(run.folder.glob("*.partial"))
+
+
 def test_too_little_memory_for_a_copy_does_not_end_the_run(run, monkeypatch, capsys):
     saves, allocating = itertools.count(1), snapshot.allocating
 

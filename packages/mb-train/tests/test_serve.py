@@ -200,6 +200,17 @@ def test_a_text_is_scored(client):
     assert choices[1]["logprobs"]["tokens"] == []
 
 
+def test_a_tokenizer_does_not_remember_all_texts_of_a_server(client, generator, monkeypatch):
+    """gigatoken keeps each word that it meets: ids and other noise would fill the memory."""
+    forgotten = []
+    monkeypatch.setattr(Letters, "forget", lambda _: forgotten.append(1), raising=False)
+    monkeypatch.setattr("mb_train.inference.generate.REMEMBERED", 10)
+    monkeypatch.setattr(generator, "_letters", 0)
+    answers = [ask(client, prompt=prompt, max_tokens=1)[0] for prompt in ["abcd"] * 6]
+    assert [choice["text"] for (choice,) in answers] == ["e"] * 6
+    assert len(forgotten) == 2
+
+
 def test_the_model_is_named(client):
     (about,) = client.get("/v1/models").json()["data"]
     assert about["id"] == "run"

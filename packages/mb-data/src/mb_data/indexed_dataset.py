@@ -29,6 +29,7 @@ import glob
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -56,14 +57,22 @@ DTYPES: dict[int, np.dtype] = {
 }
 DTYPE_CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 
+_END = 1 << 16  # bytes of tokens by which a dataset is known, at either end: all could take minutes
+
 
 def best_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron picks for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
-def _reopen(kind: type[IndexedDataset], prefix: str, random: bool) -> IndexedDataset:
+def _reopen(kind: type[IndexedDataset], prefix: str, random: bool, content: int) -> IndexedDataset:
     dataset = kind(prefix)
+    if dataset._content() != content:
+        raise ValueError(
+            f"{prefix}: expected the dataset that was open in the process which sends it here, got "
+            "another one under its name, whose samples would be others: do not replace the files "
+            "of a dataset in use"
+        )
     if random:
         dataset.expect_random_access()
     return dataset
@@ -81,7 +90,8 @@ class IndexedDataset:
     """Reads a ``.bin``/``.idx`` pair. Length and indices count sequences.
 
     ``dataset[i]`` is a read-only view of the tokens, ``dataset[a:b]`` a list of them. Pickles as
-    its path, so it travels to worker processes, forked or spawned, for free.
+    its path, so it travels to worker processes, forked or spawned, for free. One whose files have
+    been replaced meanwhile cannot be unpickled: a ValueError.
 
     Attributes:
         sizes: int32 [N], tokens of each sequence.
@@ -203,8 +213,16 @@ class IndexedDataset:
             self.document(documents.start + int(wrong[0]))
         return found
 
-    def __reduce__(self) -> tuple[Callable[..., IndexedDataset], tuple[type, str, bool]]:
-        return _reopen, (type(self), self._place, self._random is not None)
+    def _content(self) -> int:
+        """A number that tells this dataset from another: of its lengths, documents and ends."""
+        ends = (self._buffer[:_END], self._buffer[max(_END, len(self._buffer) - _END) :])
+        found = len(self._buffer)
+        for part in (self.sizes.data, self.document_indices.data, *ends):
+            found = zlib.crc32(part, found)
+        return found
+
+    def __reduce__(self) -> tuple[Callable[..., IndexedDataset], tuple[type, str, bool, int]]:
+        return _reopen, (type(self), self._place, self._random is not None, self._content())
 
     def __repr__(self) -> str:
         return (

@@ -54,8 +54,9 @@ class SampleReaders:
         processes: at most so many calls are answered at a time, others wait.
 
     Raises:
-        WorkerDiedError: (a call) a reader has ended, as the system ends what takes too much memory.
-            What a sample raises is raised as it is.
+        WorkerDiedError: (a call) a reader has ended, as the system ends what takes too much memory,
+            or as a Ctrl-C within an earlier call ends it. What a sample raises is raised as it is,
+            or as a RuntimeError where it cannot be pickled.
     """
 
     def __init__(self, dataset: Any, processes: int) -> None:
@@ -100,14 +101,22 @@ class _Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._broken_off = False
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         assert self._process.stdout is not None
-        self.send(pickle.dumps(indices))
+        question = pickle.dumps(indices)
         try:
+            self.send(question)
             done, value = pickle.load(self._process.stdout)
+        except WorkerDiedError:
+            raise
         except (EOFError, pickle.UnpicklingError):  # the second where it died within an answer
             raise self._ended() from None
+        except BaseException:  # a Ctrl-C: the next call would take the rest of this answer for its
+            self._broken_off = True
+            self._process.kill()
+            raise
         if not done:
             raise value
         return value
@@ -125,6 +134,11 @@ class _Reader:
 
     def _ended(self) -> WorkerDiedError:
         how = how_it_ended(self._process.wait())
+        if self._broken_off:
+            return WorkerDiedError(
+                f"process {self._process.pid}, which reads samples, was ended when a call was "
+                "broken off before its answer was here: make SampleReaders anew"
+            )
         return WorkerDiedError(
             f"process {self._process.pid}, which reads samples, ended {how}. If it printed no "
             "error, memory may have run out: use fewer (--num-workers)"
@@ -145,7 +159,17 @@ def serve() -> None:
         try:
             answer = True, [dataset[index] for index in indices]
         except Exception as error:
-            error.add_note(f"In a process that reads samples:\n{traceback.format_exc()}")
-            answer = False, error
+            told = error if _travels(error) else RuntimeError(f"{type(error).__name__}: {error}")
+            told.add_note(f"In a process that reads samples:\n{traceback.format_exc()}")
+            answer = False, told
         answers.write(pickle.dumps(answer))
         answers.flush()
+
+
+def _travels(error: Exception) -> bool:
+    """Whether an error can be pickled, and read again: one that takes two arguments cannot."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

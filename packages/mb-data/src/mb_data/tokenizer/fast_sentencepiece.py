@@ -87,8 +87,7 @@ class FastSentencePiece:
         return expected
 
     def forget(self) -> None:
-        del self._engine
-        self._engine = self._load()
+        self._engine = self._load()  # in one go: other threads may encode
 
     def _load(self) -> Any:
         from gigatoken.gigatoken_rs import SentencePieceTokenizer, load_hf_json

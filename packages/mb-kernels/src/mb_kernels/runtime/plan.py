@@ -7,6 +7,7 @@ another one with ``assume``.
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
@@ -97,6 +98,8 @@ class Plan:
 
 
 _assumed: Callable[[torch.dtype], Plan] | None = None
+# Of two threads that set up models, the one that ends last would put back what the other assumed.
+_one_assumes = threading.RLock()
 
 
 def plan_of(x: Tensor) -> Plan:
@@ -108,11 +111,12 @@ def plan_of(x: Tensor) -> Plan:
 def assume(plan: Callable[[torch.dtype], Plan]) -> Generator[None]:
     """Within: the plan of a dtype, whatever device a tensor is on. For tests and the gate."""
     global _assumed
-    before, _assumed = _assumed, plan
-    try:
-        yield
-    finally:
-        _assumed = before
+    with _one_assumes:
+        before, _assumed = _assumed, plan
+        try:
+            yield
+        finally:
+            _assumed = before
 
 
 @functools.cache

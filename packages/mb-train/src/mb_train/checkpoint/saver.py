@@ -173,8 +173,21 @@ class Saver:
         return self._finish(iteration, _attempt(future.result))
 
     def close(self) -> None:
-        """End the writing thread, after what it has to do; call `wait` before."""
-        if self._thread is not None:
+        """End the writing thread, after what it has to do.
+
+        After an error ranks do not meet in `wait`: each tells of a checkpoint what itself knows.
+        """
+        if self._thread is None:
+            return
+        try:
+            if self._pending is not None:
+                (iteration, future), self._pending = self._pending, None
+                try:
+                    problem = _attempt(future.result)
+                except RuntimeError as error:  # of a lost rank, say: it hides not what ends the run
+                    problem = f"{type(error).__name__}: {error}"
+                self._conclude(iteration, problem)
+        finally:
             self._thread.shutdown()
 
     def _draft(self, iteration: int) -> Path:
@@ -222,7 +235,12 @@ class Saver:
     def _finish(self, iteration: int, problem: str | None) -> bool:
         """Say what became of a checkpoint, equal on all ranks."""
         if any_rank(problem is not None):
-            return self._failed(iteration, problem or "another rank failed")
+            problem = problem or "another rank failed"
+        return self._conclude(iteration, problem)
+
+    def _conclude(self, iteration: int, problem: str | None) -> bool:
+        if problem is not None:
+            return self._failed(iteration, problem)
         self.latest = iteration
         self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 # Tokens that what follows is read with: more than the four that a character may take.
 READ_WITH = 8
+# Letters of prompts after which a tokenizer forgets the words it has seen: of random letters it
+# keeps ten bytes for each, for as long as a server runs. To forget takes it a quarter of a second.
+REMEMBERED = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +229,8 @@ class Generator:
         ValueError, OSError: the tokenizer's files are gone or damaged.
     """
 
+    _letters = 0  # of the texts since the tokenizer forgot
+
     def __init__(self, trained: Trained) -> None:
         self.model = trained.model
         self.tokenizer = trained.tokenizer
@@ -251,6 +256,10 @@ class Generator:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
         """
         vocab_size = self.tokenizer.vocab_size
+        self._letters += len(prompt) if isinstance(prompt, str) else 0
+        if self._letters > REMEMBERED:
+            self._letters = 0
+            self.tokenizer.forget()
         try:
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         except UnicodeEncodeError as error:

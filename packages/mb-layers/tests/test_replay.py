@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -159,52 +156,6 @@ def test_a_copy_is_not_recorded() -> None:
         model(x)
     for name, ids in expected.expert_ids().items():
         assert torch.equal(routing.expert_ids()[name], ids)
-
-
-def test_threads_that_run_one_model_have_contexts_of_their_own() -> None:
-    """Hooks are called in the passes of all threads: each got the passes and ids of the others."""
-    model = Blocks(capacity_factor=0.7)
-    xs = [torch.randn(2, 5, 16, dtype=torch.float64) for _ in range(3)]
-    together = threading.Barrier(len(xs), timeout=60)
-
-    def record_and_replay(x: Tensor, other: Tensor, meet: Callable[[], object]) -> list[Tensor]:
-        with record_routing(model) as routing, collect(model) as moe:
-            meet()
-            model(x)
-            meet()
-        with replay_routing(model, routing.expert_ids()):
-            meet()
-            y = model(other)
-            meet()
-        counts = [ids.flatten().bincount(minlength=6) for ids in routing.expert_ids().values()]
-        assert torch.equal(torch.stack(counts), moe.metrics()["tokens_per_expert"])
-        return [y, moe.aux_loss(), *routing.expert_ids().values()]
-
-    others = [xs[-1], *xs[:-1]]
-    alone = [record_and_replay(x, other, lambda: None) for x, other in zip(xs, others, strict=True)]
-    with ThreadPoolExecutor(len(xs)) as threads:
-        found = threads.map(record_and_replay, xs, others, [together.wait] * len(xs))
-        for ours, expected in zip(found, alone, strict=True):
-            assert all(map(torch.equal, ours, expected))
-
-
-def test_a_pass_in_another_thread_is_recorded_and_replayed() -> None:
-    """Unless another is under way: nothing tells how to join the ids of both."""
-    model, x = Blocks(), torch.randn(2, 5, 16, dtype=torch.float64)
-    within = model.layers[0].register_forward_hook(lambda *_: pool.submit(model, x).result())
-    with ThreadPoolExecutor(1) as pool, record_routing(model) as routing:
-        with pytest.raises(ValueError, match=r"passes of several threads.*in each thread"):
-            model(x)
-        within.remove()
-        pool.submit(model, 2 - x).result()
-    with record_routing(model) as expected:
-        y = model(2 - x)
-    for name, ids in expected.expert_ids().items():
-        assert torch.equal(routing.expert_ids()[name], ids)
-    with ThreadPoolExecutor(1) as pool, replay_routing(model, routing.expert_ids()):
-        assert torch.equal(pool.submit(model, 2 - x).result(), y)
-        forced = pool.submit(model, x).result()
-    assert not torch.equal(forced, model(x))
 
 
 def test_a_copy_is_not_replayed() -> None:

@@ -12,8 +12,6 @@ Letters: L layers, E experts.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -108,62 +106,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# What contexts are open about which layers: kind, thread, id of a layer.
-_open: Counter[tuple[str, int, int]] = Counter()
-
-
-def this_thread() -> int:
-    """Number of this thread; 0 while a graph is compiled, which is for any thread."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-class Watch:
-    """Whose passes a context is about: all but those of threads that have one of their own.
-
-    As torch's no_grad, a context is the thread's that opened it; but work may be handed to other
-    threads inside. Several threads may so run one model, each with its context: hooks are called in
-    the passes of all.
-
-    Args:
-        kind: of the context.
-        layers: that it is about, all of a model.
-    """
-
-    def __init__(self, kind: str, layers: Iterable[nn.Module]) -> None:
-        self._kind, self._thread, self._layers = kind, this_thread(), tuple(map(id, layers))
-        _open.update(self._keys(self._thread))
-
-    def _keys(self, thread: int) -> list[tuple[str, int, int]]:
-        return [(self._kind, thread, layer) for layer in self._layers]
-
-    def sees(self) -> bool:
-        """Whether the pass under way in this thread is one of the context's."""
-        here = this_thread()
-        return here in (0, self._thread) or not any(map(_open.get, self._keys(here)))
-
-    def close(self) -> None:
-        """Nothing is watched any more."""
-        for key in self._keys(self._thread):
-            _open[key] -= 1
-            if not _open[key]:
-                del _open[key]
-
-
 @contextmanager
 def collect(model: nn.Module) -> Generator[Collected]:
     """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
 
     A pass of the model that raises an error counts as if it had not been. Not for compiled models:
-    their hooks are fixed when they are compiled. Threads that have a context each collect their own
-    passes.
+    their hooks are fixed when they are compiled. Passes of all threads are collected, so a model
+    that several train at the same time needs a copy for each.
     """
     layers = moe_layers(model)
-    collected, watch = Collected(layers), Watch("collect", layers.values())
+    collected = Collected(layers)
     names = {id(layer): name for name, layer in layers.items()}
 
     def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
         name = names.get(id(layer))  # None: of a copy, to which torch copies hooks too
-        if name is not None and watch.sees() and not in_backward():
+        if name is not None and not in_backward():
             collected.passes.append((name, output.aux_loss, output.metrics))
             if torch.is_grad_enabled():
                 collected.ran_with_gradients.add(name)
@@ -171,15 +128,14 @@ def collect(model: nn.Module) -> Generator[Collected]:
     before: list[int | None] = []  # a pass under way began behind so many; None once it is whole
 
     def begin(model: nn.Module, args: Any) -> None:
-        if watch.sees():
-            before.append(None if in_backward() else len(collected.passes))
+        before.append(None if in_backward() else len(collected.passes))
 
     def end(model: nn.Module, args: Any, output: Any) -> None:
-        if before and watch.sees():  # else the context was opened within the pass
+        if before:  # else the context was opened within the pass
             before[-1] = None
 
     def undo(model: nn.Module, args: Any, output: Any) -> None:
-        if before and watch.sees() and (start := before.pop()) is not None:
+        if before and (start := before.pop()) is not None:
             del collected.passes[start:]
 
     hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
@@ -189,7 +145,6 @@ def collect(model: nn.Module) -> Generator[Collected]:
     try:
         yield collected
     finally:
-        watch.close()
         for hook in hooks:
             hook.remove()
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import described
-from mb_layers.model import Watch, in_backward, moe_layers, this_thread
+from mb_layers.model import in_backward, moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import RouterOutput, is_ours
 
@@ -69,45 +69,31 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     """Record the experts that each MoE layer of the model chooses while the context is open.
 
     A pass that raises an error counts as if it had not been. Not for compiled models: their hooks
-    are fixed when they are compiled. Threads that have a context each record their own passes.
+    are fixed when they are compiled. Nor for passes of several threads at the same time, whose ids
+    would mix.
 
     Yields:
         A `RecordedRouting`; its `expert_ids()` are what `replay_routing` takes.
 
     Raises:
         ValueError: a layer's router chooses tokens for experts, or does not run because the call
-            brings a `RouterOutput`; passes of several threads at the same time.
+            brings a `RouterOutput`.
     """
     recorded = RecordedRouting()
-    layers = moe_layers(model)
-    watch = Watch("record_routing", layers.values())
     chosen: dict[str, Tensor] = {}
     ran: list[str] | None = None  # in the pass of the model that is under way, if one is
-    thread = this_thread()  # of that pass
     hooks = []
 
     def begin(model: nn.Module, args: Any) -> None:
-        nonlocal ran, thread
-        if not watch.sees():
-            return
-        if ran is not None and thread != this_thread():
-            raise ValueError(
-                "expected one pass at a time to record, got passes of several threads, whose ids "
-                "would mix: open record_routing in each thread"
-            )
-        forget()  # after a Ctrl-C, for which torch calls no hook
-        ran, thread = None if in_backward() else [], this_thread()
+        nonlocal ran
+        undo()  # after a Ctrl-C, for which torch calls no hook
+        ran = None if in_backward() else []
 
     def end(model: nn.Module, args: Any, output: Any) -> None:
         nonlocal ran
-        if watch.sees():
-            ran = None
+        ran = None
 
     def undo(*_: Any) -> None:
-        if watch.sees() and thread == this_thread():
-            forget()
-
-    def forget() -> None:
         """Forget a pass that did not come to its end: the caller may run it again."""
         nonlocal ran
         for name in ran or ():
@@ -117,16 +103,16 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
         chosen.clear()
         ran = None
 
-    def follow(name: str, watched: MoELayer) -> None:
+    def watch(name: str, watched: MoELayer) -> None:
         # torch copies hooks with a model; what a copy does is not recorded.
         def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
-            if router is not watched.router or not watch.sees():
+            if router is not watched.router:
                 return
             _check_by_token(name, routed)
             chosen[name] = routed.expert_ids_TK.detach()
 
         def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-            if layer is not watched or not watch.sees():
+            if layer is not watched:
                 return
             ids_TK = chosen.pop(name, None)
             if in_backward():
@@ -150,15 +136,14 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
         hooks.append(watched.register_forward_hook(keep))
 
     try:
-        for name, layer in layers.items():
-            follow(name, layer)
+        for name, layer in moe_layers(model).items():
+            watch(name, layer)
         hooks.append(model.register_forward_pre_hook(begin))
         hooks.append(model.register_forward_hook(end))
         hooks.append(model.register_forward_hook(undo, always_call=True))
         yield recorded
     finally:
-        forget()
-        watch.close()
+        undo()
         for hook in hooks:
             hook.remove()
 
@@ -169,7 +154,7 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
 
     The backward pass belongs inside too: layers that are recomputed there outside of the context
     raise an error, for they would choose anew. A copy of the model that is made inside (an average
-    of the weights, say) chooses for itself, and threads that have a context each replay their own.
+    of the weights, say) chooses for itself.
 
     Args:
         model: its MoE layers are called with x [..., D].
@@ -187,12 +172,10 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
     """
     layers = moe_layers(model)
     by_name = _by_name(expert_ids, layers)
-    watch = Watch("replay_routing", layers.values())
-    forced = [_Forced(name, layer, by_name[name], watch) for name, layer in layers.items()]
+    forced = [_Forced(name, layer, by_name[name]) for name, layer in layers.items()]
     try:
         yield
     finally:
-        watch.close()
         for one in forced:
             one.close()
 
@@ -243,8 +226,8 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
 class _Forced:
     """A hook that calls a layer with `routing`, and once closed refuses to recompute that call."""
 
-    def __init__(self, name: str, layer: MoELayer, ids: Tensor, watch: Watch) -> None:
-        self.name, self.watch = name, watch
+    def __init__(self, name: str, layer: MoELayer, ids: Tensor) -> None:
+        self.name = name
         self.ids: Tensor | None = ids
         self.some_are_free = bool((ids < 0).all(dim=-1).any())
         self.id = layer.register_forward_pre_hook(self, with_kwargs=True).id
@@ -257,8 +240,6 @@ class _Forced:
         return self.__dict__ | {"ids": None}
 
     def __call__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.watch.sees():
-            return None
         if self.ids is not None:
             return args, kwargs | {"routing": self._routing(layer, *args, **kwargs)}
         if in_backward():

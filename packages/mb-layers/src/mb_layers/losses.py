@@ -161,7 +161,8 @@ def mean_over_tokens(
     if num_tokens is None:
         num_tokens = values.shape[0]
     if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1
-        return values.sum(dim=0) / torch.where(num_tokens > 0, num_tokens, 1)
+        divisor = torch.where(num_tokens > 0, num_tokens, 1)
+        return values.sum(dim=0) / divisor.to(values.dtype)  # a scalar's would be the result's
     return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
 
 

@@ -174,7 +174,8 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     whatever factor the trainer gives its loss (1 / number of micro-batches, the fp16 loss scale).
 
     Args:
-        y: any tensor whose gradient will be asked for. Returned unchanged.
+        y: any tensor whose gradient will be asked for. Returned unchanged, as a view: autograd lets
+            nobody write into it, so `x = x + y` behind it, not `y += x`.
         aux_loss: a scalar with gradient, as in `MoEOutput.aux_loss`.
         scale: a number, or a scalar tensor, which must not be written to before the backward pass.
 

@@ -131,3 +131,26 @@ def test_recomputed_by_torch_is_the_same(name):
     got, want = results(op, op.tensors, call=recomputed), results(op, op.tensors)
     for what, value in want.items():
         assert torch.equal(got[what], value), what
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_an_output_may_be_written_into(name):
+    op = make_op(name)
+    if interpret and not op.second_derivative:
+        pytest.skip("the others' kernels write into memory of their own")
+
+    def changed(change):
+        def call(**tensors):
+            y = op.call(**tensors)
+            y = y if isinstance(y, tuple) else (y,)
+            return tuple(change(t) if t.requires_grad else t for t in y)
+
+        return results(op, op.tensors, call=call)
+
+    if name in ("topk_softmax", "relative_attention"):  # whose backward reads it
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            changed(lambda t: t.mul_(2))
+        return
+    got, want = changed(lambda t: t.mul_(2)), changed(lambda t: t * 2)
+    for what, value in want.items():
+        assert torch.equal(got[what], value), what

@@ -47,6 +47,16 @@ def test_what_an_op_says_of_itself_is_so(name, device):
         )
 
 
+@pytest.mark.skipif(interpret, reason="kernels write into memory of their own")
+@pytest.mark.parametrize("name", OPS)
+def test_outputs_of_one_row_share_no_memory(name):
+    op = make_op(name, tokens=1, top_k=1)
+    with _Calls() as calls:
+        results(op, op.tensors)
+    for func, arguments in calls.seen.items():
+        torch.library.opcheck(func, arguments, test_utils="test_schema")
+
+
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_another_device_is_an_error(name, argument):
     op = make_op(name)

@@ -317,6 +317,11 @@ def test_quantised_activations_refuse(options):
         expert_mlp(x, w1, w2, bins, weights, **({"saved_activation_bits": 8} | options))
 
 
+def test_a_number_of_rows_is_an_integer():
+    with pytest.raises(ValueError, match=r"max_rows: expected an integer; got 7\.5"):
+        expert_mlp(*make_case(CASES[0]), max_rows=7.5)
+
+
 @pytest.mark.parametrize(
     ("addresses", "message"),
     [((1, torch.int32), "int64"), ((2, torch.int64), "each of P"), ((1, torch.int64), "kernels")],

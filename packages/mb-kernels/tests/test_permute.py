@@ -54,5 +54,7 @@ def test_wrong_sizes_are_named():
     x, bins, weights = make_case(*CASES[0])
     with pytest.raises(ValueError, match=r"expected 26 slots.*got 39"):
         gather(x, bins, 2)
+    with pytest.raises(ValueError, match=r"top_k: expected an integer; got 3\.0"):
+        gather(x, bins, 3.0)
     with pytest.raises(ValueError, match=r"expected \[39, D\].*\(13, 6\)"):
         combine(x, bins, weights)

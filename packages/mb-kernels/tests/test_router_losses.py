@@ -197,6 +197,16 @@ def test_compiles_without_graph_breaks():
     assert_close("d_logits", got, want)
 
 
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "reference"])
+def test_a_number_of_tokens_in_fp64_leaves_losses_in_fp32(module):
+    logits, probs, counts, kept = make(8, 4, 1, dtype=torch.float32)
+    want = module.router_losses(logits, probs, counts, kept, num_tokens=5.0, **WEIGHTS)
+    number = torch.tensor(5.0, dtype=torch.float64)
+    got = module.router_losses(logits, probs, counts, kept, num_tokens=number, **WEIGHTS)
+    for name, value in want._asdict().items():  # the dtype too
+        torch.testing.assert_close(getattr(got, name), value)
+
+
 @pytest.mark.parametrize("number", [1001.0, np.int64(1001)], ids=["float", "of-numpy"])
 @pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "reference"])
 def test_a_number_of_tokens_is_not_rounded_to_the_default_dtype(module, number):

@@ -193,6 +193,11 @@ def test_debug_looks_at_nothing_while_a_graph_is_captured(monkeypatch):
             lambda: bin_tokens(torch.zeros(4, 1, dtype=torch.int32), 2, capacity=-1),
             "at least 0; got -1",
         ),
+        (lambda: topk_ids(torch.zeros(2, 3), 2.0), r"k: expected an integer; got 2\.0"),
+        (
+            lambda: bin_tokens(torch.zeros(4, 1, dtype=torch.int32), 2, capacity=2.5),
+            r"capacity: expected an integer; got 2\.5",
+        ),
     ],
 )
 def test_bad_input(call, message):

@@ -195,6 +195,19 @@ def test_autocast_computes_experts_low_and_router_high() -> None:
         assert torch.equal(wide(x.double()).y, want)
 
 
+def test_a_backward_pass_within_autocast_is_that_without() -> None:
+    torch.manual_seed(0)
+    layer = dMoE(MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4, top_k=2))
+    x = torch.randn(8, 16, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    y, aux_loss, _ = layer(x)
+    loss = (y.sum() + aux_loss) * 2**16  # as scaled for fp16, which holds no such gradients
+    want = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.float16):
+        got = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"score_function": "sigmoid"}, {"mlp_bias": True}, {"shared_expert_hidden_size": 16}],

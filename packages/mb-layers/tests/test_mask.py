@@ -175,6 +175,10 @@ def test_valid_tokens_may_be_any_one_number(balance_over: str) -> None:
         assert torch.equal(layer(x, valid_tokens=number).aux_loss, want)
     with pytest.raises(ValueError, match=r"valid_tokens to be one number, got shape \(2,\)"):
         layer(x, valid_tokens=torch.tensor([2, 2]))
+    number = torch.tensor(4.0, dtype=torch.float64)
+    aux_loss, metrics = layer.float()(x.float(), valid_tokens=number)[1:]
+    floating = [m for m in metrics.values() if m.is_floating_point()]
+    assert {t.dtype for t in (aux_loss, *floating)} == {torch.float32}
 
 
 @pytest.mark.parametrize("number", [-1, float("nan")])

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -104,6 +105,31 @@ def test_ranks_drop_alike_what_they_hold_alike(sequence_parallel):
     assert not torch.equal(first["heads"], second["heads"])
     again, _ = run_ranks(_masks, 2, sequence_parallel)
     assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def _written_into(rank, world_size):
+    """Outputs and gradients of a model that writes into what its modules return, or does not."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    results = []
+    for sequence_parallel, in_place in itertools.product((False, True), repeat=2):
+        torch.manual_seed(0)
+        parts = {"tokens": torch.nn.Embedding(8, 4), "up": torch.nn.Linear(4, 8, bias=False)}
+        model = torch.nn.ModuleDict(parts | {"down": torch.nn.Linear(8, 4, bias=False)})
+        plan = {"tokens": VocabParallelEmbedding(), "up": ColumnParallel(), "down": RowParallel()}
+        parallelize_tensors(model, mesh, plan, sequence_parallel=sequence_parallel)
+        x = model["tokens"](torch.arange(4)[None])
+        x = x.mul_(2) if in_place else x * 2
+        y = model["down"](model["up"](x).relu())
+        y = y.add_(x) if in_place else y + x
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    return results
+
+
+def test_what_modules_return_may_be_written_into():
+    for results in run_ranks(_written_into, 2):
+        for want, got in (results[:2], results[2:]):
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def _with_gain(module):

@@ -175,7 +175,8 @@ def mean_over_tokens(
     if num_tokens is None:
         num_tokens = values.shape[0]
     if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1
-        return values.sum(dim=0) / torch.where(num_tokens > 0, num_tokens, 1)
+        divisor = torch.where(num_tokens > 0, num_tokens, 1)
+        return values.sum(dim=0) / divisor.to(values.dtype)  # a scalar's would be the result's
     return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
 
 
@@ -187,7 +188,8 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     whatever factor the trainer gives its loss (1 / number of micro-batches, the fp16 loss scale).
 
     Args:
-        y: any tensor whose gradient will be asked for. Returned unchanged.
+        y: any tensor whose gradient will be asked for. Returned unchanged, as a view: autograd lets
+            nobody write into it, so `x = x + y` behind it, not `y += x`.
         aux_loss: a scalar with gradient, as in `MoEOutput.aux_loss`.
         scale: a number, or a scalar tensor, which must not be written to before the backward pass.
 

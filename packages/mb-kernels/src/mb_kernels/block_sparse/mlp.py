@@ -80,6 +80,7 @@ def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> 
     Raises:
         ValueError: F is not a multiple of 128, or the bins are not padded.
     """
+    checks.require_integer(ffn_hidden_size=ffn_hidden_size)
     _check_width("ffn_hidden_size", ffn_hidden_size)
     checks.require_bins("padded_bins.order_N", padded_bins.order_N, padded_bins)
     rows = padded_rows(padded_bins.inverse_N.numel(), padded_bins.offsets_E1.numel() - 1)

@@ -226,8 +226,9 @@ def _dsd_backward(ctx: Any, dy_GMN: Tensor) -> tuple[Tensor | None, ...]:
 
 def _dsd_reference(data: Tensor, b: Tensor, *rest: Any) -> Tensor:
     *topology, transposed, groups, column_major = rest
-    out = dsd_blocks(data, b, Topology(*topology), transposed).unflatten(0, (groups, -1))
-    return out.transpose(1, 2).contiguous().transpose(1, 2) if column_major else out
+    product = dsd_blocks(data, b, Topology(*topology), transposed)
+    out = empty_stack(b, groups, *product.shape, column_major)
+    return out.copy_(product.view(out.shape))
 
 
 def _dsd_fake(data: Tensor, b: Tensor, *rest: Any) -> Tensor:

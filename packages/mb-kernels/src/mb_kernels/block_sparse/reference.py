@@ -142,9 +142,10 @@ def dsd_blocks(data: Tensor, b_GKN: Tensor, topology: Topology, transposed: bool
 
 def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major: bool) -> Tensor:
     """An uninitialised [groups, rows / groups, columns], each matrix row- or column-major."""
-    if column_major:
-        return like.new_empty((groups, columns, rows // groups)).transpose(1, 2)
-    return like.new_empty((groups, rows // groups, columns))
+    rows //= groups
+    # No transposed view: autograd would not let the caller write into what an op returns.
+    strides = (rows * columns, 1, rows) if column_major else (rows * columns, columns, 1)
+    return like.new_empty_strided((groups, rows, columns), strides)
 
 
 def _used(topology: Topology) -> tuple[Tensor, Tensor]:

@@ -28,5 +28,6 @@ def gated_activation_backward(
     d_a: Tensor, gate: Tensor, up: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
     d_h = activation_backward(d_a, torch.cat([gate, up], dim=1), name)
-    d_gate, d_up = d_h.chunk(2, dim=1)
+    # Of one row the halves would be contiguous as they are: two outputs with one storage.
+    d_gate, d_up = (d.clone(memory_format=torch.contiguous_format) for d in d_h.chunk(2, dim=1))
     return d_gate, d_up

@@ -95,6 +95,7 @@ def expert_mlp(
             "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
             f"keeps no activations; got {saved_activation_bits!r} with recompute={recompute}."
         )
+    checks.require_integer(max_rows=max_rows)
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")
     if max_rows is not None and max_rows < bins.order_N.shape[0]:

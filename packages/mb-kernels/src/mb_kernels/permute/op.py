@@ -35,6 +35,7 @@ def gather(x_TD: Tensor, bins: Bins, top_k: int) -> Tensor:
         raise ValueError(f"x_TD: expected [T, D]; got {tuple(x_TD.shape)}. Flatten it.")
     checks.require_floating("x_TD", x_TD)
     checks.require_bins("x_TD", x_TD, bins)
+    checks.require_integer(top_k=top_k)
     _check_slots(bins, x_TD.shape[0], top_k, "x_TD")
     return torch.ops.mb.gather(x_TD, *_indices(bins), top_k)
 

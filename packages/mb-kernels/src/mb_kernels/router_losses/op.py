@@ -171,7 +171,7 @@ def _reference(
         slots=slots,
     )
     lse = torch.logsumexp(wide(logits), dim=-1)
-    return *losses, lse, divisor(logits, mask, num_tokens).to(lse.dtype)
+    return *losses, lse, divisor(logits, mask, num_tokens)
 
 
 def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:

@@ -67,6 +67,7 @@ def _check_choice(name: str, x_TE: Tensor, k: int) -> None:
             f"{tuple(x_TE.shape)}. Flatten leading dimensions with .flatten(0, -2)."
         )
     checks.require_floating(name, x_TE)
+    checks.require_integer(k=k)
     if not 1 <= k <= x_TE.shape[1]:
         raise ValueError(
             f"k: expected 1 to {x_TE.shape[1]}, the number of experts; got {k}. "
@@ -90,8 +91,8 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
         Bins of int32 tensors on the ids' device.
 
     Raises:
-        ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0; 2**30 slots on a
-            GPU; or, with ``MB_DEBUG=1``, an id is outside -1..num_experts.
+        ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0, a float for one of
+            these; 2**30 slots on a GPU; or, with ``MB_DEBUG=1``, an id is outside -1..num_experts.
     """
     checks.require_dense("expert_ids_TK", expert_ids_TK)
     if expert_ids_TK.ndim != 2 or expert_ids_TK.dtype not in (torch.int32, torch.int64):
@@ -99,6 +100,7 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
             f"expert_ids_TK: expected int32 or int64 [tokens, top_k]; got {expert_ids_TK.dtype} "
             f"{tuple(expert_ids_TK.shape)}. Use the ids topk_softmax returns, or ids[:, None]."
         )
+    checks.require_integer(num_experts=num_experts, capacity=capacity)
     if num_experts < 1:
         raise ValueError(f"num_experts: expected at least 1; got {num_experts}.")
     if capacity is not None and capacity < 0:

@@ -33,6 +33,15 @@ def require_floating(name: str, x: Tensor) -> None:
         )
 
 
+def require_integer(**numbers: object) -> None:
+    """ValueError for a float, 2.0 too: ops take integers."""
+    for name, number in numbers.items():
+        if isinstance(number, float):
+            raise ValueError(
+                f"{name}: expected an integer; got {number!r}, a float. Round it, by math.ceil say."
+            )
+
+
 def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
     """ValueError unless every other tensor is dense and on the device of ``first``."""
     device = first.device

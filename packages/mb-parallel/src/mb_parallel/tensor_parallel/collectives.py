@@ -96,12 +96,16 @@ def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _new(x: Tensor) -> Tensor:
     # In a graph of torch 2.11's compiler, what a collective wrote in place has a gradient of zeros.
-    return x.view_as(x)
+    # Elsewhere no view: autograd would not let a model write into what it gets, as into x += y.
+    return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    slices = stacked(x, group)
-    return torch.cat(slices.unbind(), dim) if dim else slices.flatten(0, 1)
+    if dim:
+        return torch.cat(stacked(x, group).unbind(), dim)
+    whole = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _all_gather(whole, x.contiguous(), group=group)
+    return _new(whole)
 
 
 def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

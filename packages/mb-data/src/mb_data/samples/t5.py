@@ -5,8 +5,9 @@
     labels    <x> for inviting <y> last [EOS]
 
 Samples and their order for a seed are Megatron-LM's, except those on which Megatron fails: where it
-would run out of sentinels or of decoder positions, fewer runs are hidden here. A sample is a
-function of (seed, index) alone.
+would run out of sentinels or of decoder positions, fewer runs are hidden here. Without a [BOS], as
+with T5's own tokenizer, the decoder begins with padding. A sample is a function of (seed, index)
+alone.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def build_t5_datasets(
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
 
     Raises:
-        ValueError: the tokenizer lacks a special token or sentinels, or no document is fit.
+        ValueError: the tokenizer has no [PAD], [EOS] or sentinels, or no document is fit.
     """
     vocabulary = Vocabulary.for_t5(tokenizer)
     make = partial(

@@ -212,6 +212,18 @@ def mask_t5(
     return sorted(spans)
 
 
+def check_share(mask_prob: float, longest: int) -> float:
+    """A share of tokens to hide; ValueError for none, or one that hides nothing of ``longest``."""
+    if not 0 <= mask_prob < 1:
+        raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
+    if 0 < mask_prob * longest < 1 and longest > 1:
+        raise ValueError(
+            f"mask_prob {mask_prob} of a sample's {longest} tokens, without the special ones, is "
+            "less than one: none would be hidden; raise it or the sequence length"
+        )
+    return mask_prob
+
+
 def _budget(num_tokens: int, probability: float, max_predictions: float) -> float:
     if probability == 0:
         return 0

@@ -26,6 +26,7 @@ from mb_data.samples.masking import (
     T5_MEAN_SPAN,
     MaskingTokenizer,
     Vocabulary,
+    check_share,
     mask_t5,
     ones,
     pad_to,
@@ -74,8 +75,6 @@ class T5Dataset(SentenceSamples):
     ) -> None:
         if not mean_span >= 1:
             raise ValueError(f"mean_span must be at least 1 word, got {mean_span}")
-        if not 0 <= mask_prob < 1:
-            raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
         if decoder_seq_length < 1:
             raise ValueError(f"decoder_seq_length must be at least 1, got {decoder_seq_length}")
         indexed.expect_random_access()
@@ -84,7 +83,8 @@ class T5Dataset(SentenceSamples):
         self.encoder_seq_length = encoder_seq_length
         self.decoder_seq_length = decoder_seq_length
         self.seed = check_seed(seed)
-        self.mask_prob, self.mean_span, self.share_decoder = mask_prob, mean_span, share_decoder
+        self.mask_prob = check_share(mask_prob, encoder_seq_length - ADDED)
+        self.mean_span, self.share_decoder = mean_span, share_decoder
         self._index = sample_mapping(
             indexed,
             documents,

@@ -42,6 +42,21 @@ def test_preprocess(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--json-keys text title", True),
+        ("--json-keys text title --keep-empty", False),
+        ("--json-keys text", False),
+    ],
+)
+def test_documents_of_several_keys_that_part_company(command, source, capsys, flags, said):
+    lines = ({"text": "a", "title": ""}, {"text": "", "title": "b"})
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([*command, *flags.split()]) == 0
+    assert ("--keep-empty" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         [],

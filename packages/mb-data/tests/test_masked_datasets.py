@@ -133,6 +133,17 @@ class TestBuilders:
         with pytest.raises(ValueError, match="seed must lie between"):
             build_t5_datasets(indexed.prefix, **lengths, **settings)
 
+    def test_a_share_of_less_than_one_token(self, indexed):
+        """Of which no sample would hide any: a run would learn nothing, and say a loss of 0."""
+        settings = {"tokenizer": TOKENIZER, **BUILD_SETTINGS}
+        with pytest.raises(ValueError, match=r"mask_prob 0.15 of a sample's 6 tokens, .* less"):
+            build_bert_datasets(indexed.prefix, seq_length=9, **settings)
+        train, _, _ = build_bert_datasets(indexed.prefix, seq_length=10, **settings)
+        assert any(train[i]["loss_mask"].any() for i in range(30))
+        lengths = {"encoder_seq_length": 8, "decoder_seq_length": 16}
+        with pytest.raises(ValueError, match=r"mask_prob 0.15 of a sample's 6 tokens, .* less"):
+            build_t5_datasets(indexed.prefix, **lengths, **settings)
+
     @pytest.mark.parametrize("mask_prob", [-0.1, 1.0])
     def test_bad_mask_prob(self, indexed, mask_prob):
         with pytest.raises(ValueError, match="mask_prob must be at least 0 and below 1"):

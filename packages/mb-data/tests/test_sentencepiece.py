@@ -51,6 +51,37 @@ def test_old_sentencepiece_appends_roles(model_file):
         tokenizer.encode("\ud800")
 
 
+@pytest.mark.parametrize(
+    ("about", "sentinels"),
+    [
+        ({"extra_ids": 3}, (39, 38, 37)),
+        ({"tokenizer_class": "T5Tokenizer"}, tuple(range(136, 36, -1))),
+        ({"tokenizer_class": "LlamaTokenizer"}, ()),
+    ],
+)
+def test_the_sentinels_of_a_t5_of_hugging_faces(model_file, tmp_path, about, sentinels):
+    """Its model has none: they follow backwards, so that <extra_id_0> is the last."""
+    path = tmp_path / "spiece.model"
+    path.write_bytes(model_file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.extra_ids == sentinels
+    assert tokenizer.vocab_size == 37 + len(sentinels)
+    names = "".join(f"<extra_id_{i}>" for i in range(len(sentinels)))
+    assert tokenizer.decode(sentinels) == names
+    assert pickle.loads(pickle.dumps(tokenizer)).extra_ids == sentinels
+    # Megatron's flag is Megatron's order.
+    assert load_tokenizer(path, num_extra_ids=2).extra_ids == (37, 38)
+
+
+def test_a_number_of_sentinels_that_is_none(model_file, tmp_path):
+    path = tmp_path / "spiece.model"
+    path.write_bytes(model_file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": "many"}')
+    with pytest.raises(ValueError, match=r"expected extra_ids from 0 to .*, got 'many'"):
+        load_tokenizer(path)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """SentencePiece BPE with byte fallback, as Llama 2 (dummy prefix) and as Gemma (user-defined

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mb_data.samples.masking import Vocabulary, mask_t5
-from mb_data.samples.t5 import T5Dataset
-from sentence_helpers import BOS, EOS, SENTENCES, TOKENIZER, VOCABULARY, write
+from mb_data.samples.t5 import T5Dataset, build_t5_datasets
+from sentence_helpers import BOS, EOS, PAD, SENTENCES, TOKENIZER, VOCABULARY, write
 
 # What Megatron-LM's T5 build_training_sample gives for SENTENCES, target 16, mask_prob 0.3.
 T5_GOLDEN = {
@@ -175,6 +175,36 @@ class TestT5:
             "eos": -1,
             "sentinels": (),
         }
+
+    def test_t5s_own_tokenizer_has_only_padding_and_an_end(self, tmp_path):
+        class Own:
+            vocab_size, pad, eos, extra_ids = 60, PAD, EOS, TOKENIZER.extra_ids
+            word_starts = staticmethod(TOKENIZER.word_starts)
+
+            def __getattr__(self, role):
+                raise ValueError(f"no {role} token")
+
+        write(tmp_path / "d", [SENTENCES])
+        own, fuller = (
+            build_t5_datasets(
+                tmp_path / "d",
+                tokenizer=tokenizer,
+                encoder_seq_length=18,
+                decoder_seq_length=14,
+                split="100,0,0",
+                num_samples=(5, 0, 0),
+                seed=7,
+                mask_prob=0.3,
+            )[0]
+            for tokenizer in (Own(), TOKENIZER)
+        )
+        for index in range(5):
+            sample, expected = own[index], fuller[index]
+            assert sample["text_dec"][0] == PAD
+            assert sample["dec_mask"][0] == 1
+            expected["text_dec"][0] = PAD
+            for name, value in expected.items():
+                np.testing.assert_array_equal(sample[name], value)
 
     def test_long_texts_do_not_run_out_of_sentinels(self):
         tokens = np.random.default_rng(0).integers(20, 60, 2000).tolist()

@@ -131,6 +131,26 @@ def test_there_and_back(tmp_path, kind):
         assert torch.equal(got, want)
 
 
+def test_there_and_back_with_a_t5s_own_tokenizer(tmp_path):
+    """Which has no token to begin with: the decoder begins with padding."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = theirs("t5 1.1")
+    model.save_pretrained(tmp_path / "theirs")
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁w{i}", -3.0) for i in range(64))]
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2)),
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=[f"<extra_id_{i}>" for i in range(10)],
+    ).save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "back")
+    back = transformers.T5Config.from_pretrained(tmp_path / "back")
+    said = (back.pad_token_id, back.eos_token_id, back.decoder_start_token_id)
+    assert said == (0, 1, 0)
+
+
 @pytest.mark.parametrize("cased", [True, False])
 def test_a_list_of_words_is_a_tokenizer(tmp_path, cased):
     """As the first BERTs have it: beside it, or not, whether it is cased."""

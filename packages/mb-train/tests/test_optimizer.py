@@ -13,6 +13,7 @@ from mb_train.assembly.optimizer import (
 from mb_train.config import TrainConfig
 from mb_train.schedule import build_schedule
 from mb_train.tasks import GPTTask
+from mb_train.tasks.make import one_process_task
 
 SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 9,
@@ -52,6 +53,18 @@ def test_muon_takes_the_matrices_between_the_ends():
     assert matrices == ends
     assert "stack.blocks.0.mlp.router.weight" in muon
     assert all(name.endswith("bias") or ".norm" in name for name in vectors)
+
+
+def test_muon_takes_no_head_of_a_bert():
+    config = TrainConfig(**SIZES, model="bert", optimizer="muon")
+    model = one_process_task(config, None, vocab_size=61).build_model(compute_dtype=torch.float32)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    muon = {
+        names[p] for group in parameter_groups([model], config) if group["muon"]
+        for p in group["params"]
+    }  # fmt: skip
+    assert {"lm_head.dense.weight", "pooler.dense.weight"} <= muon
+    assert not any("order_head" in name or "embedding" in name for name in muon)
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon", "adafactor", "sgd"])

@@ -16,6 +16,7 @@ from mb_train.tasks.bert import BertTask
 from mb_train.tasks.bm25 import BM25, rank_of, recall
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends
 from mb_train.tasks.gpt import fill_in_the_middle
+from mb_train.tasks.ict import titles_beside
 from mb_train.tasks.make import leaves_padding_out, one_process_task, whole_model
 
 EOD = 9
@@ -253,6 +254,14 @@ def test_a_bert_takes_the_places_to_restore_first():
     assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
     assert batch["weights_BM"].tolist() == [[1, 1, 0], [0, 0, 0]]
     assert ((batch["labels_BM"] >= 0) == batch["weights_BM"]).all()
+
+
+def test_titles_are_found_however_they_were_made(tmp_path):
+    text = str(tmp_path / "x_text_sentence")
+    assert titles_beside(text) is None
+    for level in ("sentence", "document"):  # which comes before
+        (tmp_path / f"x_title_{level}.idx").touch()
+        assert titles_beside(text) == str(tmp_path / f"x_title_{level}")
 
 
 def test_bm25_ranks_by_rare_words_and_short_texts():

@@ -121,6 +121,11 @@ def _preprocess(options: argparse.Namespace) -> None:
         f"{'kept' if options.keep_empty else 'left out'}, "
         f"{summary.bad_lines:,} bad lines skipped"
     )
+    if summary.empty and len(summary.outputs) > 1 and not options.keep_empty:
+        print(
+            "documents of the same number are not of the same line under every key: --keep-empty "
+            "keeps them side by side, as titles and their texts have to be"
+        )
     if summary.careful:
         print(f"{summary.careful:,} documents with letters new to Unicode took the readable way")
     print(f"{summary.seconds:.1f} s, {megabytes / summary.seconds:.1f} MB/s of text", end="")

@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
+from mb_data.samples.masking import (
+    MaskingTokenizer,
+    Vocabulary,
+    check_share,
+    mask_bert,
+    ones,
+    pad_to,
+)
 from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, count_documents, sample_mapping
 
@@ -56,14 +63,12 @@ class BertDataset(SentenceSamples):
         binary_head: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not 0 <= mask_prob < 1:
-            raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
         indexed.expect_random_access()
         self.indexed = indexed
         self.vocabulary = vocabulary
         self.seq_length = seq_length
         self.seed = check_seed(seed)
-        self.mask_prob = mask_prob
+        self.mask_prob = check_share(mask_prob, seq_length - SPECIAL)
         self.binary_head = binary_head
         self._index = sample_mapping(
             indexed,

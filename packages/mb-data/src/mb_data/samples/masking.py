@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -32,7 +32,10 @@ T5_MEAN_SPAN = 5.0  # words, before clipping: SpanBERT's geometric distribution 
 
 
 class MaskingTokenizer(Protocol):
-    """What is needed of a tokenizer; those of ``load_tokenizer`` have it."""
+    """What is needed of a tokenizer; those of ``load_tokenizer`` have it.
+
+    Where it has no such token the property of one raises ValueError.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -96,15 +99,26 @@ class Vocabulary:
 
     @classmethod
     def for_t5(cls, tokenizer: MaskingTokenizer) -> Vocabulary:
-        """ValueError if the tokenizer lacks one of T5's special tokens, or has no sentinels."""
+        """Of what a tokenizer for T5 has: T5's own has no [CLS], [SEP], [MASK] and [BOS].
+
+        The first three are in no sample. A decoder begins with padding where there is no [BOS], as
+        T5's does (Raffel et al., 2019).
+
+        Raises:
+            ValueError: it has no padding, end or sentinels.
+        """
         if not tokenizer.extra_ids:
             raise ValueError(
                 "T5 needs sentinel tokens and this tokenizer has none; load it with extra ids "
                 "(--vocab-extra-ids 100)"
             )
-        return replace(
-            cls.for_bert(tokenizer),
-            bos=tokenizer.bos,
+        return cls(
+            cls=_id_or(tokenizer, "cls", -1),
+            sep=_id_or(tokenizer, "sep", -1),
+            mask=_id_or(tokenizer, "mask", -1),
+            pad=tokenizer.pad,
+            word_starts=tokenizer.word_starts(),
+            bos=_id_or(tokenizer, "bos", tokenizer.pad),
             eos=tokenizer.eos,
             sentinels=tuple(tokenizer.extra_ids),
         )
@@ -127,6 +141,13 @@ class Vocabulary:
         starts = starts[positions]
         starts[:1] = True
         return Words(positions.tolist(), [*np.flatnonzero(starts).tolist(), len(positions)])
+
+
+def _id_or(tokenizer: MaskingTokenizer, role: str, otherwise: int) -> int:
+    try:
+        return getattr(tokenizer, role)
+    except ValueError:
+        return otherwise
 
 
 def mask_bert(
@@ -189,6 +210,18 @@ def mask_t5(
         spans.append(span)
         used += 1 + len(span)
     return sorted(spans)
+
+
+def check_share(mask_prob: float, longest: int) -> float:
+    """A share of tokens to hide; ValueError for none, or one that hides nothing of ``longest``."""
+    if not 0 <= mask_prob < 1:
+        raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
+    if 0 < mask_prob * longest < 1 and longest > 1:
+        raise ValueError(
+            f"mask_prob {mask_prob} of a sample's {longest} tokens, without the special ones, is "
+            "less than one: none would be hidden; raise it or the sequence length"
+        )
+    return mask_prob
 
 
 def _budget(num_tokens: int, probability: float, max_predictions: float) -> float:

@@ -5,8 +5,9 @@
     labels    <x> for inviting <y> last [EOS]
 
 Samples and their order for a seed are Megatron-LM's, except those on which Megatron fails: where it
-would run out of sentinels or of decoder positions, fewer runs are hidden here. A sample is a
-function of (seed, index) alone.
+would run out of sentinels or of decoder positions, fewer runs are hidden here. Without a [BOS], as
+with T5's own tokenizer, the decoder begins with padding. A sample is a function of (seed, index)
+alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mb_data.samples.masking import (
     T5_MEAN_SPAN,
     MaskingTokenizer,
     Vocabulary,
+    check_share,
     mask_t5,
     ones,
     pad_to,
@@ -73,8 +75,6 @@ class T5Dataset(SentenceSamples):
     ) -> None:
         if not mean_span >= 1:
             raise ValueError(f"mean_span must be at least 1 word, got {mean_span}")
-        if not 0 <= mask_prob < 1:
-            raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
         if decoder_seq_length < 1:
             raise ValueError(f"decoder_seq_length must be at least 1, got {decoder_seq_length}")
         indexed.expect_random_access()
@@ -83,7 +83,8 @@ class T5Dataset(SentenceSamples):
         self.encoder_seq_length = encoder_seq_length
         self.decoder_seq_length = decoder_seq_length
         self.seed = check_seed(seed)
-        self.mask_prob, self.mean_span, self.share_decoder = mask_prob, mean_span, share_decoder
+        self.mask_prob = check_share(mask_prob, encoder_seq_length - ADDED)
+        self.mean_span, self.share_decoder = mean_span, share_decoder
         self._index = sample_mapping(
             indexed,
             documents,
@@ -162,7 +163,7 @@ def build_t5_datasets(
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
 
     Raises:
-        ValueError: the tokenizer lacks a special token or sentinels, or no document is fit.
+        ValueError: the tokenizer has no [PAD], [EOS] or sentinels, or no document is fit.
     """
     vocabulary = Vocabulary.for_t5(tokenizer)
     make = partial(

@@ -251,21 +251,28 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
     return (tuple(patterns), cast("Form | None", form)) if patterns else None
 
 
+def said_beside(config: Path) -> dict[str, Any]:
+    """What a tokenizer_config.json says; {} without one."""
+    if not config.is_file():
+        return {}
+    try:
+        fields = json_of(config.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{config}: expected an object, got {type(fields).__name__}")
+    return fields
+
+
 def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:
     """Ids by role, from the tokenizer_config.json beside the file, else by their common names."""
     special: dict[str, int] = {}
-    if config.is_file():
-        try:
-            fields = json_of(config.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{config}: not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{config}: expected an object, got {type(fields).__name__}")
-        for role in CONFIG_ROLES:
-            token = fields.get(f"{role}_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str) and text in known:
-                special[role] = known[text]
+    fields = said_beside(config)
+    for role in CONFIG_ROLES:
+        token = fields.get(f"{role}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in known:
+            special[role] = known[text]
     for text in ENDS:
         if "eos" not in special and text in known:
             special["eos"] = known[text]

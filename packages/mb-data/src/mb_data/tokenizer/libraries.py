@@ -195,7 +195,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
     Documents end with the model's own ``</s>``, and nothing is appended but extra ids: Megatron's
     GPTSentencePieceTokenizer. With ``add_roles`` it is the old SentencePieceTokenizer, for T5 and
     BERT, which appends ``<CLS> <SEP> <EOD> <MASK>``, then ``<PAD> <BOS> <EOS>`` if the model has
-    none of its own.
+    none of its own. With ``first_extra_id_last`` extra ids are in T5's own order, backwards.
 
     Raises ModuleNotFoundError without the library, ValueError for a file it cannot read.
     """
@@ -209,6 +209,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         *,
         fingerprint: str,
         num_extra_ids: int = 0,
+        first_extra_id_last: bool = False,
         add_roles: bool = False,
         fast: bool = True,
     ) -> None:
@@ -240,7 +241,9 @@ class SentencePieceTokenizer(LibraryTokenizer):
                 self.special[role] = self._add(f"<{role.upper()}>")
         if not add_roles and "eos" in self.special:
             self.special["eod"] = self.special["eos"]
-        self.extra_ids = tuple(self._add(f"<extra_id_{i}>") for i in range(num_extra_ids))
+        step = -1 if first_extra_id_last else 1
+        extra = [self._add(f"<extra_id_{i}>") for i in range(num_extra_ids)[::step]]
+        self.extra_ids = tuple(extra[::step])
         self.vocab_size = size + len(self._added)
         self.fast = fast
 

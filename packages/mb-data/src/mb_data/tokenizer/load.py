@@ -29,7 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from mb_data.tokenizer.base import MOST_IDS, Tokenizer, check_engine
-from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
+from mb_data.tokenizer.bpe_files import (
+    from_merges,
+    from_tokenizer_json,
+    from_vocab_and_merges,
+    said_beside,
+)
 from mb_data.tokenizer.libraries import SentencePieceTokenizer
 from mb_data.tokenizer.null import NullTokenizer
 from mb_data.tokenizer.rank_files import from_tekken, from_tiktoken
@@ -65,7 +70,9 @@ def load_tokenizer(
     Args:
         engine: "auto" for the fastest that is installed; "python" for the readable twin, which
             byte-level BPE and WordPiece have; or the library's name.
-        num_extra_ids: append ``<extra_id_0>``, …: T5's sentinels, Megatron's --vocab-extra-ids.
+        num_extra_ids: append ``<extra_id_0>``, …: T5's sentinels, Megatron's --vocab-extra-ids. 0
+            takes those that the file has, or the tokenizer_config.json beside a SentencePiece model
+            of T5's, whose first comes last.
         lower_case: whether a WordPiece vocabulary from a file is uncased.
         add_roles: append to a SentencePiece model what T5 and BERT need, see
             ``SentencePieceTokenizer``.
@@ -216,6 +223,9 @@ def _from_file(
         return from_tokenizer_json(name, path, contents[0], engine=engine, **options)
     if ".model" in path.suffixes:
         check_engine(engine, str(path), "sentencepiece")
+        theirs = 0 if add_roles or num_extra_ids else _sentinels_of_t5(path)
+        if theirs:
+            options |= {"num_extra_ids": theirs, "first_extra_id_last": True}
         return SentencePieceTokenizer(
             name, path, add_roles=add_roles, fast=engine == "auto", **options
         )
@@ -228,6 +238,17 @@ def _from_file(
             raise ValueError(f"{path}: not a vocabulary: {error}") from error
         return WordPiece(name, pieces, lower_case=lower_case, engine=engine, **options)
     raise ValueError(f"tokenizer {path}: expected a .json, .model, .tiktoken or .txt file")
+
+
+def _sentinels_of_t5(model: Path) -> int:
+    """How many a T5 of Hugging Face's has behind its SentencePiece model, which knows of none."""
+    config = model.with_name("tokenizer_config.json")
+    about = said_beside(config)
+    default = 100 if str(about.get("tokenizer_class", "")).startswith("T5Tokenizer") else 0
+    found = about.get("extra_ids", default)
+    if type(found) is not int or not 0 <= found < MOST_IDS:
+        raise ValueError(f"{config}: expected extra_ids from 0 to {MOST_IDS - 1:,}, got {found!r}")
+    return found
 
 
 def existing(path: str | os.PathLike[str]) -> Path:

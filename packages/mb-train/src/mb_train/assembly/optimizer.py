@@ -55,8 +55,9 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
     groups: list[dict[str, Any]] = []
     for part in parts:
         if config.optimizer == "muon":
-            head = getattr(part, "head", None)  # None of a stage without, or tied
-            heads = [] if head is None else [head]
+            # None of a stage without, or tied; the second is BERT's for the order of sentences.
+            ends = (getattr(part, name, None) for name in ("head", "order_head"))
+            heads = [head for head in ends if head is not None]
             linear = [module for module in part.modules() if isinstance(module, Linear)]
             fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
             groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)

@@ -21,8 +21,9 @@ def index(parser: Parser, arguments: Sequence[str]) -> int:
         help="token files of the corpus, split into sentences (mb-data preprocess)",
     )  # fmt: skip
     parser.add_argument(
-        "--titles", metavar="PREFIX", help="default PREFIX_title_document beside it"
-    )
+        "--titles", metavar="PREFIX",
+        help="default PREFIX_title_document, or else PREFIX_title_sentence, beside it",
+    )  # fmt: skip
     parser.add_argument("--output", help="folder of the index; default RUN/index")
     parser.add_argument(
         "--kind", default="Flat",

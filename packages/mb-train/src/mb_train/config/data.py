@@ -305,8 +305,8 @@ class MaskingFields:
         "itself alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed", needs=("model", "bert", "t5"),
     )  # fmt: skip
     titles_data_path: str | None = flag(
-        "titles of the documents, for the retriever; default PREFIX_title_document beside "
-        "PREFIX_text_sentence, if it is there",
+        "titles of the documents, for the retriever; default PREFIX_title_document, or else "
+        "PREFIX_title_sentence, beside PREFIX_text_sentence, if it is there",
         needs=("model", "ict"),
     )
     query_in_block_prob: float = flag(

@@ -68,7 +68,8 @@ class ICTTask(SentenceTask):
         """Megatron's samples over files that were split into sentences, and their titles.
 
         Without `--titles-data-path` the titles are those that `mb-data preprocess` writes beside
-        PREFIX_text_sentence as PREFIX_title_document, if they are there.
+        PREFIX_text_sentence as PREFIX_title_document, or as PREFIX_title_sentence, if they are
+        there.
         """
         config = self._config
         if not isinstance(paths, (list, tuple)) or len(paths) != 1:
@@ -148,6 +149,10 @@ class ICTTask(SentenceTask):
 
 
 def titles_beside(prefix: str) -> str | None:
-    """The titles that `mb-data preprocess` wrote with PREFIX_text_sentence, if it did."""
-    titles = f"{prefix.removesuffix('_text_sentence')}_title_document"
-    return titles if Path(f"{titles}.idx").is_file() else None
+    """The titles that `mb-data preprocess` wrote with PREFIX_text_sentence, if it did.
+
+    In a call of their own, or in the text's, which split them into sentences too.
+    """
+    stem = prefix.removesuffix("_text_sentence")
+    both = (f"{stem}_title_{level}" for level in ("document", "sentence"))
+    return next((titles for titles in both if Path(f"{titles}.idx").is_file()), None)

@@ -29,7 +29,7 @@ _READ, _WRITTEN = "enc_mask", "dec_mask"  # of a sample: what is not padding
 
 
 class T5Task(SentenceTask):
-    """See `base.Task`; a tokenizer with special tokens and sentinels (`--vocab-extra-ids`)."""
+    """See `base.Task`; a tokenizer with [PAD], [EOS] and sentinels (`--vocab-extra-ids`)."""
 
     def __init__(self, config: TrainConfig, *args: Any, **how: Any) -> None:
         super().__init__(config, *args, **how)
@@ -169,9 +169,8 @@ class T5Task(SentenceTask):
             right_tokens += int(((found_BR == labels_BR) & counts_BR).sum())
             tokens.append(labels_BR[counts_BR])
             longest = int(valid_BR.sum(1).max())
-            greedy_BR = model.write(
-                tokens_BS, ends_BN, valid_BS, first=self._tokenizer.bos, length=longest
-            )
+            first = int(written_BR[0, 0])  # of every sample
+            greedy_BR = model.write(tokens_BS, ends_BN, valid_BS, first=first, length=longest)
             for sample, tokens_R in zip(chunk, greedy_BR.tolist(), strict=True):
                 wanted = self._spans([t for t in sample["labels"].tolist() if t >= 0])
                 found = self._spans(tokens_R)

@@ -211,8 +211,10 @@ ARCHITECTURES = {
             copies={
                 f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")
             },
+            # As samples begin without a [BOS], which T5's own tokenizer has not.
             special=lambda t: {
-                "eos_token_id": t.eos, "pad_token_id": t.pad, "decoder_start_token_id": t.bos
+                "eos_token_id": t.eos, "pad_token_id": t.pad,
+                "decoder_start_token_id": t.special.get("bos", t.pad),
             },
         ),
         _llama_like("llama", "LlamaForCausalLM", llama.llama_fields, llama.llama_config),

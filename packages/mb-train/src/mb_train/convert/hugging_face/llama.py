@@ -99,7 +99,13 @@ def _reach(config: Json, *, switched: bool) -> int:
 
 def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     """How rotations are slowed, which older files call type."""
-    refuse(rope, partial_rotary_factor=(1.0,))
+    # transformers moves the factor among the rope's settings, other programs read it where it is.
+    refuse({**config, **rope}, partial_rotary_factor=(1.0, None))
+    if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"Expected one rope for all layers of config.json, got one each for {kinds[0]} and "
+            "the like: this model has something that ours have not."
+        )
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
     refuse(kind, rope_type=("default", "linear", "llama3"))
     if kind["rope_type"] == "linear":

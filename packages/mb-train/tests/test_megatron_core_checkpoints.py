@@ -68,6 +68,7 @@ def change_each(folder, change):
             {},
         ),
         ({}, {"num_experts": 0}, {"tp": 2}),
+        ({"attention_scale": 0.2}, {"softmax_scale": 0.2, "use_mup": False}, {"tp": 4}),
         (LLAMA, LLAMA, {"tp": 2, "pp": 2, "chunks": 2}),
         (
             LLAMA | {"swiglu": False, "activation": "swiglu(alpha=1.702, limit=7.0)"},
@@ -114,6 +115,8 @@ def test_the_command_makes_a_run(tmp_path):
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
         ({"apply_layernorm_1p": True}, "norms multiply by their weight"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
+        ({"use_mup": True}, "are not scaled by the width"),
+        ({"rotary_base_per_layer": [1e4, 1e6]}, "every layer has the same positions"),
         ({"softmax_type": "learnable"}, "--softmax-type to be vanilla, got 'learnable'"),
         ({"glu_linear_offset": 1.0}, "with --quick-geglu alone"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type to be"),
@@ -136,6 +139,9 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),
         ({"moe_latent_size": 8}, "experts take the whole hidden state"),
         ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
+        ({"moe_shared_expert_glu_interleave_size": 8}, "in turn: --moe-shared-expert-glu-inter"),
+        ({"moe_n_hash_layers": 2}, "chooses by its scores"),
+        ({"moe_expert_rank_capacity_factor": 1.5}, "which is of each expert"),
         ({"num_experts": 2}, "nothing uses|missing"),
     ],
 )

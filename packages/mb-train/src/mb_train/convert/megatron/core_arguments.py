@@ -61,6 +61,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     experts = bool(given.get("num_experts"))
     if not experts:  # those of experts have defaults all the same
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
+        given.pop("moe_token_drop_policy", None)
     _refuse(given, names)
     said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
     for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):

@@ -20,12 +20,14 @@ MIXTURE = {
     "moe_num_experts": EXPERTS, "moe_top_k": 2, "moe_renormalize": True, "moe_ffn_hidden_size": 24,
     "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True,
     "moe_first_k_dense": 1, "moe_loss_weight": 0.03, "moe_drop_policy": "probability",
+    "moe_capacity_factor": 2.5,
 }  # fmt: skip
 MIXTURE_ARGS = {
     "num_experts": EXPERTS, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1],
     "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
     "moe_shared_expert_gate": True, "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.01, "moe_router_pre_softmax": False, "moe_token_drop_policy": "probs",
+    "moe_expert_capacity_factor": 2.5,
     "moe_router_score_function": "softmax", "moe_z_loss_coeff": None,
 }  # fmt: skip
 SIGMOID = {
@@ -34,6 +36,13 @@ SIGMOID = {
 }  # fmt: skip
 # What is ours of it: groups are scored by their best, the loss counts the best of all.
 OURS = SIGMOID | {"moe_router_group_score_top": 1, "moe_balance_by": "scores"}
+# Weights on the experts' input, which goes with dropping the first beyond a capacity alone.
+ON_INPUT = MIXTURE | {
+    "moe_drop_policy": "position", "moe_capacity_factor": 0.0, "moe_weights_on_input": True
+}  # fmt: skip
+ON_INPUT_ARGS = MIXTURE_ARGS | {
+    "moe_expert_capacity_factor": None, "moe_apply_probs_on_input": True
+}  # fmt: skip
 # Biases in experts and router, a balancing loss of each sequence, experts in every other layer.
 BIASED = {
     "moe_num_experts": EXPERTS, "moe_top_k": 1, "moe_mlp_bias": True, "moe_router_bias": True,

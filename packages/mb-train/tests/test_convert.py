@@ -125,6 +125,7 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
         ("mistral", {"sliding_window": 19}, 19),
         ("mistral", {"sliding_window": 24}, 24),
         ("mixtral", {"sliding_window": 19}, 19),
+        ("mixtral", {"sliding_window": 19, "use_sliding_window": False}, 19),  # Qwen's alone
         ("qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}, 19),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 5}, 24),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 19}, 19),

@@ -99,6 +99,12 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
             "to be 8192, got 16",
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e6}}},
+            "one rope for all layers of config.json, got one each for full_attention",
+        ),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),
         ("mixtral", {"num_attention_heads": 0, "head_dim": None}, "should not have"),

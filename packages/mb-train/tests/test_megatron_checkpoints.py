@@ -291,6 +291,18 @@ def test_wrong_arguments_are_one_line(tmp_path, name, value, says):
         read_megatron(folder)
 
 
+@pytest.mark.parametrize("container", ["encoder", "transformer"])
+def test_two_tensors_of_one_name_are_one_too_many(tmp_path, container):
+    folder = write(tmp_path / "checkpoints", our_model(None))
+    (file,) = folder.glob("iter_0000050/*/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    more = content["model"]["language_model"].setdefault(container, {})
+    more["layers.1.attention.dense.weight"] = torch.zeros(HIDDEN, HIDDEN)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=r"one tensor layers\.1\.self_attention\.dense\.weight"):
+        read_megatron(folder)
+
+
 def test_tensor_ranks_have_the_same_tensors(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
     name = "layers.2.input_layernorm.bias"

@@ -69,6 +69,13 @@ _REASONS: Mapping[str, str] = {
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
     "the layers are this library's": "--spec",
     "experts take the whole hidden state": "--moe-latent-size",
+    "a router chooses by its scores in every layer": "--moe-n-hash-layers",
+    "say --moe-capacity-factor, which is of each expert": "--moe-expert-rank-capacity-factor",
+    "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
+    "there is one residual stream": """
+        --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
+    """,
+    "say --attention-scale": "--softmax-scale",
     "with more ranks than experts --expert-model-parallel-size cuts them": """
         --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,

@@ -60,10 +60,10 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
                     pointer = file.read(len(_POINTER)) == _POINTER
                 why = "git-lfs has not fetched it: git lfs pull" if pointer else error
                 raise ValueError(f"{path} is damaged: {why}.") from None
-            found = {name.removeprefix(prefix): (path, name) for name in names}
-            if twice := found.keys() & self.places.keys():
-                raise ValueError(f"{path} holds {min(twice)}, which another file holds too.")
-            self.places |= found
+            for name in names:
+                place = self.places.setdefault(name.removeprefix(prefix), (path, name))
+                if place != (path, name):
+                    raise ValueError(f"{path} holds {name}, which {place[0]} holds as {place[1]}.")
 
     def rename(self, pattern: str, name: str) -> None:
         """Put `name` in the place of a pattern in all names.

@@ -25,6 +25,8 @@ _REFUSED = (
     "multi_latent_attention", "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
     "window_size", "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
+    "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
+    "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
     "hybrid_layer_pattern", "retro_add_retriever",
@@ -59,6 +61,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     experts = bool(given.get("num_experts"))
     if not experts:  # those of experts have defaults all the same
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
+        given.pop("moe_token_drop_policy", None)
     _refuse(given, names)
     said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
     for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):
@@ -67,6 +71,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         for value in known[:1]:
             said[f.name] = (value or None) if spec(f).zero_is_none else value
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
+    if (scale := given.get("softmax_scale")) is not None:
+        said["attention_scale"] = scale
     said |= _activation(given) | _experts_every(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
     typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]
@@ -101,11 +107,12 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
             "Expected a model without --apply-residual-connection-post-layernorm, which some "
             "versions of Megatron Core ignore."
         )
-    if size := given.get("moe_mlp_glu_interleave_size"):
-        raise ValueError(
-            "Expected a gate's rows over those of what it gates, got blocks of each in turn: "
-            f"--moe-mlp-glu-interleave-size {size}."
-        )
+    for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+        if size := given.get(name):
+            raise ValueError(
+                "Expected a gate's rows over those of what it gates, got blocks of each in turn: "
+                f"{flag_name(name)} {size}."
+            )
     softmax = given.get("moe_router_score_function", "softmax") == "softmax"
     alone = given.get("moe_router_topk") == 1 and softmax
     if alone and not given.get("moe_router_pre_softmax"):

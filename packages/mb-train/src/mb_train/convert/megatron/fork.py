@@ -134,13 +134,15 @@ def _flat(model: Any, _: Namespace, __: int) -> dict[str, Tensor]:
     def walk(value: Any, prefix: str) -> None:
         for key, item in value.items():
             if isinstance(item, Tensor):
-                found[f"{prefix}{key}"] = item
+                name = f"{prefix}{key}".replace(".attention.", ".self_attention.")
+                if name in found:
+                    raise ValueError(f"Expected one tensor {name} of a rank's layers, got two.")
+                found[name] = item
             elif isinstance(item, dict):
                 walk(item, prefix if key in _CONTAINERS else f"{prefix}{key}.")
 
     walk(model, "")
-    renamed = {name.replace(".attention.", ".self_attention."): t for name, t in found.items()}
-    return {name: t for name, t in renamed.items() if not name.endswith("_extra_state")}
+    return {name: t for name, t in found.items() if not name.endswith("_extra_state")}
 
 
 def reordered(whole: Mapping[str, Tensor], args: Namespace, version: float) -> dict[str, Tensor]:

@@ -309,8 +309,8 @@ def _places(names: Iterable[str]) -> dict[str, str]:
     """The place of each of a layer's tensors in its state dict, by name: adapters move some."""
     places = {}
     for place in names:
-        name = re.sub(r"\.base_layer\b", "", place)  # PEFT's
+        name = re.sub(r"\b(base_layer|original_module)\.", "", place)  # PEFT's
         name = re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)  # add_lora's
-        if not re.search(r"\.(lora_\w+|parametrizations)\.", name):
+        if not re.search(r"\b(lora_\w+|modules_to_save|parametrizations)\.", name):
             places[name] = place
     return places

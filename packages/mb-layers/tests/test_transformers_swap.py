@@ -421,6 +421,36 @@ def test_adapters_on_swapped_blocks_are_saved_beside_the_blocks(by: str, tmp_pat
         torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["router", "shared_expert", "moe"])
+def test_peft_trains_whole_parts_of_swapped_blocks(part: str, tmp_path: Path) -> None:
+    """PEFT's `modules_to_save` is a second copy of a part, beside the one that the block has."""
+    peft = pytest.importorskip("peft")
+    model = build("qwen2_moe")
+    tokens = torch.randint(3, 64, (2, 11))
+    with torch.no_grad():
+        before = model.eval()(input_ids=tokens).logits
+    mb.swap_blocks(model)
+    swapped = copy.deepcopy(model)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[part])
+    adapted = peft.get_peft_model(model, config).train()
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "modules_to_save" in name:
+                p -= p.grad
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(swapped, tmp_path).eval()
+    with torch.no_grad():
+        logits = adapted.eval()(input_ids=tokens).logits
+        assert not torch.allclose(logits, before, atol=1e-2)
+        torch.testing.assert_close(loaded(input_ids=tokens).logits, logits)
+        with pytest.raises(ValueError, match="a block without adapters"):
+            mb.restore_blocks(model)
+        merged = adapted.merge_and_unload()
+        mb.restore_blocks(merged)
+        torch.testing.assert_close(merged(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
 def test_swap_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="found none"):
         mb.swap_blocks(torch.nn.Linear(2, 2))

@@ -65,13 +65,13 @@ def _plan(rank, world_size):
     )
 
 
-def _own_units(rank, world_size):
+def _own_units(rank, world_size, dims):
     """Shard as the example does; compare gradients with those of one process."""
     torch.manual_seed(1)
     config = MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=4)
     whole = nn.Sequential(nn.Linear(8, 8), dMoE(config))
     model = copy.deepcopy(whole)
-    mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    mesh = ParallelDims(**dims).build("cpu")
     parallelize_experts(model, mesh)
     given = {"model": model, "mesh": mesh, "blocks": list(model)}
     _run_example("docs/data-parallel.md", given)
@@ -83,7 +83,8 @@ def _own_units(rank, world_size):
 
 
 def _plan_and_units(rank, world_size):
-    _own_units(rank, world_size)
+    _own_units(rank, world_size, {"dp_shard": world_size, "ep": world_size})
+    _own_units(rank, world_size, {"dp_replicate": world_size})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         _run_example("README.md", {})
     return _plan(rank, world_size), printed.getvalue()

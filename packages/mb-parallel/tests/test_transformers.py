@@ -5,6 +5,7 @@ import torch
 from mb_kernels.testing import assert_close
 from mb_parallel.testing import run_ranks
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -48,6 +49,12 @@ def _through(model) -> dict[str, torch.Tensor]:
 def _keep_swapped_state() -> None:
     """FSDP2 cuts a shared expert, a stack of one, into all of it and nothing."""
     from mb_layers.transformers import swap_blocks
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_state_dict,
+        set_state_dict,
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -78,6 +85,26 @@ def _keep_swapped_state() -> None:
             for parameter in model.parameters():
                 parameter.zero_()
         model.load_state_dict(state)
+    # torch's functions for checkpoints look every name up in the model.
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert whole.keys() == expected.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, expected[name]), name
+    ids = torch.arange(8)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    weights, moments = tree_map_only(torch.Tensor, torch.clone, get_state_dict(model, optimizer))
+    losses = [step(), step()]
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    assert [step(), step()] == losses
 
 
 def _spread(rank: int, ranks: int, folder: str):

@@ -42,13 +42,10 @@ class BlockAdapter(nn.Module):
         self._in_pair = type(block).__name__ in RETURN_PAIRS
         # The block without its weights, for the way back; in a tuple it is no submodule.
         self._block = (_emptied(block),)
+        # Its parts are found by name, though, for what follows the names of the state dict:
+        # torch.distributed.checkpoint, and some models' save_pretrained, which looks up shapes.
+        self.__dict__.update(block._modules | block._parameters | block._buffers)
         self.register_load_state_dict_pre_hook(_load_block_names)
-
-    @property
-    def experts(self) -> nn.Module:
-        """The block's experts without weights: some models' `save_pretrained` looks up shapes."""
-        (block,) = self._block
-        return block.get_submodule("experts")
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
@@ -108,8 +105,9 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             router logits, which are no longer there (its forward raises it if asked for it later).
 
     The state dict has the names of the original blocks, while modules and parameters have those of
-    the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
-    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Tensors that
+    the new layers, by which an optimizer's state is stored. So `broadcast_from_rank0` of
+    `torch.distributed.checkpoint.state_dict`, which takes the two for the same, needs
+    `restore_blocks` first; its other functions and options do not. Tensors that
     lie otherwise in a block (GPT-OSS's experts) are copies there: what is written into the state
     dict reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
     gathers shared experts.
@@ -309,8 +307,8 @@ def _places(names: Iterable[str]) -> dict[str, str]:
     """The place of each of a layer's tensors in its state dict, by name: adapters move some."""
     places = {}
     for place in names:
-        name = re.sub(r"\.base_layer\b", "", place)  # PEFT's
+        name = re.sub(r"\b(base_layer|original_module)\.", "", place)  # PEFT's
         name = re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)  # add_lora's
-        if not re.search(r"\.(lora_\w+|parametrizations)\.", name):
+        if not re.search(r"\b(lora_\w+|modules_to_save|parametrizations)\.", name):
             places[name] = place
     return places

@@ -193,6 +193,10 @@ def test_words_are_joined_again():
     cut = ' = = Title = = \n He ( a " b @-@ c " ) had 3 @,@ 000 of it , it \'s 5 @.@ 2 ; yes . \n'
     whole = ' == Title ==\nHe (a "b-c") had 3,000 of it, it\'s 5.2; yes.\n'
     assert detokenized(cut) == whole
+    # As Megatron-LM's replacements leave it, one after the other.
+    cut = " King , Jr . , said ? ! ( ) . ; ' so ' ( [ a ] ( b ) ) \n = = = = = A \n . . . 5 \xb0 C "
+    whole = " King, Jr., said ?! () .;'so' ([a] ( b) )\n===== A\n. .. 5\xb0C "
+    assert detokenized(cut) == whole
 
 
 def test_perplexity_of_texts_each_for_itself(trained, tmp_path):

@@ -193,6 +193,10 @@ def test_words_are_joined_again():
     cut = ' = = Title = = \n He ( a " b @-@ c " ) had 3 @,@ 000 of it , it \'s 5 @.@ 2 ; yes . \n'
     whole = ' == Title ==\nHe (a "b-c") had 3,000 of it, it\'s 5.2; yes.\n'
     assert detokenized(cut) == whole
+    # As Megatron-LM's replacements leave it, one after the other.
+    cut = " King , Jr . , said ? ! ( ) . ; ' so ' ( [ a ] ( b ) ) \n = = = = = A \n . . . 5 \xb0 C "
+    whole = " King, Jr., said ?! () .;'so' ([a] ( b) )\n===== A\n. .. 5\xb0C "
+    assert detokenized(cut) == whole
 
 
 def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
@@ -334,6 +338,29 @@ def test_the_harness_gets_its_log_likelihoods(trained, harness):
         assert greedy == all(hit for _, hit in expected)
     (rolled,) = model.loglikelihood_rolling([SimpleNamespace(args=("x y",))])
     assert rolled == pytest.approx(found[1][0], abs=1e-4)
+
+
+def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harness):
+    """Many tokens, drawn or not, and another draw each time that the same is asked for."""
+    decode = {"decode": lambda _, tokens: "".join(chr(64 + token) for token in tokens)}
+    words = type("Letters", (Words,), decode | {"vocab_size": 32})()
+    run = {"tokenizer": words, "checkpoint": Path("run/iter_1")}
+    model = harness_model(SimpleNamespace(**vars(trained) | run))
+
+    def asked(times=1, **options):
+        requests = [SimpleNamespace(args=("a b", {"until": [], **options}))] * times
+        return model.generate_until(requests)
+
+    (greedy,) = asked(max_gen_toks=6)
+    for length in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        assert asked(2, **{length: 6}, do_sample=False, temperature=0.7) == [greedy, greedy]
+    drawn = asked(8, max_gen_toks=6, do_sample=True, temperature=2.0)
+    assert len(set(drawn)) > 4
+    assert drawn == asked(8, max_gen_toks=6, temperature=2.0, num_beams=1)
+    for alone in ({"top_k": 1}, {"top_p": 1e-9}):
+        assert asked(3, max_gen_toks=6, do_sample=True, temperature=2.0, **alone) == [greedy] * 3
+    with pytest.raises(ValueError, match=r"Expected generation_kwargs of until, .* got num_beams"):
+        asked(num_beams=4)
 
 
 def test_the_harness_itself_runs_a_task_of_ones_own(trained, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Curves from logs, resumed ones too, and the picture."""
 
+import re
 import sys
 
 import pytest
@@ -151,6 +152,9 @@ def test_runs_side_by_side(tmp_path):
     assert "<td>seed</td><td>1</td><td>2</td>" in content
     assert "moe_top_k" not in content  # the same in both
     assert "b: Load of every expert" in content
+    named = re.findall(' id="([^"]*)"', content)
+    assert len(named) == len(set(named))  # though it holds many pictures
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', content)) <= set(named)
 
 
 def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):

@@ -169,9 +169,13 @@ def test_likelihoods_of_a_long_text_decode_each_token_a_few_times():
     tokens = tokenizer.encode(text)
     answer = Answer(SimpleNamespace(logprobs=0), "run", counting)
     told = answer.choice(0, text, None, Told(tokens, [None] * len(tokens), []))["logprobs"]
-    lengths = [len(of(tokens[:place])) for place in range(len(tokens))]
-    assert told["text_offset"] == lengths  # a piece of a character counts as one
+    # The pieces of a character stand where it does.
+    begun = [of(tokens[:at]).rstrip("\N{REPLACEMENT CHARACTER}") for at in range(len(tokens))]
+    assert told["text_offset"] == [*map(len, begun)]
     assert sum(decoded) < 50 * len(tokens)
+    pieces = [token for token in range(256) if of([token]) == "\N{REPLACEMENT CHARACTER}"][:3]
+    told = answer.choice(0, "", None, Told([*pieces, 64], [None] * 4, []))["logprobs"]
+    assert told["text_offset"] == [0, 1, 2, 3]  # of no character, each is seen as one
 
 
 def test_a_text_begins_as_documents_do(generator, monkeypatch):

@@ -20,6 +20,7 @@ from mb_train.inference.generate import (
     Likelihood,
     Prompt,
     Sampling,
+    common,
     text_behind,
 )
 
@@ -178,19 +179,20 @@ class Answer:
         tokens, log_probs, tops, offsets = [], [], [], []
         every, begin = [*told.before, *told.tokens], len(told.before)
         # The last place between characters, and its offset: texts are decoded from there.
-        whole, so_far = begin + said, self._length(told.before, told.tokens[:said])
+        whole, so_far, text = begin + said, self._length(told.before, told.tokens[:said]), ""
         for place in range(said, len(told.tokens)):
             token, likelihood = told.tokens[place], told.likelihoods[place]
             at = begin + place
             before = every[max(at - READ_WITH, 0) : at]
             tokens.append(text_behind(self._tokenizer, before, [token]))
             log_probs.append(likelihood and likelihood.log_prob)
-            text = text_behind(
-                self._tokenizer, every[max(whole - READ_WITH, 0) : whole], every[whole:at]
-            )
-            offsets.append(so_far + len(text))
+            earlier, since = text, every[max(whole - READ_WITH, 0) : whole]
+            text = text_behind(self._tokenizer, since, every[whole : at + 1])
+            # A piece of a character stands where that does, whether or not it changes its look.
+            same = common(earlier, text)
+            offsets.append(so_far + min(same, max(len(text) - 1, 0)))
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                whole, so_far = at, so_far + len(text)
+                whole, so_far, text = at + 1, so_far + len(text), ""
             top = None
             if likelihood is not None:
                 # Pieces of a character look alike as text: the likeliest of them stays.

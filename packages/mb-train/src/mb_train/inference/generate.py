@@ -129,8 +129,13 @@ def text_behind(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[in
     """
     before = list(before[-READ_WITH:])
     begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
-    same = takewhile(lambda letters: letters[0] == letters[1], zip(begin, whole, strict=False))
-    return whole[len(list(same)) :]
+    return whole[common(begin, whole) :]
+
+
+def common(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(a, b, strict=False))
+    return len(list(same))
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ Tried with lm_eval 0.4.13 (2026-11-22): multiple choice, rolling perplexity, gen
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from mb_train.data.tokenizers import beginning
 from mb_train.inference.generate import Generator, Sampling
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
+
+# Tasks know the length of a continuation by any of these, the first that is there counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
@@ -113,17 +118,38 @@ def _class() -> type:
         def generate_until(self, requests: list[Any]) -> list[str]:
             """A continuation of each context, until one of its stop words."""
             generator, texts = Generator(self._trained), []
+            # A task with `repeats` asks the same several times, for answers that differ.
+            asked: Counter[str] = Counter()
             for request in requests:
                 before, options = request.args
                 stop = options.get("until") or []
-                sampling = Sampling(
-                    temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-                )
                 (found,) = generator.complete(
-                    [before], sampling, max_new_tokens=options.get("max_gen_toks", 256),
+                    [before], _sampling(options, seed=asked[before]),
+                    max_new_tokens=next((int(options[n]) for n in _LENGTHS if n in options), 256),
                     stop=[stop] if isinstance(stop, str) else stop,
                 )  # fmt: skip
+                asked[before] += 1
                 texts.append(found.text)
             return texts
 
     return MBTrainLM
+
+
+def _sampling(options: Mapping[str, Any], *, seed: int) -> Sampling:
+    """How a task's generation_kwargs choose; greedily, unless they have a temperature above 0.
+
+    Raises:
+        ValueError: they have something that there is not here.
+    """
+    known = ("until", "do_sample", *_LENGTHS, *_SAMPLING)
+    # One beam is no beam search.
+    other = [n for n in options if n not in known and (n, options[n]) != ("num_beams", 1)]
+    if other:
+        raise ValueError(
+            f"Expected generation_kwargs of {', '.join(known)}, got {', '.join(other)}. Take it "
+            "out of the task's file."
+        )
+    if options.get("do_sample") is False:
+        return Sampling(temperature=0.0, seed=seed)
+    given: dict[str, Any] = {n: options[n] for n in _SAMPLING if options.get(n) is not None}
+    return Sampling(seed=seed, **{"temperature": given.pop("temperature", 0.0), **given})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ body { font-family: system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; 
 table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem 1rem .15rem 0; }
 td { border-top: 1px solid #ddd; } figure { margin: 1.5rem 0; } svg { width: 100%; height: auto; }
 </style></head><body>"""
+_GROUP = re.compile('<g id="[^"]*"')
 
 
 def write_page(runs: Sequence[Curves], path: Path) -> None:
@@ -39,10 +41,12 @@ def _svg(panel: tuple[str, Panel], runs: Sequence[Curves]) -> str:
     figure = figure_of([panel], runs, 3.0)
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
-    # Text stays text (to search and copy), and the same run gives the same page.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mb-train"}):
+    # Text stays text (to search and copy), and the same run gives the same page. A page has every
+    # id once: what pictures refer to is named by their titles, of their groups nothing is needed.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"mb-train {panel[0]}"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    found = buffer.getvalue()
+    return _GROUP.sub("<g", found[found.index("<svg") :])
 
 
 def _summary_rows(runs: Sequence[Curves]) -> list[list[str]]:

@@ -153,7 +153,7 @@ def test_texts_begin_as_documents_do(trained, tmp_path, harness):
         for before, token in (("", "a"), ("a", "b"), ("", "x"))
     )
     found = task_of("perplexity")(model, path, EvalOptions())
-    assert (found["loss"], found["tokens"]) == (pytest.approx(-total / 3, abs=1e-5), 5)
+    assert (found["loss"], found["tokens"]) == (pytest.approx(-total / 3, abs=1e-5), 3)
     path = lines(tmp_path / "lambada.jsonl", "a b")
     expected = pytest.approx(
         -log_prob(trained, [29, *Words().encode("a")], Words().encode("b")[0])[0]
@@ -203,15 +203,16 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
     texts = ["a b c d e f g h i j k", "one", "x y"]
     total, scored = 0.0, 0
     for text in texts:
-        tokens = Words().encode(text)
+        tokens = [Words().eod, *Words().encode(text)]  # behind the end of another, as in training
         for at in range(1, len(tokens)):
             total -= log_prob(trained, tokens[max(0, at - CONTEXT) : at], tokens[at])[0]
             scored += 1
     path = lines(tmp_path / "texts.jsonl", *texts)
     found = task_of("perplexity")(trained, path, EvalOptions(stride=1))
     assert found["loss"] == pytest.approx(total / scored, abs=1e-4)
-    size = len(texts[0]) + len(texts[2])
+    size = sum(map(len, texts))
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, abs=1e-4)
+    assert (found["tokens"], found["bytes"]) == (scored, size)
     plain = tmp_path / "text.txt"
     plain.write_text(texts[0])
     first = task_of("perplexity")(trained, lines(tmp_path / "one.jsonl", texts[0]), EvalOptions())

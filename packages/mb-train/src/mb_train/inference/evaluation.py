@@ -9,7 +9,9 @@ perplexity   any text, or JSON Lines (.jsonl, .json, .ndjson) with a "text" each
              PPL, bits per byte.
 
 The last two move a window over the text by `stride` tokens and score what is new in it, each token
-once, the first of a text never. Where documents begin with a token of their own, texts do too.
+once. Where documents begin with a token of their own, texts do too. Elsewhere wikitext's first
+token is not scored, as in Megatron-LM, and texts of perplexity come behind the end of a document,
+as in training: so bits per byte are of all bytes, of short texts too.
 """
 
 from __future__ import annotations
@@ -100,21 +102,19 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
     lines = path.suffix.lower() in JSON_KINDS
     texts = [t for _, t in _texts_of_lines(path)] if lines else [_text(path)]
-    begin = beginning(trained.tokenizer)
+    begin = beginning(trained.tokenizer) or [trained.tokenizer.eod]
     encoded = [[*begin, *trained.tokenizer.encode(text)] for text in texts]
-    scored = sum(max(len(tokens) - 1, 0) for tokens in encoded)
-    if scored == 0:
-        raise ValueError(f"Expected a text of at least two tokens in {path}, found none.")
+    scored = sum(len(tokens) - 1 for tokens in encoded)
+    size = sum(len(text.encode()) for text in texts)
+    if scored == 0 or size == 0:
+        raise ValueError(f"{path} holds no text.")
     total = _loss(trained, encoded, options)
-    size = sum(
-        len(text.encode()) for text, tokens in zip(texts, encoded, strict=True) if len(tokens) > 1
-    )
     loss = total / scored
     return {
         "loss": loss,
         "ppl": megatron_lines.perplexity(loss),
         "bits_per_byte": total / math.log(2) / size,
-        "tokens": sum(map(len, encoded)),
+        "tokens": scored,
         "bytes": size,
         "texts": len(texts),
     }

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Numbers of parameters of one shape that are orthogonalised in one batch, of 0.5 GB.
-_TOGETHER = 2**26
+# Numbers of parameters of one shape that are orthogonalised in one batch, which takes 1.2 GB. What
+# one of four GPUs holds of a dMoE-125M takes an H100 25 ms so, 12 of them the host's; 27 to 31, all
+# of it the host's, with half as many; 25 and 7 with twice as many, but 2.7 GB (2026-11-26-h100.md).
+_TOGETHER = 2**27
 
 
 class Muon(AdamW):

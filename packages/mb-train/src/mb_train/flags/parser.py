@@ -102,8 +102,9 @@ def build_parser(
         prog="mb-train",
         usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
         description=_ABOUT + _listed(commands),
-        epilog=f"{len(SETTLED)} more flags are accepted from Megatron's scripts without effect, the"
-        " matter\nbeing settled here. A run says which of them it was given, and why.",
+        epilog=f"(ours): Megatron-LM has no such flag. {len(SETTLED)} more flags are accepted from"
+        " Megatron's scripts\nwithout effect, the matter being settled here. A run says which of"
+        " them it was given, and why.",
         formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -14,6 +14,7 @@ import mb_data
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, WorkerDiedError
+from mb_data.arguments import command_line
 from mb_data.cli import main
 from mb_data.text.progress import Progress, ProgressLine, format_progress
 
@@ -234,6 +235,14 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(
     said = capsys.readouterr().err
     assert re.fullmatch(rf"mb-data {words[0]}: .*File too large: '{file}'\n", said)
     assert sorted(os.listdir()) == before
+
+
+def test_every_command_and_argument_has_a_help():
+    (commands,) = (action for action in command_line()._actions if action.dest == "command")
+    for name, parser in commands.choices.items():
+        assert parser.description, name
+        for action in parser._actions:
+            assert action.help, (name, action.dest)
 
 
 def test_help_without_the_engines():

@@ -25,7 +25,9 @@ RUN = [
 def test_every_field_has_a_flag_and_a_help():
     options = build_parser()._option_string_actions
     for f in fields(TrainConfig):
-        assert options[flag_name(f.name)].help, f.name
+        text = options[flag_name(f.name)].help
+        assert text, f.name
+        assert text.endswith("(default yes)") == (f.default is True), f.name
 
 
 def test_no_flag_is_the_quickstart():

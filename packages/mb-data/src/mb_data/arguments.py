@@ -19,10 +19,12 @@ _IDLE: dict[str, dict[str, Any]] = {
     "--partitions": {"type": int, "help": "any number of workers writes one output"},
     "--keep-sequential-samples": {"action": "store_true", "help": "always kept"},
     "--find-optimal-num-workers": {"action": "store_true", "help": "one per core"},
-    "--workers-to-check": {"nargs": "+", "type": int},
-    "--max-documents": {"type": int},
-    "--performance-dir": {},
+    "--workers-to-check": {"nargs": "+", "type": int, "help": "for the flag above"},
+    "--max-documents": {"type": int, "help": "the same"},
+    "--performance-dir": {"help": "the same"},
 }
+
+_RESULT = "path of the result without .bin or .idx"
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,18 +48,21 @@ def command_line() -> Parser:
     parser.add_argument("--version", action="version", version=f"mb-data {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
 
-    command = commands.add_parser("preprocess", help="text, JSON Lines or Parquet to tokens")
+    def add(name: str, about: str) -> Parser:
+        return commands.add_parser(name, help=about, description=about)
+
+    command = add("preprocess", "Text, JSON Lines or Parquet to tokens.")
     _add_preprocess(command)
     _add_tokenizer(command)
 
-    command = commands.add_parser("inspect", help="what is in these files?")
+    command = add("inspect", "What is in these files?")
     command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
 
-    command = commands.add_parser("validate", help="are these files whole?")
+    command = add("validate", "Are these files whole?")
     command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
     command.add_argument("--vocab-size", type=int, help="every token must be below it")
 
-    command = commands.add_parser("merge", help="join datasets")
+    command = add("merge", "Join datasets in the order given.")
     command.add_argument(
         "--input",
         nargs="+",
@@ -65,32 +70,34 @@ def command_line() -> Parser:
         required=True,
         help="prefixes, or directories for all in them",
     )
-    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--output-prefix", required=True, help=_RESULT)
 
-    command = commands.add_parser("shuffle", help="write the documents in a random order")
+    command = add("shuffle", "Write the documents in a random order.")
     command.add_argument("--input", required=True, help="path without .bin or .idx")
-    command.add_argument("--output-prefix", required=True)
-    command.add_argument("--seed", type=int, default=1234)
+    command.add_argument("--output-prefix", required=True, help=_RESULT)
+    command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
 
-    command = commands.add_parser("decode", help="show a document's text")
+    command = add("decode", "Show the text of documents.")
     command.add_argument("prefix", help="path without .bin or .idx")
     command.add_argument("document", type=int, nargs="+", help="counted from 0")
     _add_tokenizer(command)
 
-    command = commands.add_parser("convert", help="bring a TNTIDX dataset up to date")
+    command = add("convert", "Write a dataset of Megatron's former format, TNTIDX, in today's.")
     command.add_argument("--input", required=True, help="path without .bin or .idx")
-    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--output-prefix", required=True, help=_RESULT)
 
-    command = commands.add_parser(
-        "sample-corpus", help="write the standard library's sources as JSON Lines"
-    )
-    command.add_argument("output")
-    command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
+    command = add("sample-corpus", "Write the sources of Python's standard library as JSON Lines.")
+    command.add_argument("output", help="file to write")
+    command.add_argument(
+        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES,
+        help=f"stop at so much text; default {DEFAULT_MAX_BYTES}",
+    )  # fmt: skip
 
-    command = commands.add_parser(
-        "machine-corpus", help="write the machine's sources and documentation, each text once"
+    command = add(
+        "machine-corpus",
+        "Write the machine's sources and documentation as JSON Lines, each text once.",
     )
-    command.add_argument("output")
+    command.add_argument("output", help="file to write")
     command.add_argument("--max-bytes", type=int, help="stop at so much text; default all")
     command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
     command.add_argument(
@@ -113,7 +120,9 @@ def _add_preprocess(command: argparse.ArgumentParser) -> None:
         help="JSON Lines, .txt or Parquet: files, directories, quoted patterns, pipes, URLs, or - "
         "for stdin; plain, .gz, .bz2, .xz or .zst",
     )
-    command.add_argument("--output-prefix", help="path without _<key>_document.bin")
+    command.add_argument(
+        "--output-prefix", help="OUT gives OUT_<key>_document.bin and .idx, or _sentence"
+    )
     command.add_argument("--json-keys", nargs="+", action="extend", help="default: text")
     command.add_argument("--append-eod", action="store_true", help="end documents with a token")
     command.add_argument(
@@ -131,7 +140,9 @@ def _add_preprocess(command: argparse.ArgumentParser) -> None:
     command.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
     command.add_argument("--lang", default="english", help="of the sentences (default: english)")
     command.add_argument(
-        "--keep-newlines", action="store_true", help="keep the white space after sentences"
+        "--keep-newlines",
+        action="store_true",
+        help="keep the white space after sentences",
     )
     command.add_argument(
         "--keep-empty",
@@ -155,7 +166,10 @@ def _add_preprocess(command: argparse.ArgumentParser) -> None:
         help="I/N: read the I-th of N parts, from 0; slurm: as this task of a Slurm array",
     )
     command.add_argument(
-        "--text-unit", choices=TEXT_UNITS, default="line", help="a document of a .txt"
+        "--text-unit",
+        choices=TEXT_UNITS,
+        default="line",
+        help="a document of a .txt (default: line)",
     )
     command.add_argument(
         "--max-line-mb", type=_megabytes, default=64.0, help="a longer line is bad (default: 64)"
@@ -205,9 +219,12 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help=f"{', '.join(NAMES)}, or a file (default: gpt2)")
     group.add_argument("--tokenizer-type", choices=MEGATRON_TYPES, help="Megatron's name of it")
     # The README of Megatron says --vocab, which its parser takes for an abbreviation.
-    group.add_argument("--vocab-file", "--vocab", help="for --tokenizer-type")
-    group.add_argument("--merge-file", help="for --tokenizer-type")
-    group.add_argument("--tokenizer-model", help="for --tokenizer-type")
+    group.add_argument(
+        "--vocab-file", "--vocab",
+        help="vocab.json with --merge-file, or vocab.txt of a BertWordPiece type",
+    )  # fmt: skip
+    group.add_argument("--merge-file", help="merges.txt with --vocab-file")
+    group.add_argument("--tokenizer-model", help="file of the other --tokenizer-types")
     group.add_argument("--vocab-size", type=int, help="of the NullTokenizer, the TikTokenizer")
     group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of the TikTokenizer")
     group.add_argument("--tiktoken-num-special-tokens", type=int, help="of the TikTokenizer")

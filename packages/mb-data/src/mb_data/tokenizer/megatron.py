@@ -48,7 +48,8 @@ def megatron_tokenizer(
     """The tokenizer Megatron builds for ``--tokenizer-type`` and the flags beside it.
 
     Without files ``GPT2BPETokenizer`` and ``BertWordPieceLowerCase`` are those in this package.
-    Raises ValueError for an unknown type or a file the type needs.
+    Arguments are Megatron's flags of these names; ``num_extra_ids``, ``eod_token`` and ``engine``
+    are as for ``load_tokenizer``. Raises ValueError for an unknown type or a file the type needs.
     """
     if kind not in MEGATRON_TYPES:
         raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")

@@ -20,7 +20,10 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
     parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0,
+        help="choose among the likeliest with this much probability; default 1, all",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
     options = parser.parse_args(arguments)
     from mb_train.inference.generate import Generator, Sampling

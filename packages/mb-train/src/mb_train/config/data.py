@@ -157,7 +157,8 @@ class DataFields:
     )
     merge_file: str | None = flag("merges.txt of a byte-level BPE", needs=_MERGES)
     tokenizer_model: str | None = flag(
-        "model file of SentencePiece",
+        "model file of SentencePiece or the TikTokenizer; a tokenizer.json for the "
+        "HuggingFaceTokenizer",
         instead_of=("tokenizer", "vocab_file", "merge_file"),
         needs=_ONE_FILE,
     )

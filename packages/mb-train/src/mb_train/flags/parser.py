@@ -45,7 +45,10 @@ def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
 def add_run(parser: Parser) -> None:
     """Arguments of a command that loads a run's model: the run, and the device to load it on."""
     parser.add_argument("run", help="run folder, or one of its iteration folders")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where to compute; auto, the default, takes a GPU if there is one",
+    )  # fmt: skip
 
 
 def refuse_idle(given: Mapping[str, Any], takes: Collection[str], where: str) -> None:
@@ -99,8 +102,9 @@ def build_parser(
         prog="mb-train",
         usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
         description=_ABOUT + _listed(commands),
-        epilog=f"{len(SETTLED)} more flags are accepted from Megatron's scripts without effect, the"
-        " matter\nbeing settled here. A run says which of them it was given, and why.",
+        epilog=f"(ours): Megatron-LM has no such flag. {len(SETTLED)} more flags are accepted from"
+        " Megatron's scripts\nwithout effect, the matter being settled here. A run says which of"
+        " them it was given, and why.",
         formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -145,6 +149,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     if kind is bool:
         # `--no-no-load-optim` would help nobody.
         negated = not f.name.startswith("no_")
+        text += " (default yes)" if f.default else ""
         action = argparse.BooleanOptionalAction if negated else "store_true"
         group.add_argument(*names, action=action, dest=f.name, help=text)
         for name in about.off:

@@ -198,6 +198,17 @@ def test_every_argument_of_a_moe_layer_has_a_field():
     assert differing == {"load_balancing_loss_weight", "num_experts"}
 
 
+def test_a_pipeline_cuts_both_stacks_of_a_t5():
+    t5 = RUN | {"model": "t5", "decoder_seq_length": 8, "vocab_extra_ids": 2, "num_layers": 3}
+    TrainConfig(**t5, pipeline_model_parallel_size=6)
+    chunks = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    TrainConfig(**t5, **chunks)
+    with pytest.raises(ValueError, match=r"--num-layers . --decoder-num-layers 6, got 7"):
+        TrainConfig(**t5, pipeline_model_parallel_size=7)
+    with pytest.raises(ValueError, match=r"--decoder-num-layers to be .* got 5, 1 and 2"):
+        TrainConfig(**t5, **chunks, decoder_num_layers=2)
+
+
 def test_which_layers_have_experts():
     config = TrainConfig(**RUN | {"num_layers": 7}, moe_num_experts=4, moe_layer_freq=2)
     assert [config.has_experts(i) for i in range(7)] == [True, False] * 3 + [True]

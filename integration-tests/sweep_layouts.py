@@ -55,12 +55,13 @@ SAME = (
 # Adafactor divides by the roots of small sums, bf16 moments are rounded by the last bits of the
 # weights.
 OPTIMIZERS = {
-    "adam": 1e-5, "sgd": 1e-5, "adafactor": 1e-3, "muon": 1e-4,
+    "adam": 1e-5, "sgd": 1e-5, "sgd --sgd-momentum 0": 1e-5, "adafactor": 1e-3, "muon": 1e-4,
     "adam --optimizer-state-dtype bf16": 5e-2,
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
 # embed all texts nearly alike at first, and what tells them apart cancels.
 KINDS = {"--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2}
+DECODERS = ("", "", "--decoder-num-layers 2")
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
@@ -139,7 +140,8 @@ def sentences(rng: random.Random, kind: str) -> list[str]:
     """Flags of a BERT, a T5 or an ICT, with documents of sentences."""
     model = [f"--model {kind} --num-layers 4 --num-attention-heads 4"]
     model += ["--make-vocab-size-divisible-by 64"]  # as many rows for every number of ranks
-    model += ["--decoder-seq-length 12 --vocab-extra-ids 8"] if kind == "t5" else []
+    if kind == "t5":
+        model += [f"--decoder-seq-length 12 --vocab-extra-ids 8 {rng.choice(DECODERS)}"]
     return [*model, rng.choice(["", "--position-embedding-type relative"])]
 
 
@@ -176,6 +178,8 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--moe-balance-by scores --moe-router-enable-expert-bias",
         "--moe-weights-on-input", "--moe-num-zero-experts 1",
+        "--moe-router-topk-scaling-factor 2.0", "--moe-shared-expert-intermediate-size 16 "
+        "--moe-shared-expert-weighted-sum",
     ):  # fmt: skip
         if rng.random() < 0.2:
             model += [flags]

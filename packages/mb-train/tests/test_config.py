@@ -9,6 +9,7 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
+from mb_train.tasks.architecture import expert_config
 
 RUN = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8,
@@ -196,6 +197,26 @@ def test_every_argument_of_a_moe_layer_has_a_field():
     differing = {name for name, value in plain.items() if value != defaults[name]}
     # Megatron's own default, and a dense model.
     assert differing == {"load_balancing_loss_weight", "num_experts"}
+
+
+def test_a_pipeline_cuts_both_stacks_of_a_t5():
+    t5 = RUN | {"model": "t5", "decoder_seq_length": 8, "vocab_extra_ids": 2, "num_layers": 3}
+    TrainConfig(**t5, pipeline_model_parallel_size=6)
+    chunks = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    TrainConfig(**t5, **chunks)
+    with pytest.raises(ValueError, match=r"--num-layers . --decoder-num-layers 6, got 7"):
+        TrainConfig(**t5, pipeline_model_parallel_size=7)
+    with pytest.raises(ValueError, match=r"--decoder-num-layers to be .* got 5, 1 and 2"):
+        TrainConfig(**t5, **chunks, decoder_num_layers=2)
+
+
+def test_what_another_library_refuses_is_said_as_it_is_typed():
+    both = {"moe_weights_on_input": True, "moe_shared_expert_weighted_sum": True}
+    shared = {"moe_num_experts": 4, "moe_shared_expert_intermediate_size": 16}
+    config = TrainConfig(**RUN, **shared, **both)
+    wanted = "--no-moe-shared-expert-weighted-sum with --moe-weights-on-input, got both"
+    with pytest.raises(ValueError, match=f"expected {wanted}"):
+        expert_config(config)
 
 
 def test_which_layers_have_experts():

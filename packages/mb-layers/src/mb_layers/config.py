@@ -238,9 +238,15 @@ class MoEConfig:
 
     def _check_weights_on_input(self) -> None:
         if self.weights_on_input and self.drop_policy == "probability":
-            raise ValueError("expected drop_policy='position' with weights_on_input=True")
+            raise ValueError(
+                "expected drop_policy='position' with weights_on_input=True, got 'probability'; "
+                "change one of the two"
+            )
         if self.weights_on_input and self.shared_expert_weighted_sum:
-            raise ValueError("expected shared_expert_weighted_sum=False with weights_on_input=True")
+            raise ValueError(
+                "expected shared_expert_weighted_sum=False with weights_on_input=True, got both; "
+                "leave one out"
+            )
 
     def _check_shared_expert(self) -> None:
         if self.shared_expert_hidden_size is not None:
@@ -293,7 +299,10 @@ class MoEConfig:
         if self.num_expert_groups is None and self.top_k_groups is None:
             return
         if self.num_zero_experts:
-            raise ValueError("expected num_zero_experts=0 with expert groups")
+            raise ValueError(
+                f"expected num_zero_experts=0 with expert groups, got {self.num_zero_experts}; "
+                "leave one of the two out"
+            )
         if self.num_expert_groups is None or self.top_k_groups is None:
             raise ValueError(
                 "expected num_expert_groups and top_k_groups together, got "

@@ -158,15 +158,21 @@ def whole(value: int | None) -> int:
 def in_flags(names: Mapping[str, str]) -> Generator[None]:
     """Within: a ValueError of another library names flags where it names its own arguments.
 
+    A choice that is on or off is said as it is typed: `--no-sequence-parallel`.
+
     Args:
         names: the field behind each argument.
     """
     try:
         yield
     except ValueError as error:
-        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-        said = words.sub(lambda match: flag_name(names[match[1]]), str(error))
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})(=True\b|=False\b)?")
+        said = words.sub(lambda match: _typed(names[match[1]], match[2]), str(error))
         raise ValueError(said) from error
+
+
+def _typed(name: str, value: str | None) -> str:
+    return flag_name(f"no_{name}" if value == "=False" else name)
 
 
 def flag_name(name: str) -> str:

@@ -119,17 +119,22 @@ class ParallelFields:
             return self.data_parallel_size(world_size)
         return self.expert_model_parallel_size
 
-    def check_parallel(self, num_layers: int) -> None:
-        """Raise ValueError for a way of spreading that contradicts itself."""
+    def check_parallel(self, layers: int, flags: str) -> None:
+        """Raise ValueError for a way of spreading that contradicts itself.
+
+        Args:
+            layers: of the whole model, which a pipeline cuts.
+            flags: that say how many, for the message.
+        """
         if self.moe_expert_model_parallelism and self.expert_model_parallel_size > 1:
             raise ValueError(
                 "Expected one of --moe-expert-model-parallelism (all data-parallel ranks) and "
                 f"--expert-model-parallel-size, got both ({self.expert_model_parallel_size})."
             )
         chunk, stages = self.layers_of_a_chunk, self.pipeline_model_parallel_size
-        if stages > num_layers:
+        if stages > layers:
             raise ValueError(
-                f"Expected --pipeline-model-parallel-size of at most --num-layers {num_layers}, "
+                f"Expected --pipeline-model-parallel-size of at most {flags} {layers}, "
                 f"got {stages}."
             )
         if stages > 1 and self.zero_stage == 0:
@@ -137,10 +142,10 @@ class ParallelFields:
                 f"Expected --zero-stage 1, 2 or 3 with --pipeline-model-parallel-size {stages}, "
                 "whose schedules run several backward passes a step, got 0."
             )
-        if chunk is not None and (stages < 2 or num_layers % (stages * whole(chunk))):
+        if chunk is not None and (stages < 2 or layers % (stages * whole(chunk))):
             raise ValueError(
-                "Expected --num-layers to be a multiple of --num-layers-per-virtual-pipeline-stage "
-                f"x stages, of at least 2 stages, got {num_layers}, {chunk} and {stages}. 0 is for "
+                f"Expected {flags} to be a multiple of --num-layers-per-virtual-pipeline-stage "
+                f"x stages, of at least 2 stages, got {layers}, {chunk} and {stages}. 0 is for "
                 "one chunk a stage."
             )
         if self.pipeline_schedule not in ("gpipe", "1f1b") and chunk is None:
@@ -148,9 +153,9 @@ class ParallelFields:
                 "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
                 f"{self.pipeline_schedule}, got none. Without it there are 1f1b and gpipe."
             )
-        if self.pipeline_schedule == "zbv-zero-bubble" and num_layers != 2 * stages * whole(chunk):
+        if self.pipeline_schedule == "zbv-zero-bubble" and layers != 2 * stages * whole(chunk):
             raise ValueError(
-                "Expected --num-layers = 2 x --pipeline-model-parallel-size x "
+                f"Expected {flags} = 2 x --pipeline-model-parallel-size x "
                 "--num-layers-per-virtual-pipeline-stage with --pipeline-schedule zbv-zero-bubble, "
-                f"which runs two chunks a stage, got {num_layers}, {stages} and {chunk}."
+                f"which runs two chunks a stage, got {layers}, {stages} and {chunk}."
             )

@@ -89,7 +89,10 @@ class TrainConfig(
         self.check_rates(by_samples=self.by_samples)
         self.check_regularization()
         self.check_precision()
-        self.check_parallel(whole(self.num_layers))
+        if self.model == "t5":  # a pipeline cuts its encoder and its decoder as one row of layers
+            self.check_parallel(sum(self._stacks), "--num-layers + --decoder-num-layers")
+        else:
+            self.check_parallel(whole(self.num_layers), "--num-layers")
         self.check_data()
         if self.reads_token_files:
             self.check_blends()

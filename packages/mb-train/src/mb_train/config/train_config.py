@@ -171,6 +171,15 @@ class TrainConfig(
         own = {name: getattr(self, name) for name in self.names_on_load("model")}
         return own | {"padded_vocab_size": vocab_size, "tokenizer": tokenizer}
 
+    def dataset_arguments(self) -> dict[str, Any]:
+        """Arguments that all of `mb_data.build_gpt_datasets`, `build_bert_datasets`, ... take."""
+        return {
+            "split": self.split,
+            "split_rounding": self.split_rounding,
+            "seed": self.seed,
+            "cache_dir": self.data_cache_path,
+        }
+
     @classmethod
     def names_on_load(cls, on_load: str) -> dict[str, list[str]]:
         """Values in force of one kind (see `OnLoad`), and the fields behind each."""

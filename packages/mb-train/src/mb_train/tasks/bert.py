@@ -73,15 +73,12 @@ class BertTask(SentenceTask):
         return mb_data.build_bert_datasets(
             paths,
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             seq_length=self._length,
             num_samples=num_samples,
-            seed=config.seed,
             mask_prob=config.mask_prob,
             short_seq_prob=config.short_seq_prob,
             binary_head=config.bert_binary_head,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:

@@ -78,14 +78,11 @@ class ICTTask(SentenceTask):
             paths[0],
             titles_prefix=config.titles_data_path or titles_beside(paths[0]),
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             seq_length=whole(config.seq_length),
             num_samples=num_samples,
-            seed=config.seed,
             query_in_block_prob=config.query_in_block_prob,
             use_one_sent_docs=config.use_one_sent_docs,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:

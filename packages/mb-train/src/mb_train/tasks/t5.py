@@ -99,17 +99,14 @@ class T5Task(SentenceTask):
         return mb_data.build_t5_datasets(
             paths,
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             encoder_seq_length=encoder,
             decoder_seq_length=decoder,
             num_samples=num_samples,
-            seed=config.seed,
             mask_prob=config.mask_prob,
             mean_span=config.mean_noise_span_length,
             short_seq_prob=config.short_seq_prob,
             share_decoder=self._most > 1,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:

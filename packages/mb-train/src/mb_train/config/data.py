@@ -4,25 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, LEFT_OUT, POSITIVE, SHARE, flag, flag_name
+from mb_train.config.field import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    LEFT_OUT,
+    POSITIVE,
+    SHARE,
+    Bounds,
+    flag,
+    flag_name,
+)
 from mb_train.untrusted import json_of
 
 TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
 _AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
-# Without a type it is one of those that the files are of.
-_VOCABULARY = (
-    "tokenizer_type", LEFT_OUT, "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
-)  # fmt: skip
-_MERGES = ("tokenizer_type", LEFT_OUT, "GPT2BPETokenizer")
-_ONE_FILE = (
-    "tokenizer_type", LEFT_OUT, "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer",
-)  # fmt: skip
 # Of data that is named part by part nothing is split.
 _SPLIT = ("train_data_path", LEFT_OUT)
 WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
+# What each --tokenizer-type is made from: mb_data.tokenizer.megatron.MADE_FROM, which brings NumPy,
+# for which --help need not wait; a test holds the two together.
+TOKENIZER_TYPES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": (
+        "tokenizer_model", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens",
+        "tiktoken_special_tokens",
+    ),
+    "NullTokenizer": ("vocab_size",),
+}  # fmt: skip
+
+
+def _made_into(name: str, *untyped: Bounds) -> tuple[Any, ...]:
+    """What a field that tokenizers are made from needs; `untyped`, if it does without a type."""
+    types = (kind for kind, made_from in TOKENIZER_TYPES.items() if name in made_from)
+    return ("tokenizer_type", *untyped, *types)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,40 +167,39 @@ class DataFields:
     )
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
-        choices=(
-            "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
-            "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
-            "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
-        ), instead_of=("tokenizer",),
-    )  # fmt: skip
+        choices=tuple(TOKENIZER_TYPES),
+        instead_of=("tokenizer",),
+    )
     vocab_file: str | None = flag(
         "vocab.json of a byte-level BPE, or vocab.txt",
         instead_of=("tokenizer", "tokenizer_model"),
-        needs=_VOCABULARY,
+        needs=_made_into("vocab_file", LEFT_OUT),
     )
-    merge_file: str | None = flag("merges.txt of a byte-level BPE", needs=_MERGES)
+    merge_file: str | None = flag(
+        "merges.txt of a byte-level BPE", needs=_made_into("merge_file", LEFT_OUT)
+    )
     tokenizer_model: str | None = flag(
         "model file of SentencePiece",
         instead_of=("tokenizer", "vocab_file", "merge_file"),
-        needs=_ONE_FILE,
+        needs=_made_into("tokenizer_model", LEFT_OUT),
     )
     vocab_size: int | None = flag(
         "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE,
-        needs=("tokenizer_type", "NullTokenizer", "TikTokenizer"),
+        needs=_made_into("vocab_size"),
     )  # fmt: skip
     tiktoken_pattern: str | None = flag(
         "how the TikTokenizer cuts words",
         choices=("v1", "v2"),
-        needs=("tokenizer_type", "TikTokenizer"),
+        needs=_made_into("tiktoken_pattern"),
     )
     tiktoken_num_special_tokens: int = flag(
         "special tokens of the TikTokenizer",
         1000,
         bounds=AT_LEAST_0,
-        needs=("tokenizer_type", "TikTokenizer"),
+        needs=_made_into("tiktoken_num_special_tokens"),
     )
     tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
-        "their names", needs=("tokenizer_type", "TikTokenizer")
+        "their names", needs=_made_into("tiktoken_special_tokens")
     )
     eod_token: str | None = flag(
         "special token that ends documents, as mb-data preprocess was told; default the "

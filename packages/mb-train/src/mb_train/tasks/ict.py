@@ -112,9 +112,8 @@ class ICTTask(SentenceTask):
         every = (dataset[i] for i in range(count))
         different = {tuple(s["block_data"].tolist()[:3]): s for s in every}
         samples = list(different.values())
-        device = next(model.parameters()).device
         queries, blocks = [], []
-        for _, batch in batches_of(self, samples, device):
+        for _, batch in batches_of(self, samples, model):
             kept = [batch.get(f"{side}_kept_T") for side in ("query", "block")]
             query_BD, _ = model.query(batch["tokens_BS"], batch["query_valid_BS"], kept[0])
             block_BD, _ = model.block(batch["block_BS"], batch["block_valid_BS"], kept[1])

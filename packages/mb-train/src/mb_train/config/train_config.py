@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from mb_train.config.data import DataFields, MaskingFields
+from mb_train.config.data import DataFields
 from mb_train.config.field import (
     Bounds,
     Spec,
@@ -24,6 +24,7 @@ from mb_train.config.field import (
     value_types,
     whole,
 )
+from mb_train.config.masking import MaskingFields
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields

@@ -29,10 +29,10 @@ from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
+from mb_train.config.rates import RateFields
 from mb_train.config.training import (
     InitializationFields,
     PrecisionFields,
-    RateFields,
     RegularizationFields,
     TrainingFields,
 )

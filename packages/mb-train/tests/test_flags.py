@@ -148,7 +148,7 @@ def test_what_has_no_effect_is_said():
         "no effect without --recompute-method block: --recompute-num-layers",
         "no effect without --load: --no-load-optim",
         "no effect without --tensor-model-parallel-size above 1: --sequence-parallel",
-        "no effect without --tokenizer-type NullTokenizer or TikTokenizer: --vocab-size",
+        "no effect without --tokenizer-type TikTokenizer or NullTokenizer: --vocab-size",
     ]
     words = (
         "--save-interval 9 --async-save --no-save-optim --profile-step-end 20 "

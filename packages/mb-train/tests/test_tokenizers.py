@@ -7,8 +7,10 @@ import shutil
 import mb_data
 import numpy as np
 import pytest
+from mb_data.tokenizer.megatron import MADE_FROM
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.config.data import TOKENIZER_TYPES
 from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer, vocabulary_rows
 from mb_train.folder.history import set_aside, set_later_aside
@@ -136,6 +138,10 @@ def test_a_vocabulary_that_ranks_cannot_share_is_said():
     assert rows == [512, 512, 500, 502]
     with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
         vocabulary_rows(config, 500, ranks=2, saved=501)
+
+
+def test_types_are_those_of_mb_data():
+    assert TOKENIZER_TYPES == MADE_FROM
 
 
 def test_documents_end_as_mb_data_was_told(tmp_path):

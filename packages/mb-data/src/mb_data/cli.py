@@ -59,9 +59,8 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     if options.tokenizer_type:
         if options.tokenizer or options.cased:
             raise ValueError("--tokenizer-type goes without --tokenizer and --cased")
-        idle = [name for name in given if name not in MADE_FROM[options.tokenizer_type]]
-        for name in idle if not getattr(options, "quiet", False) else []:
-            _say_idle(options, name, f"with --tokenizer-type {options.tokenizer_type}")
+        why = f"with --tokenizer-type {options.tokenizer_type}"
+        _say_idle(options, {n: why for n in given if n not in MADE_FROM[options.tokenizer_type]})
         return megatron_tokenizer(options.tokenizer_type, **given, **shared)
     if given:
         flag = f"--{next(iter(given)).replace('_', '-')}"
@@ -70,9 +69,13 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     return load_tokenizer(name, lower_case=not options.cased, **shared)
 
 
-def _say_idle(options: argparse.Namespace, name: str, why: str) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    print(f"mb-data {options.command}: {flag} has no effect {why}", file=sys.stderr)
+def _say_idle(options: argparse.Namespace, idle: dict[str, str]) -> None:
+    """Name options that do nothing, each with the reason."""
+    if getattr(options, "quiet", False):  # which not all commands have
+        return
+    for name, why in idle.items():
+        flag = f"--{name.replace('_', '-')}"
+        print(f"mb-data {options.command}: {flag} has no effect {why}", file=sys.stderr)
 
 
 def _preprocess(options: argparse.Namespace) -> None:
@@ -87,9 +90,7 @@ def _preprocess(options: argparse.Namespace) -> None:
     if not options.split_sentences:  # who names a language wants sentences, as BERT, T5 and ICT do
         of_sentences = {"lang": options.lang != "english", "keep_newlines": options.keep_newlines}
         idle |= {name: "without --split-sentences" for name in of_sentences if of_sentences[name]}
-    for name, why in idle.items():
-        if not options.quiet:
-            _say_idle(options, name, why)
+    _say_idle(options, idle)
     # pythonw and some supervisors give a process no stderr.
     show = None if options.quiet or sys.stderr is None else ProgressLine(sys.stderr)
     summary = preprocess(

@@ -93,43 +93,11 @@ def load_tokenizer(
         raise ValueError(
             f"the number of extra ids must be from 0 to {MOST_IDS - 1:,}, got {num_extra_ids}"
         )
-    if name == "gpt2":
-        tokenizer: Tokenizer = from_merges(
-            name,
-            _embedded("gpt2_merges.txt.gz"),
-            fingerprint=name,
-            num_extra_ids=num_extra_ids,
-            engine=engine,
-        )
-    elif name == BERT or name.startswith(f"{BERT}:"):
-        lines = _embedded("bert_base_uncased_vocab.txt.gz").splitlines()
-        tokenizer = WordPiece(
-            name,
-            lines[: _first_pieces(name, len(lines))],
-            fingerprint=name,
-            lower_case=True,
-            num_extra_ids=num_extra_ids,
-            engine=engine,
-        )
-    elif name.startswith("null:"):
-        size = name.removeprefix("null:")
-        if not size.isdecimal():
-            raise ValueError(f"tokenizer {name!r}: expected a size, as in null:1000")
-        if num_extra_ids:
-            raise ValueError("the null tokenizer has no extra ids")
-        tokenizer = NullTokenizer(name, int(size))
-    else:
-        tokenizer = _from_file(
-            name,
-            _find(name),
-            engine=engine,
-            num_extra_ids=num_extra_ids,
-            lower_case=lower_case,
-            add_roles=add_roles,
-        )
-    if not lower_case and not (
-        isinstance(tokenizer, WordPiece) and not tokenizer.readable.lower_case
-    ):
+    shared: dict[str, Any] = {"engine": engine, "num_extra_ids": num_extra_ids}
+    of_files = {"lower_case": lower_case, "add_roles": add_roles}
+    tokenizer = _named(name, **shared) or _from_file(name, _find(name), **shared, **of_files)
+    cased = isinstance(tokenizer, WordPiece) and not tokenizer.readable.lower_case
+    if not lower_case and not cased:
         raise ValueError(
             f"tokenizer {name}: expected the vocab.txt of a cased WordPiece with --cased "
             "(lower_case=False); any other says itself what becomes of capitals, so leave that out"
@@ -140,16 +108,26 @@ def load_tokenizer(
             raise ValueError(f"tokenizer {name} has no token {eod_token!r} to end documents with")
         tokenizer.special["eod"] = eod
         tokenizer.fingerprint += f", {eod_token} ends documents"
-    tokenizer.rebuild = partial(
-        load_tokenizer,
-        name,
-        engine=engine,
-        num_extra_ids=num_extra_ids,
-        lower_case=lower_case,
-        add_roles=add_roles,
-        eod_token=eod_token,
-    )
+    tokenizer.rebuild = partial(load_tokenizer, name, **shared, **of_files, eod_token=eod_token)
     return tokenizer
+
+
+def _named(name: str, **options: Any) -> Tokenizer | None:
+    """The tokenizer that comes with this package under a name; None if there is none."""
+    if name == "gpt2":
+        return from_merges(name, _embedded("gpt2_merges.txt.gz"), fingerprint=name, **options)
+    if name == BERT or name.startswith(f"{BERT}:"):
+        lines = _embedded("bert_base_uncased_vocab.txt.gz").splitlines()
+        pieces = lines[: _first_pieces(name, len(lines))]
+        return WordPiece(name, pieces, fingerprint=name, lower_case=True, **options)
+    if name.startswith("null:"):
+        size = name.removeprefix("null:")
+        if not size.isdecimal():
+            raise ValueError(f"tokenizer {name!r}: expected a size, as in null:1000")
+        if options["num_extra_ids"]:
+            raise ValueError("the null tokenizer has no extra ids")
+        return NullTokenizer(name, int(size))
+    return None
 
 
 def _first_pieces(name: str, pieces: int) -> int:

@@ -34,12 +34,13 @@ from mb_train.checkpoint.tensors import (
     named_parameters,
     named_tensors,
     optimizer_entries,
+    state_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
 from mb_train.folder.run_folder import checkpoints, iteration_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint import CheckpointException, Metadata
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,15 @@ def _removal_told(path: Path) -> Generator[None]:
 
 def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from mb_train.checkpoint.metadata import SafeReader
 
     _check_sums(path, alone=alone)
     reader = SafeReader(path)
-    saved = reader.read_metadata().state_dict_metadata
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, entry in saved.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
-        shapes[name] = tuple(entry.size)
+    shapes = _saved_shapes(path, reader.read_metadata())
     if optimizer is not None:
         _make_optimizer_state(optimizer)
-        saved_state = any(name.startswith("optimizer.") for name in shapes)
-        if not saved_state and any(optimizer_entries(model, optimizer)):
+        if not state_names(shapes) and any(optimizer_entries(model, optimizer)):
             raise CheckpointError(
                 f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
             )
@@ -111,9 +105,8 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
     tensors = list(named_tensors(model, optimizer))
     state = dict(tensors)
     held = _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone)
-    # Left out, or one that keeps none, as SGD without momentum.
-    if not any(name.startswith("optimizer.") for name in held):
-        shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
+    if not state_names(held):  # left out, or one that keeps none, as SGD without momentum
+        shapes = {name: shapes[name] for name in shapes.keys() - state_names(shapes)}
     _compare(path, held, shapes)
     with quiet():
         try:
@@ -127,6 +120,17 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
     for entry, kind, name in optimizer_entries(model, optimizer):
         if isinstance(entry[kind], (int, float)):
             entry[kind] = type(entry[kind])(state[name].item())
+
+
+def _saved_shapes(path: Path, saved: Metadata) -> dict[str, tuple[int, ...]]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in saved.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
+        shapes[name] = tuple(entry.size)
+    return shapes
 
 
 def cause_of(error: CheckpointException) -> str:
@@ -154,7 +158,7 @@ def _forget_state(
     model: Modules, optimizer: torch.optim.Optimizer, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Drop the state of parameters that had none when they were saved: they got no gradient."""
-    with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
+    with_state = {name.split(".", 2)[2] for name in state_names(shapes)}
     for parameter, name in named_parameters(model):
         if name not in with_state:
             optimizer.state.pop(parameter, None)

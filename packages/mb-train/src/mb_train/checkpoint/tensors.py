@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ def named_tensors(model: Modules, optimizer: Optimizer) -> Iterator[tuple[str, T
         value = entry[kind]
         number = isinstance(value, (int, float))
         yield name, torch.tensor(value, dtype=torch.float64) if number else value
+
+
+def state_names(names: Iterable[str]) -> set[str]:
+    """Those of the names of `tensors_of` that are of an optimizer's state."""
+    return {name for name in names if name.startswith("optimizer.")}
 
 
 def plain_name(name: str) -> str:

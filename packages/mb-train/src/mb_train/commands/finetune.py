@@ -17,7 +17,7 @@ from typing import Any
 
 from mb_train.commands.train import print_config, tell_notes
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.data import TASKS
+from mb_train.config.masking import TASKS
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run

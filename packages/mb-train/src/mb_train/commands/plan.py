@@ -26,7 +26,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     tell_notes(resolved.notes)
     import torch
 
-    from mb_train.data.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows
+    from mb_train.data.tokenizers import vocabulary_of
     from mb_train.plan.sizing import describe, sizes
 
     there = torch.cuda.device_count()
@@ -35,12 +35,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
         raise ValueError(f"Expected --gpus of at least 1, got {ranks}.")
     here = torch.cuda.get_device_name(0) if there and config.device != "cpu" else "CPU"
     device = options.gpu or here
-    vocab_size = vocabulary_rows(
-        config,
-        load_tokenizer(config, copies_for(config, start)).vocab_size,
-        ranks=config.tensor_model_parallel_size,
-        saved=saved_rows(config, start),
-    )
+    _, vocab_size = vocabulary_of(config, start, ranks=config.tensor_model_parallel_size)
     found = sizes(config, vocab_size, ranks, device)
     print("\n".join(describe(config, found, ranks=ranks, device=device)))
     return 0

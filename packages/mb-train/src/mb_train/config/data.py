@@ -1,28 +1,49 @@
-"""Fields that say what a run reads: token files, tokenizer, the making of samples."""
+"""Fields that say what a run reads: token files, sequences, tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, LEFT_OUT, POSITIVE, SHARE, flag, flag_name
+from mb_train.config.field import (
+    AT_LEAST_0,
+    LEFT_OUT,
+    POSITIVE,
+    SHARE,
+    Bounds,
+    flag,
+    flag_name,
+)
 from mb_train.untrusted import json_of
 
-TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
 _AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
-# Without a type it is one of those that the files are of.
-_VOCABULARY = (
-    "tokenizer_type", LEFT_OUT, "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
-)  # fmt: skip
-_MERGES = ("tokenizer_type", LEFT_OUT, "GPT2BPETokenizer")
-_ONE_FILE = (
-    "tokenizer_type", LEFT_OUT, "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer",
-)  # fmt: skip
 # Of data that is named part by part nothing is split.
 _SPLIT = ("train_data_path", LEFT_OUT)
 WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
+# What each --tokenizer-type is made from: mb_data.tokenizer.megatron.MADE_FROM, which brings NumPy,
+# for which --help need not wait; a test holds the two together.
+TOKENIZER_TYPES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": (
+        "tokenizer_model", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens",
+        "tiktoken_special_tokens",
+    ),
+    "NullTokenizer": ("vocab_size",),
+}  # fmt: skip
+
+
+def _made_into(name: str, *untyped: Bounds) -> tuple[Any, ...]:
+    """What a field that tokenizers are made from needs; `untyped`, if it does without a type."""
+    types = (kind for kind, made_from in TOKENIZER_TYPES.items() if name in made_from)
+    return ("tokenizer_type", *untyped, *types)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,41 +165,40 @@ class DataFields:
     )
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
-        choices=(
-            "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
-            "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
-            "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
-        ), instead_of=("tokenizer",),
-    )  # fmt: skip
+        choices=tuple(TOKENIZER_TYPES),
+        instead_of=("tokenizer",),
+    )
     vocab_file: str | None = flag(
         "vocab.json of a byte-level BPE, or vocab.txt",
         instead_of=("tokenizer", "tokenizer_model"),
-        needs=_VOCABULARY,
+        needs=_made_into("vocab_file", LEFT_OUT),
     )
-    merge_file: str | None = flag("merges.txt of a byte-level BPE", needs=_MERGES)
+    merge_file: str | None = flag(
+        "merges.txt of a byte-level BPE", needs=_made_into("merge_file", LEFT_OUT)
+    )
     tokenizer_model: str | None = flag(
         "model file of SentencePiece or the TikTokenizer; a tokenizer.json for the "
         "HuggingFaceTokenizer",
         instead_of=("tokenizer", "vocab_file", "merge_file"),
-        needs=_ONE_FILE,
+        needs=_made_into("tokenizer_model", LEFT_OUT),
     )
     vocab_size: int | None = flag(
         "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE,
-        needs=("tokenizer_type", "NullTokenizer", "TikTokenizer"),
+        needs=_made_into("vocab_size"),
     )  # fmt: skip
     tiktoken_pattern: str | None = flag(
         "how the TikTokenizer cuts words",
         choices=("v1", "v2"),
-        needs=("tokenizer_type", "TikTokenizer"),
+        needs=_made_into("tiktoken_pattern"),
     )
     tiktoken_num_special_tokens: int = flag(
         "special tokens of the TikTokenizer",
         1000,
         bounds=AT_LEAST_0,
-        needs=("tokenizer_type", "TikTokenizer"),
+        needs=_made_into("tiktoken_num_special_tokens"),
     )
     tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
-        "their names", needs=("tokenizer_type", "TikTokenizer")
+        "their names", needs=_made_into("tiktoken_special_tokens")
     )
     eod_token: str | None = flag(
         "special token that ends documents, as mb-data preprocess was told; default the "
@@ -280,73 +300,3 @@ def _check_blend(name: str, paths: list[str] | None) -> None:
             parse_blend(paths)
     except ValueError as error:
         raise ValueError(f"{flag_name(name)}: {error}.") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskingFields:
-    """How samples of BERT, T5 and the retriever (ICT) are made, and its two towers."""
-
-    mask_prob: float = flag(
-        "share of tokens that are masked",
-        0.15,
-        bounds=SHARE,
-        on_load="fixed",
-        needs=("model", "bert", "t5"),
-    )
-    mean_noise_span_length: float = flag(
-        "words of a span that is taken out for a T5, in the mean, before spans of more than 10 are "
-        "cut to 10 (ours)", 5.0, bounds=AT_LEAST_1, on_load="fixed", needs=("model", "t5"),
-    )  # fmt: skip
-    short_seq_prob: float = flag(
-        "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
-        on_load="fixed", needs=("model", "bert", "t5"),
-    )  # fmt: skip
-    samples_per_sequence: int = flag(
-        "lay up to so many short samples of a BERT or a T5 into one sequence, each of which sees "
-        "itself alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed", needs=("model", "bert", "t5"),
-    )  # fmt: skip
-    titles_data_path: str | None = flag(
-        "titles of the documents, for the retriever; default PREFIX_title_document, or else "
-        "PREFIX_title_sentence, beside PREFIX_text_sentence, if it is there",
-        needs=("model", "ict"),
-    )
-    query_in_block_prob: float = flag(
-        "how often a query stays in its block",
-        0.1,
-        bounds=SHARE,
-        on_load="fixed",
-        needs=("model", "ict"),
-    )
-    use_one_sent_docs: bool = flag(
-        "take documents of one sentence as well", False, on_load="fixed", needs=("model", "ict")
-    )
-    biencoder_projection_dim: int = flag(
-        "width of the embeddings; 0 takes the hidden size", 0, bounds=AT_LEAST_0, on_load="model",
-        also=("--ict-head-size",), needs=("model", "ict"),
-    )  # fmt: skip
-    biencoder_shared_query_context_model: bool = flag(
-        "one tower for queries and contexts",
-        False,
-        on_load="model",
-        needs=("model", "ict"),
-    )
-    bert_load: str | None = flag(
-        "run of a BERT that the towers, or a classifier, begin from", on_load="own",
-        needs=("model", "ict", "classifier"),
-    )  # fmt: skip
-    task: str | None = flag(
-        "what a classifier learns to tell", choices=TASKS, on_load="model",
-        said_as={task.upper(): task for task in TASKS},
-    )  # fmt: skip
-    retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
-        "report how often the right context is among the first k",
-        bounds=POSITIVE,
-        also=("--report-topk-accuracies",),
-        needs=("model", "ict"),
-    )
-    retriever_score_scaling: bool = flag(
-        "divide scores by the root of the hidden size",
-        False,
-        on_load="said",
-        needs=("model", "ict"),
-    )

@@ -11,8 +11,9 @@ from dataclasses import fields
 from typing import Any
 
 from mb_train.config.field import flag_name, spec
+from mb_train.config.rates import RateFields
 from mb_train.config.train_config import TrainConfig
-from mb_train.config.training import RateFields, RegularizationFields
+from mb_train.config.training import RegularizationFields
 
 # Fields of the schedules, of learning rate and weight decay.
 OF_SCHEDULES = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from mb_train.config.data import DataFields, MaskingFields
+from mb_train.config.data import DataFields
 from mb_train.config.field import (
     Bounds,
     Spec,
@@ -24,14 +24,15 @@ from mb_train.config.field import (
     value_types,
     whole,
 )
+from mb_train.config.masking import MaskingFields
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
+from mb_train.config.rates import RateFields
 from mb_train.config.training import (
     InitializationFields,
     PrecisionFields,
-    RateFields,
     RegularizationFields,
     TrainingFields,
 )
@@ -173,6 +174,15 @@ class TrainConfig(
         """
         own = {name: getattr(self, name) for name in self.names_on_load("model")}
         return own | {"padded_vocab_size": vocab_size, "tokenizer": tokenizer}
+
+    def dataset_arguments(self) -> dict[str, Any]:
+        """Arguments that all of `mb_data.build_gpt_datasets`, `build_bert_datasets`, ... take."""
+        return {
+            "split": self.split,
+            "split_rounding": self.split_rounding,
+            "seed": self.seed,
+            "cache_dir": self.data_cache_path,
+        }
 
     @classmethod
     def names_on_load(cls, on_load: str) -> dict[str, list[str]]:

@@ -59,6 +59,22 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
         raise ValueError(f"{said}: {error}") from error
 
 
+def vocabulary_of(config: TrainConfig, start: Start | None, *, ranks: int) -> tuple[Tokenizer, int]:
+    """The tokenizer that a run begins with, and V, the rows that its model has for it.
+
+    Args:
+        start: what it goes on from.
+        ranks: tensor-parallel ones, which share the rows.
+
+    Raises:
+        ValueError: see `load_tokenizer` and `vocabulary_rows`.
+        OSError: no such file.
+    """
+    tokenizer = load_tokenizer(config, copies_for(config, start))
+    saved = _saved_rows(config, start)
+    return tokenizer, vocabulary_rows(config, tokenizer.vocab_size, ranks=ranks, saved=saved)
+
+
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """The tokens that documents begin with, before those of their text."""
     return [tokenizer.bos] if tokenizer.prepend_bos else []
@@ -135,7 +151,7 @@ def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -
                 shutil.copyfile(file, copy)
 
 
-def saved_rows(config: TrainConfig, start: Start | None) -> int:
+def _saved_rows(config: TrainConfig, start: Start | None) -> int:
     """Rows of the vocabulary whose weights a run begins with: its own of before, or those of the
     BERT of `--bert-load`. 0: of none, or of a folder of Hugging Face's, which gets what is asked.
     """

@@ -18,7 +18,7 @@ from mb_train.models.tensor_plans import bert_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends
-from mb_train.tasks.packed import laid, lengths_of, pack
+from mb_train.tasks.packed import laid, lengths_of, pack, row_of
 from mb_train.tasks.sentences import SentenceTask
 
 _TOKENS, _BIAS = "embedding.tokens.weight", "bias.table.weight"
@@ -73,15 +73,12 @@ class BertTask(SentenceTask):
         return mb_data.build_bert_datasets(
             paths,
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             seq_length=self._length,
             num_samples=num_samples,
-            seed=config.seed,
             mask_prob=config.mask_prob,
             short_seq_prob=config.short_seq_prob,
             binary_head=config.bert_binary_head,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
@@ -90,7 +87,7 @@ class BertTask(SentenceTask):
         Args:
             samples: for each sequence a sample, or a list of those that it is packed with.
         """
-        rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
+        rows = list(map(row_of, samples))
         lengths_BP = lengths_of(rows, _VALID, self._most)
         (ends_BN,) = segment_ends((lengths_BP, self._length))
         labels_BS = laid(rows, "labels", _VALID)
@@ -126,8 +123,7 @@ class BertTask(SentenceTask):
         """
         samples = [dataset[i] for i in range(count)]
         right, in_order, ordered, labels = 0.0, 0.0, 0.0, []
-        device = next(model.parameters()).device
-        for _, batch in batches_of(self, samples, device):
+        for _, batch in batches_of(self, samples, model):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
             x_BSD, _ = model.encode(*(batch[name] for name in names), batch.get("kept_T"))
             found_BM = model.logits(x_BSD, batch["masked_BM"]).argmax(2)

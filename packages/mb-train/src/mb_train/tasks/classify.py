@@ -109,8 +109,8 @@ class ClassifyTask(SentenceTask):
     def evaluate_more(self, model: Classifier, dataset: Dataset, count: int) -> dict[str, float]:
         """`accuracy`, and what always guessing the commonest of these labels would reach."""
         samples = [sample for i in range(count) if (sample := dataset[i])["weight"]]
-        right, device = 0, next(model.parameters()).device
-        for _, batch in batches_of(self, samples, device):
+        right = 0
+        for _, batch in batches_of(self, samples, model):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
             x_BSD, _ = model.bert.encode(*(batch[name] for name in names), batch.get("kept_T"))
             labels_A = batch["labels_A"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from mb_train.tasks.base import Batch, Task
 
@@ -16,9 +17,10 @@ EVALUATED_AT_ONCE = 32
 
 
 def batches_of(
-    task: Task, samples: list[Any], device: torch.device
+    task: Task, samples: list[Any], model: nn.Module
 ) -> Iterator[tuple[list[Any], Batch]]:
-    """Samples, a few at a time, and the batches that they make."""
+    """Samples, a few at a time, and the batches that they make, where the model is."""
+    device = next(model.parameters()).device
     for start in range(0, len(samples), EVALUATED_AT_ONCE):
         chunk = samples[start : start + EVALUATED_AT_ONCE]
         arrays = {name: np.ascontiguousarray(a) for name, a in task.collate(chunk).items()}

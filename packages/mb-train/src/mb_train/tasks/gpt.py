@@ -68,12 +68,9 @@ class GPTTask:
         """Samples of S + 1 tokens: Megatron's, whose neighbours share one, or whole documents."""
         config = self._config
         how: dict[str, Any] = {
-            "split": config.split,
-            "split_rounding": config.split_rounding,
+            **config.dataset_arguments(),
             "seq_length": self._length,
             "num_samples": num_samples,
-            "seed": config.seed,
-            "cache_dir": config.data_cache_path,
         }
         parts: Datasets
         if config.packs_whole:

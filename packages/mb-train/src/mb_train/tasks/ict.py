@@ -78,14 +78,11 @@ class ICTTask(SentenceTask):
             paths[0],
             titles_prefix=config.titles_data_path or titles_beside(paths[0]),
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             seq_length=whole(config.seq_length),
             num_samples=num_samples,
-            seed=config.seed,
             query_in_block_prob=config.query_in_block_prob,
             use_one_sent_docs=config.use_one_sent_docs,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
@@ -115,9 +112,8 @@ class ICTTask(SentenceTask):
         every = (dataset[i] for i in range(count))
         different = {tuple(s["block_data"].tolist()[:3]): s for s in every}
         samples = list(different.values())
-        device = next(model.parameters()).device
         queries, blocks = [], []
-        for _, batch in batches_of(self, samples, device):
+        for _, batch in batches_of(self, samples, model):
             kept = [batch.get(f"{side}_kept_T") for side in ("query", "block")]
             query_BD, _ = model.query(batch["tokens_BS"], batch["query_valid_BS"], kept[0])
             block_BD, _ = model.block(batch["block_BS"], batch["block_valid_BS"], kept[1])

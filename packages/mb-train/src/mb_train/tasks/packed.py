@@ -45,6 +45,11 @@ def pack(
             wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part] or 0)
 
 
+def row_of(sample: Any) -> list[Any]:
+    """The samples of a sequence: of a packed dataset several, of another the one that it is."""
+    return sample if isinstance(sample, list) else [sample]
+
+
 def lengths_of(rows: list[list[Any]], valid: str, most: int) -> npt.NDArray[np.int64]:
     """[B, P] tokens of each sample of each sequence, 0 where it has fewer than P = `most`.
 

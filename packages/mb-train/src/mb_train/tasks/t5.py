@@ -22,7 +22,7 @@ from mb_train.models.tensor_plans import t5_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.collate import batches_of, kept_places, segment_ends
-from mb_train.tasks.packed import laid, lengths_of, pack
+from mb_train.tasks.packed import laid, lengths_of, pack, row_of
 from mb_train.tasks.sentences import SentenceTask
 
 _READ, _WRITTEN = "enc_mask", "dec_mask"  # of a sample: what is not padding
@@ -99,17 +99,14 @@ class T5Task(SentenceTask):
         return mb_data.build_t5_datasets(
             paths,
             tokenizer=self._tokenizer,
-            split=config.split,
-            split_rounding=config.split_rounding,
             encoder_seq_length=encoder,
             decoder_seq_length=decoder,
             num_samples=num_samples,
-            seed=config.seed,
             mask_prob=config.mask_prob,
             mean_span=config.mean_noise_span_length,
             short_seq_prob=config.short_seq_prob,
             share_decoder=self._most > 1,
-            cache_dir=config.data_cache_path,
+            **config.dataset_arguments(),
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
@@ -118,7 +115,7 @@ class T5Task(SentenceTask):
         Args:
             samples: for each pair of sequences a sample, or a list of those that it is packed with.
         """
-        rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
+        rows = list(map(row_of, samples))
         read, written = (lengths_of(rows, mask, self._most) for mask in (_READ, _WRITTEN))
         # Padding of the decoder attends to the encoder's, or to nothing where it has none.
         ends_BN, decoder_ends_BN = segment_ends(*zip((read, written), self._rooms, strict=True))
@@ -133,8 +130,7 @@ class T5Task(SentenceTask):
             "weights_BR": laid(rows, "loss_mask", _WRITTEN).astype(np.float32),
         }
         if self._leave_out:
-            valid = batch["valid_BS"], batch["decoder_valid_BR"]
-            batch |= kept_places(**dict(zip(("kept_T", "decoder_kept_T"), valid, strict=True)))
+            batch |= kept_places(kept_T=batch["valid_BS"], decoder_kept_T=batch["decoder_valid_BR"])
         return batch
 
     @torch.no_grad()
@@ -146,15 +142,13 @@ class T5Task(SentenceTask):
         of spans`: share of the spans that greedy writing gets right whole; `most frequent span`:
         what always writing the commonest would reach.
         """
-        items = (dataset[i] for i in range(count))
-        apart = (item if isinstance(item, list) else [item] for item in items)
-        samples = list(islice(chain.from_iterable(apart), count))
+        apart = chain.from_iterable(row_of(dataset[i]) for i in range(count))
+        samples = list(islice(apart, count))
         right = right_tokens = 0
         spans: Counter[tuple[int, ...]] = Counter()
         tokens: list[Tensor] = []
-        device = next(model.parameters()).device
-        special = torch.tensor([*self._tokenizer.extra_ids, self._tokenizer.eos], device=device)
-        for chunk, batch in batches_of(self, samples, device):
+        special = [*self._tokenizer.extra_ids, self._tokenizer.eos]
+        for chunk, batch in batches_of(self, samples, model):
             tokens_BS, ends_BN, valid_BS = (
                 batch[name] for name in ("tokens_BS", "ends_BN", "valid_BS")
             )
@@ -164,7 +158,8 @@ class T5Task(SentenceTask):
             memory_BSD, _ = model.encode(tokens_BS, read, valid_BS)
             x_BRD, _ = model.decode(written_BR, written, valid_BR, memory_BSD, read)
             labels_BR = batch["labels_BR"]
-            counts_BR = (batch["weights_BR"] > 0) & ~torch.isin(labels_BR, special)
+            special_BR = torch.isin(labels_BR, labels_BR.new_tensor(special))
+            counts_BR = (batch["weights_BR"] > 0) & ~special_BR
             found_BR = model.logits(x_BRD).argmax(2)
             right_tokens += int(((found_BR == labels_BR) & counts_BR).sum())
             tokens.append(labels_BR[counts_BR])

@@ -28,11 +28,10 @@ from mb_parallel import any_rank, distributed, rank, world_size
 from mb_train.checkpoint.finite import all_finite
 from mb_train.checkpoint.read import Progress
 from mb_train.config import TrainConfig
-from mb_train.data.batches import DataError, samples_of_step
+from mb_train.data.batches import DataError
 from mb_train.folder import run_folder
 from mb_train.folder.start import Start, find_start
 from mb_train.logs.megatron_lines import datetime_line, validation_lines
-from mb_train.logs.metrics import Accumulator, IntervalStats
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
 from mb_train.machine.host import leave_out_of_collections
@@ -40,12 +39,11 @@ from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
 from mb_train.plan.sizing import LESS_MEMORY
 from mb_train.tasks import Batch
-from mb_train.train.health import DivergenceGuard
-from mb_train.train.interval import report_interval
 from mb_train.train.own_folder import only_writer
 from mb_train.train.profiling import Profiler
+from mb_train.train.reports import Reports
 from mb_train.train.run import Run
-from mb_train.train.step import Step, params_norm, train_step
+from mb_train.train.step import train_step
 from mb_train.train.validate import END, evaluate, measure
 
 # By then kernels are built, blocks compiled, and what a step keeps for the next is there.
@@ -150,58 +148,43 @@ def _less_memory_named() -> Generator[None]:
 def _loop(run: Run, stop: StopFlag) -> Result:
     """Step until the end, or until there is a reason to stop before it."""
     config, start, clock = run.config, run.progress, Clock(run.device)
-    begun, reported = time.monotonic(), start.consumed_samples
-    accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
+    begun, reports = time.monotonic(), Reports(run, clock)
     profiler = Profiler(config, here=rank() == 0)
     valid_losses: dict[str, float] = {}
-    first_loss = stopped_by = None
-    diverged = False
+    stopped_by = None
     iteration = evaluated_at = saved_at = start.iteration
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run, stop)
-
-    def report(last: Step) -> str | None:
-        """Tell of the steps since the last report; why to stop, if their loss is no number."""
-        nonlocal reported, first_loss, diverged
-        stats = _report(run, last, accumulator, clock, samples_before=reported)
-        reported = run.progress.consumed_samples
-        first_loss = stats.lm_losses[0] if first_loss is None else first_loss
-        if not guard.see(stats.lm_losses, run.progress.iteration):
-            return None
-        diverged = True
-        assert guard.since is not None
-        return guard.reason(run.data.train, _samples_of(run, guard.since, start))
-
     while iteration < run.iterations and stopped_by is None:
         if profiler.begins(iteration - start.iteration):
             with clock.paused():
                 profiler.start()
-        done = train_step(run, stream, accumulator)
+        done = train_step(run, stream, reports.accumulator)
         iteration = run.progress.iteration
         if iteration - start.iteration == _STEPS_OF_SETTING_UP:
             with clock.paused():
                 leave_out_of_collections()
         stopped_by = _reason_to_stop(run, stop)
-        at_end = stopped_by is not None or iteration == run.iterations
+        evaluates, saves = (
+            _due(interval, iteration) for interval in (config.eval_interval, config.save_interval)
+        )
         # What is due after this step would count as the steps' own, and may end the run.
-        breaks = at_end or _due(config.eval_interval, iteration)
-        breaks = breaks or _due(config.save_interval, iteration)
+        breaks = stopped_by is not None or iteration == run.iterations or evaluates or saves
         if profiler.ends(iteration - start.iteration, stopping=breaks):
             with clock.paused():
                 _tell_profile(run, profiler, iteration - start.iteration)
-        told = run.reports(iteration) or stopped_by is not None
-        if told:
-            stopped_by = report(done) or stopped_by
+        if run.reports(iteration) or stopped_by is not None:
+            stopped_by = reports.tell(done) or stopped_by
         run.sign_of_life(_how_far(run, start, time.monotonic() - begun))
-        if _due(config.eval_interval, iteration):
+        if evaluates:
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
             evaluated_at = iteration
             stopped_by = stopped_by or _reason_to_stop(run, stop)
-            if stopped_by is not None and not told:
-                stopped_by = report(done) or stopped_by
-        if _due(config.save_interval, iteration):
+            if stopped_by is not None:
+                stopped_by = reports.tell(done) or stopped_by
+        if saves:
             with clock.paused():
                 save(run)
             saved_at = iteration
@@ -222,6 +205,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     failed = any_rank(stop.failed)
     if stop.failed and rank() != 0:  # the others do not know why
         print(f"rank {rank()}: {stop.name}", file=sys.stderr)
+    first_loss, diverged = reports.first_loss, reports.diverged
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged, failed)
 
 
@@ -259,22 +243,6 @@ def _save_last(run: Run, *, saved: bool) -> None:
         save(run)
     if run.saver is not None:
         run.saver.wait()
-
-
-def _report(
-    run: Run, last: Step, accumulator: Accumulator, clock: Clock, *, samples_before: int
-) -> IntervalStats:
-    """Print and log the steps since the last report, and give what came out of them."""
-    norm = params_norm(run) if run.config.log_params_norm else None
-    stats = accumulator.collect(last.grad_norm, norm, last.zeros_in_grad)
-    report_interval(
-        run,
-        stats,
-        seconds=clock.lap(),
-        samples=run.progress.consumed_samples - samples_before,
-        loss_scale=1.0 if run.scaler is None else run.scaler.state_dict()["scale"],
-    )
-    return stats
 
 
 def _tell_profile(run: Run, profiler: Profiler, step: int) -> None:
@@ -318,15 +286,6 @@ def _training_stream(run: Run, stop: StopFlag) -> Generator[Batch]:
         yield from run.stream(run.data.train, consumed_samples=samples, stop=stop)
 
 
-def _samples_of(run: Run, iteration: int, start: Progress) -> list[int]:
-    """The training samples of a step since this start."""
-    consumed = start.consumed_samples
-    for _ in range(start.iteration + 1, iteration):
-        consumed += run.batch_sizes.size(consumed)
-    size, cyclic = run.batch_sizes.size(consumed), run.config.dataloader_type == "cyclic"
-    return samples_of_step(run.data.train, consumed, size, cyclic=cyclic)
-
-
 def _how_far(run: Run, start: Progress, seconds: float) -> str:
     """Where a run stands, and how long it still needs at the pace it has had."""
     done = run.progress.iteration
@@ -341,11 +300,11 @@ def _reason_to_stop(run: Run, stop: StopFlag) -> str | None:
     config, iteration = run.config, run.progress.iteration
     if any_rank(stop.name is not None):
         return stop.name or "a signal to another rank, or a failure of its data"
-    limit, interval = config.exit_duration_in_mins, config.exit_interval
+    limit = config.exit_duration_in_mins
     if limit is not None and iteration < run.iterations and any_rank(stop.late):
         return f"--exit-duration-in-mins {limit:g}"
-    if interval is not None and iteration % interval == 0 and iteration < run.iterations:
-        return f"--exit-interval {interval}"
+    if _due(config.exit_interval, iteration) and iteration < run.iterations:
+        return f"--exit-interval {config.exit_interval}"
     return None
 
 

@@ -11,7 +11,7 @@ from mb_parallel import rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.config.toml_file import to_toml
-from mb_train.data.tokenizers import keep_tokenizer
+from mb_train.data.tokenizers import copies_for, keep_tokenizer
 from mb_train.folder import history, run_folder
 from mb_train.folder.lock import locked
 from mb_train.folder.start import Start
@@ -50,20 +50,16 @@ def only_writer(save: str | None) -> Generator[list[str]]:
 
 
 def take_over(
-    folder: Path,
-    config: TrainConfig,
-    start: Start | None,
-    copies: Path | None,
-    say: Callable[[str], None],
+    folder: Path, config: TrainConfig, start: Start | None, say: Callable[[str], None]
 ) -> None:
     """Make the folder this run's, on rank 0: what it does not build on moves aside.
 
     Args:
         folder: held by `only_writer`.
         start: what the run goes on from.
-        copies: where the tokenizer's files are, see `data.tokenizers.copies_for`.
         say: prints a line.
     """
+    copies = copies_for(config, start)
     if start is None or config.finetune or not start.is_in(folder):
         moved = history.set_aside(folder)
         if copies is None or copies.resolve() == folder.resolve():

@@ -33,12 +33,7 @@ from mb_train.data.batches import batches
 from mb_train.data.datasets import Data, prepare_data
 from mb_train.data.named import check_files
 from mb_train.data.same import check_same_data
-from mb_train.data.tokenizers import (
-    copies_for,
-    load_tokenizer,
-    saved_rows,
-    vocabulary_rows,
-)
+from mb_train.data.tokenizers import vocabulary_of
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.folder.start import Start
 from mb_train.logs.boards import check_boards, open_boards
@@ -140,12 +135,7 @@ class Run:
         """What is learned, from what text; gives the tokenizer of that."""
         config, device = self.config, self.device
         check_files(config, "." if start is None else start.saved.state.get("directory", "."))
-        self._tokenizer_copies = copies_for(config, start)
-        tokenizer = load_tokenizer(config, self._tokenizer_copies)
-        saved = saved_rows(config, start)
-        self.vocab_size = vocabulary_rows(
-            config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
-        )
+        tokenizer, self.vocab_size = vocabulary_of(config, start, ranks=self.mesh.tp_size)
         self.identity = config.model_identity(
             vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
         )
@@ -244,7 +234,7 @@ class Run:
         self.log = RunLog(None, boards, self.config, self.say)  # which closes them, come what may
         if self.folder is None:
             return
-        take_over(self.folder, self.config, start, self._tokenizer_copies, self.say)
+        take_over(self.folder, self.config, start, self.say)
         self.log = RunLog(self.folder / LOG_FILE, boards, self.config, self.say)
         self.log.write(
             "start",

@@ -54,12 +54,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def llama_fields(config: Json, *, switched: bool = False) -> dict[str, Any]:
-    """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those.
-
-    Args:
-        switched: use_sliding_window says whether there is a window; all but Qwen's pass over it.
-    """
+def llama_fields(config: Json) -> dict[str, Any]:
+    """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
     refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
            clip_qkv=(None,), is_causal=(True, None))  # fmt: skip
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -73,7 +69,7 @@ def llama_fields(config: Json, *, switched: bool = False) -> dict[str, Any]:
         "num_query_groups": groups if groups != heads else 1,
         "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
         "ffn_hidden_size": config["intermediate_size"],
-        "max_position_embeddings": _reach(config, switched=switched),
+        "max_position_embeddings": _reach(config),
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
@@ -87,14 +83,13 @@ def llama_fields(config: Json, *, switched: bool = False) -> dict[str, Any]:
     }
 
 
-def _reach(config: Json, *, switched: bool) -> int:
+def _reach(config: Json) -> int:
     """How long a text may be: attention of ours sees all of it, theirs may have a window.
 
     A window of W keys leaves nothing out of W tokens, and Qwen's settle which layers have one.
     """
     positions, window = config["max_position_embeddings"], config.get("sliding_window")
-    slides = (not switched or config["use_sliding_window"]) and window is not None
-    return min(positions, window) if slides else positions
+    return positions if window is None else min(positions, window)
 
 
 def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
@@ -147,15 +142,21 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def _window_off(config: Json) -> dict[str, Any]:
+    """What Qwen's use_sliding_window changes where it is not set; the others pass over it."""
+    positions = config["max_position_embeddings"]
+    return {} if config["use_sliding_window"] else {"max_position_embeddings": positions}
+
+
 def qwen2_fields(config: Json) -> dict[str, Any]:
     """Llama's with biases for queries, keys and values."""
-    return llama_fields(config, switched=True) | {"add_qkv_bias": True}
+    return llama_fields(config) | _window_off(config) | {"add_qkv_bias": True}
 
 
 def qwen3_fields(config: Json) -> dict[str, Any]:
     """Llama's with norms over the heads of queries and keys."""
     norms = {"qk_layernorm": True, "qk_layernorm_over": "head"}
-    return llama_fields(config, switched=True) | norms
+    return llama_fields(config) | _window_off(config) | norms
 
 
 def mixtral_fields(config: Json) -> dict[str, Any]:
@@ -205,8 +206,8 @@ def qwen3_moe_config(config: TrainConfig) -> dict[str, Any]:
     return _qwen_moe_config(config) | {"num_local_experts": config.moe_num_experts}
 
 
-def _with_experts(config: Json, count: str, *, switched: bool = False) -> dict[str, Any]:
-    return llama_fields(config, switched=switched) | {
+def _with_experts(config: Json, count: str) -> dict[str, Any]:
+    return llama_fields(config) | {
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
         "moe_top_k": config["num_experts_per_tok"],
@@ -233,7 +234,8 @@ def _qwen_moe_fields(config: Json, count: str) -> dict[str, Any]:
         raise ValueError(
             f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
         )
-    return _with_experts(config, count, switched=True) | {
+    return _with_experts(config, count) | {
+        **_window_off(config),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_first_k_dense": len(dense),
         "moe_renormalize": config["norm_topk_prob"],

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mb_parallel.arguments import at_least_1, several
+from mb_parallel.arguments import at_least_1, one_of, several
 from mb_parallel.forwards import wrap_forward
 
 Mode = Literal["full", "moe", "selective"]
@@ -46,8 +46,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
     Raises:
         ValueError: another mode, an `every` below 1, one module, or nothing to apply "moe" to.
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    one_of(get_args(Mode), mode=mode)
     at_least_1(every=every)
     chosen = list(dict.fromkeys(several(blocks, "blocks")[::every]))
     if mode == "moe":

@@ -100,7 +100,7 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
         for v in (-1, 0, NAN, "1.25", True)
     ),
     (
-        r"mask_T to be .* of shape \(3,\), nonzero .*\(1,\)",
+        r"mask_T to be .* of shape \(3,\), one value .*\(1,\)",
         lambda: z_loss(X, mask_T=X[0, :1].bool()),
     ),
     ("mask_T to be bool or integers .* torch.float32", lambda: z_loss(X, mask_T=X[:, 0])),

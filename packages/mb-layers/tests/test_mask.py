@@ -162,7 +162,7 @@ def test_masked_layer_compiles_without_graph_breaks() -> None:
     ids=str,
 )
 def test_wrong_masks_are_named(mask: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"bool or integer mask of shape \(2, 3\).*got"):
+    with pytest.raises(ValueError, match=r"mask to be bool or integers of shape \(2, 3\).*got"):
         build()(torch.randn(2, 3, 16, dtype=torch.float64), mask=mask)
 
 

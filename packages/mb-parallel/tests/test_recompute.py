@@ -9,6 +9,7 @@ from mb_layers import MoEConfig, dMoE
 from mb_parallel import recompute
 from mb_parallel.recompute import apply_recompute
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 WIDTH = 8
 
@@ -95,11 +96,11 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_tensors_given_by_name_are_seen_by_torch(mode, monkeypatch):
-    """It puts back the streams of the devices of those that it is given by position."""
+    """It puts back the streams of the devices of those that are in its positional arguments."""
     seen, of_torch = [], recompute.checkpoint
 
     def checkpoint(run, *args, **options):
-        seen.append(sum(isinstance(a, torch.Tensor) for a in args))
+        seen.append(sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)))
         return of_torch(run, *args, **options)
 
     monkeypatch.setattr(recompute, "checkpoint", checkpoint)

@@ -70,9 +70,15 @@ def one_of(choices: Sequence[str], **names: Any) -> None:
         raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def is_mask(mask: Any) -> bool:
-    """Whether it can say which tokens are real, as torch's bool or transformers' int64 do."""
-    return isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
+def as_mask(mask: Any, shape: Sequence[int], *, name: str = "mask") -> Tensor:
+    """The mask as bool: torch's are that, those of transformers int64."""
+    counts = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
+    if not counts or mask.shape != shape:  # one of [1] would pass for every token
+        raise ValueError(
+            f"expected {name} to be bool or integers of shape {tuple(shape)}, one value per token "
+            f"and nonzero for the real ones, got {described(mask)}"
+        )
+    return mask.bool()
 
 
 def several_names(names: Any) -> None:

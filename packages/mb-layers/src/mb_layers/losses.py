@@ -103,7 +103,7 @@ def sequence_load_balancing_loss(
     probs_BSE = at_least_fp32(probs_BSE)
     ids_BN = expert_ids_BSK.reshape(num_sequences, length * expert_ids_BSK.shape[-1]).long()
     if mask_BS is not None:
-        mask_BS = _as_bool("mask_BS", mask_BS, probs_BSE.shape[:-1])
+        mask_BS = arguments.as_mask(mask_BS, probs_BSE.shape[:-1], name="mask_BS")
         chosen_BSK = mask_BS[..., None].expand_as(expert_ids_BSK)
         ids_BN = torch.where(chosen_BSK.reshape(ids_BN.shape), ids_BN, -1)
     ids_BN = torch.where((ids_BN >= 0) & (ids_BN < num_experts), ids_BN, num_experts)
@@ -145,15 +145,6 @@ def _check_dims(name: str, values: Tensor, dims: int) -> None:
         raise ValueError(f"expected {name} of {dims} dimensions, got {tuple(values.shape)}")
 
 
-def _as_bool(name: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not arguments.is_mask(mask) or mask.shape != shape:  # one of [1] would pass for every token
-        raise ValueError(
-            f"expected {name} to be bool or integers of shape {tuple(shape)}, nonzero for the "
-            f"tokens that count, got {arguments.described(mask)}"
-        )
-    return mask.bool()
-
-
 def mean_over_tokens(
     values: Tensor, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
@@ -169,7 +160,7 @@ def mean_over_tokens(
         ValueError: a mask of another kind or shape.
     """
     if mask_T is not None:
-        mask_T = _as_bool("mask_T", mask_T, values.shape[:1])
+        mask_T = arguments.as_mask(mask_T, values.shape[:1], name="mask_T")
         values = torch.where(mask_T.view(-1, *(1,) * (values.dim() - 1)), values, 0)
         num_tokens = mask_T.sum() if num_tokens is None else num_tokens
     if num_tokens is None:

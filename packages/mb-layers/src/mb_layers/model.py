@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.hooks import RemovableHandle
 
 from mb_layers import arguments
 from mb_layers.balance import reduced
@@ -106,6 +108,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_forward(module: nn.Module, take: Callable[[Any], None]) -> RemovableHandle:
+    """Call `take(output)` behind each forward of this module.
+
+    Not of a copy of it, although torch copies hooks with a module.
+    """
+
+    def hook(called: nn.Module, args: Any, output: Any) -> None:
+        if called is module:
+            take(output)
+
+    return module.register_forward_hook(hook)
+
+
 @contextmanager
 def collect(model: nn.Module) -> Generator[Collected]:
     """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
@@ -116,11 +131,9 @@ def collect(model: nn.Module) -> Generator[Collected]:
     """
     layers = moe_layers(model)
     collected = Collected(layers)
-    names = {id(layer): name for name, layer in layers.items()}
 
-    def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-        name = names.get(id(layer))  # None: of a copy, to which torch copies hooks too
-        if name is not None and not in_backward():
+    def keep(name: str, output: MoEOutput) -> None:
+        if not in_backward():
             collected.passes.append((name, output.aux_loss, output.metrics))
             if torch.is_grad_enabled():
                 collected.ran_with_gradients.add(name)
@@ -138,7 +151,7 @@ def collect(model: nn.Module) -> Generator[Collected]:
         if before and (start := before.pop()) is not None:
             del collected.passes[start:]
 
-    hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
+    hooks = [after_forward(layer, partial(keep, name)) for name, layer in layers.items()]
     hooks.append(model.register_forward_pre_hook(begin))
     hooks.append(model.register_forward_hook(end))
     hooks.append(model.register_forward_hook(undo, always_call=True))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from mb_layers.arguments import a_module, described, is_mask
+from mb_layers.arguments import a_module, as_mask, described
 from mb_layers.balance import reduced, router_losses
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
@@ -186,7 +186,7 @@ class MoELayer(nn.Module):
             )
         # A view of the same shape would be a node of autograd, and one more for y.
         x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
-        mask_T = None if mask is None else _flat_mask(mask, x)
+        mask_T = None if mask is None else as_mask(mask, x.shape[:-1]).reshape(-1)
         if mask_T is not None:
             # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
             x_TD = torch.where(mask_T[:, None], x_TD, 0)
@@ -274,16 +274,6 @@ class MoELayer(nn.Module):
         # place. Autograd does not notice what a collective changes.
         metrics["tokens_per_expert"] = counts_E.clone()
         return aux_loss, metrics
-
-
-def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask as bool [T]."""
-    if not is_mask(mask) or mask.shape != x.shape[:-1]:
-        raise ValueError(
-            f"expected a bool or integer mask of shape {tuple(x.shape[:-1])}, one value per token "
-            f"and nonzero for the real ones, got {described(mask)}"
-        )
-    return mask.reshape(-1).bool()
 
 
 def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import described
-from mb_layers.model import in_backward, moe_layers
+from mb_layers.model import after_forward, in_backward, moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import RouterOutput, is_ours
 
@@ -103,41 +104,33 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
         chosen.clear()
         ran = None
 
-    def watch(name: str, watched: MoELayer) -> None:
-        # torch copies hooks with a model; what a copy does is not recorded.
-        def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
-            if router is not watched.router:
-                return
-            _check_by_token(name, routed)
-            chosen[name] = routed.expert_ids_TK.detach()
+    def choose(name: str, routed: RouterOutput) -> None:
+        _check_by_token(name, routed)
+        chosen[name] = routed.expert_ids_TK.detach()
 
-        def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-            if layer is not watched:
-                return
-            ids_TK = chosen.pop(name, None)
-            if in_backward():
-                return
-            if ids_TK is None:
-                raise ValueError(
-                    f"expected the router of {name!r} to run, got a call with a RouterOutput, "
-                    "whose experts the caller knows, or a layer that was compiled before and has "
-                    "no hooks inside"
-                )
-            # A copy: the router's backward pass reads its ids, and autograd does not notice what a
-            # collective writes into these.
-            ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1]).clone()
-            recorded.passes.setdefault(name, []).append(ids)
-            if ran is not None:
-                if name in ran:
-                    recorded.repeated.add(name)
-                ran.append(name)
-
-        hooks.append(watched.router.register_forward_hook(choose))
-        hooks.append(watched.register_forward_hook(keep))
+    def keep(name: str, output: MoEOutput) -> None:
+        ids_TK = chosen.pop(name, None)
+        if in_backward():
+            return
+        if ids_TK is None:
+            raise ValueError(
+                f"expected the router of {name!r} to run, got a call with a RouterOutput, whose "
+                "experts the caller knows, or a layer that was compiled before and has no hooks "
+                "inside"
+            )
+        # A copy: the router's backward pass reads its ids, and autograd does not notice what a
+        # collective writes into these.
+        ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1]).clone()
+        recorded.passes.setdefault(name, []).append(ids)
+        if ran is not None:
+            if name in ran:
+                recorded.repeated.add(name)
+            ran.append(name)
 
     try:
         for name, layer in moe_layers(model).items():
-            watch(name, layer)
+            hooks.append(after_forward(layer.router, partial(choose, name)))
+            hooks.append(after_forward(layer, partial(keep, name)))
         hooks.append(model.register_forward_pre_hook(begin))
         hooks.append(model.register_forward_hook(end))
         hooks.append(model.register_forward_hook(undo, always_call=True))

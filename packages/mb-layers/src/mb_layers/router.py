@@ -343,29 +343,21 @@ class _LinearFP32(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # ty: ignore[incompatible-method-override]
+        x_TD, weight_ED = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        grad_x_TD = grad_weight_ED = None
+        rounded = x_TD.dtype == torch.bfloat16 and weight_ED.dtype != torch.float64
         # Called within autocast, as the loss is by some, it would round what forward did not.
         with without_autocast(grad_TE):
-            return _gradients(grad_TE, *ctx.saved_tensors, *ctx.needs_input_grad)
-
-
-def _gradients(
-    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, wants_x: bool, wants_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    grad_x_TD = grad_weight_ED = None
-    if x_TD.dtype != torch.bfloat16 or weight_ED.dtype == torch.float64:
-        if wants_x:
-            grad_x_TD = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype)
-        if wants_weight:
-            grad_weight_ED = grad_TE.T @ x_TD.to(grad_TE.dtype)
-    else:
-        grad_TE = grad_TE.to(x_TD.dtype)
-        if wants_x:
-            grad_x_TD = grad_TE @ weight_ED.to(x_TD.dtype)
-        if wants_weight:
-            grad_weight_ED = _mm_fp32(grad_TE.T, x_TD)
-    if grad_weight_ED is not None:
-        grad_weight_ED = grad_weight_ED.to(weight_ED.dtype)
-    return grad_x_TD, grad_weight_ED
+            if rounded:
+                grad_TE = grad_TE.to(x_TD.dtype)
+            dtype = grad_TE.dtype
+            if wants_x:
+                grad_x_TD = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype)
+            if wants_weight:
+                product = _mm_fp32 if rounded else torch.mm
+                grad_weight_ED = product(grad_TE.T, x_TD.to(dtype)).to(weight_ED.dtype)
+        return grad_x_TD, grad_weight_ED
 
 
 def _alike_fp32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

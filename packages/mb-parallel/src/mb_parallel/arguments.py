@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from mb_layers.arguments import at_least_1 as at_least_1
+from mb_layers.arguments import one_of as one_of
 from torch import Tensor, nn
 
 from mb_parallel.engines import is_wrapper

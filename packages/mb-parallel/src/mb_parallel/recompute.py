@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mb_parallel.arguments import at_least_1, several
+from mb_parallel.arguments import at_least_1, one_of, several
 from mb_parallel.forwards import wrap_forward
 
 Mode = Literal["full", "moe", "selective"]
@@ -46,8 +46,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
     Raises:
         ValueError: another mode, an `every` below 1, one module, or nothing to apply "moe" to.
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    one_of(get_args(Mode), mode=mode)
     at_least_1(every=every)
     chosen = list(dict.fromkeys(several(blocks, "blocks")[::every]))
     if mode == "moe":
@@ -85,18 +84,11 @@ def _checkpointed(
 ) -> Any:
     """`function(*args, **kw)`, computed again in the backward.
 
-    Of the devices torch puts back the streams of those on which positional tensors are: tensors
-    that are given by name go there too. Other names are bound before, for `checkpoint` takes some,
-    such as `debug`, for its own.
+    Both are handed over as they are, two positional arguments, in which torch looks for the devices
+    whose streams it puts back. It would take some names, such as `debug`, for its own, and pass
+    over the tensors that are given by name.
     """
-    named = {name: value for name, value in kw.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in kw.items() if name not in named}
-    names, count = tuple(named), len(args)
-
-    def run(*given: Any) -> Any:
-        return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **others)
-
-    return checkpoint(run, *args, *named.values(), use_reentrant=False)
+    return checkpoint(lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False)
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

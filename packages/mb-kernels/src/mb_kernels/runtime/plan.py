@@ -7,8 +7,8 @@ another one with ``assume``.
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,26 +97,27 @@ class Plan:
         return x.numel() >= 2**31 or (tile.flatten and self.target.backend == "cuda")
 
 
-_assumed: Callable[[torch.dtype], Plan] | None = None
-# Of two threads that set up models, the one that ends last would put back what the other assumed.
-_one_assumes = threading.RLock()
+# A thread has a value of its own: another one may launch kernels while a model is set up in this.
+_assumed: ContextVar[Callable[[torch.dtype], Plan] | None] = ContextVar("assumed", default=None)
 
 
 def plan_of(x: Tensor) -> Plan:
     """The plan for the device and dtype of ``x``."""
-    return plan_on(x.device, x.dtype) if _assumed is None else _assumed(x.dtype)
+    assumed = _assumed.get()
+    return plan_on(x.device, x.dtype) if assumed is None else assumed(x.dtype)
 
 
 @contextlib.contextmanager
 def assume(plan: Callable[[torch.dtype], Plan]) -> Generator[None]:
-    """Within: the plan of a dtype, whatever device a tensor is on. For tests and the gate."""
-    global _assumed
-    with _one_assumes:
-        before, _assumed = _assumed, plan
-        try:
-            yield
-        finally:
-            _assumed = before
+    """Within: this thread's plan of a dtype, whatever device a tensor is on.
+
+    For rehearsals, tests and the gate. Autograd runs a GPU's backward pass in a thread of its own.
+    """
+    outer = _assumed.set(plan)
+    try:
+        yield
+    finally:
+        _assumed.reset(outer)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from mb_layers.moe import MoELayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mb_parallel.arguments import above_0, at_least_1, one_module, unwrapped
+from mb_parallel.arguments import above_0, at_least_1, one_module, one_of, unwrapped
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
@@ -115,9 +115,7 @@ def parallelize_experts(
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
-        if dispatcher not in get_args(DispatcherName):
-            known = ", ".join(get_args(DispatcherName))
-            raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
+        one_of(get_args(DispatcherName), dispatcher=dispatcher)
         one_module(model)
         at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
         above_0(timeout_s=timeout_s)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
-from mb_parallel.tensor_parallel.collectives import stacked
+from mb_parallel.tensor_parallel.collectives import rows_of_ranks
 
 Collective = Callable[[Tensor, "Place"], Tensor]
 
@@ -128,7 +128,7 @@ def mean_over(x: Tensor, place: Place) -> Tensor:
 def gathered(x_RD: Tensor, place: Place) -> Tensor:
     """`gather_rows` without a gradient."""
     with place.step("gather rows"):
-        return stacked(x_RD, place.group).flatten(0, 1)
+        return rows_of_ranks(x_RD, place.group)
 
 
 def _summed(x_PRD: Tensor, place: Place) -> Tensor:

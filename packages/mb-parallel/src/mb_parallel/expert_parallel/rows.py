@@ -26,7 +26,7 @@ from mb_kernels import Bins
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor, nn
 
-from mb_parallel.arguments import several
+from mb_parallel.arguments import one_of, several
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.random import rng_state, set_rng_state
 
@@ -55,9 +55,7 @@ class Rows:
     """
 
     def __init__(self, policy: str = "worst", budget: float = 2.0) -> None:
-        if policy not in get_args(Policy):
-            known = ", ".join(get_args(Policy))
-            raise ValueError(f"Expected row_policy to be one of {known}, got {policy!r}.")
+        one_of(get_args(Policy), row_policy=policy)
         if not (isinstance(budget, int | float) and 1 <= budget < math.inf):
             raise ValueError(
                 "Expected a finite row_budget of at least 1, the share of balanced routing, got "

@@ -49,19 +49,18 @@ class GradScaler:
             backoff_factor=backoff_factor,
             min_scale=min_scale,
         )
-        wrong = {
-            "init_scale of at least min_scale": not init_scale >= min_scale,
-            "min_scale above 0": not min_scale > 0,
+        rules = {
             # The loss and the gradients meet the scale in fp32.
-            "scales of at least 2**-126, below 2**128": not min_scale >= 2.0**-126
-            or not init_scale < 2.0**128,
-            "growth_interval of at least 1": not growth_interval >= 1,
-            "hysteresis of at least 1": not hysteresis >= 1,
-            "growth_factor of at least 1": not growth_factor >= 1,
-            "backoff_factor above 0, at most 1": not 0 < backoff_factor <= 1,
+            "2**-126 <= min_scale <= init_scale < 2**128": (
+                2.0**-126 <= min_scale <= init_scale < 2.0**128
+            ),
+            "growth_interval of at least 1": growth_interval >= 1,
+            "hysteresis of at least 1": hysteresis >= 1,
+            "growth_factor of at least 1": growth_factor >= 1,
+            "backoff_factor above 0, at most 1": 0 < backoff_factor <= 1,
         }
-        for rule, broken in wrong.items():
-            if broken:
+        for rule, kept in rules.items():
+            if not kept:
                 raise ValueError(
                     f"Expected {rule}, got init_scale={init_scale}, min_scale={min_scale}, "
                     f"growth_interval={growth_interval}, hysteresis={hysteresis}, "

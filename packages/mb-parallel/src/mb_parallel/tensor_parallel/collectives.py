@@ -66,9 +66,14 @@ def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
     """The x of every rank, [ranks, *x.shape], without a gradient."""
-    everyone = x.new_empty((group.size(), *x.shape))
-    _all_gather(everyone.flatten(0, 1), x.contiguous(), group=group)
-    return everyone
+    return rows_of_ranks(x, group).view(group.size(), *x.shape)
+
+
+def rows_of_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The rows of every rank's x, one rank's behind the other's, without a gradient."""
+    rows = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _all_gather(rows, x.contiguous(), group=group)
+    return rows
 
 
 class _Pair(torch.autograd.Function):
@@ -103,9 +108,7 @@ def _new(x: Tensor) -> Tensor:
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     if dim:
         return torch.cat(stacked(x, group).unbind(), dim)
-    whole = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _all_gather(whole, x.contiguous(), group=group)
-    return _new(whole)
+    return _new(rows_of_ranks(x, group))
 
 
 def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -166,7 +166,7 @@ def in_flags(names: Mapping[str, str]) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})(=True\b|=False\b)?")
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b(=True\b|=False\b)?")
         said = words.sub(lambda match: _typed(names[match[1]], match[2]), str(error))
         raise ValueError(said) from error
 

@@ -274,3 +274,40 @@ def _absent(rank: int, ranks: int, folder: str):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     said, _ = run_ranks(_absent, 2, str(tmp_path))
     assert "rank 0 waited 2e-05 s in vain for rank 1 in dispatch of layers.1.moe" in said
+
+
+FROZEN = Case((3, 3))
+
+
+def _ahead(rank: int, ranks: int, folder: str):
+    """Only the experts learn, rank 1 takes its time before their backward, and rank 0 goes on."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    place = Place(mesh.axis("ep").get_group())
+    buffers = PeerBuffers(place, max_tokens=3, allocate=SharedFiles(folder))
+    layer = _layer(FROZEN)
+    _spread(layer, FROZEN, mesh, buffers)
+    x, weights, ids = (t[3 * rank : 3 * rank + 3] for t in _inputs(FROZEN))
+    gradients = []
+    for step in range(2):
+        layer.zero_grad()
+        dispatched = layer.dispatcher.dispatch((step + 1) * x, weights, ids)
+        rows = layer.experts(dispatched)
+        if rank == 1:
+            rows.register_hook(lambda _: time.sleep(1))
+        layer.dispatcher.combine(rows, dispatched).sum().backward()
+        gradients.append([p.grad for p in layer.experts.parameters()])
+    return [[grad.full_tensor() for grad in one] for one in gradients]
+
+
+def test_a_rank_waits_until_its_peers_have_read_its_tokens(tmp_path):
+    x, weights, ids = _inputs(FROZEN)
+    by_rank = run_ranks(_ahead, 2, str(tmp_path))
+    for step in range(2):
+        layer = _layer(FROZEN)
+        dispatched = layer.dispatcher.dispatch((step + 1) * x, weights, ids)
+        layer.dispatcher.combine(layer.experts(dispatched), dispatched).sum().backward()
+        for gradients in by_rank:
+            for (name, p), got in zip(
+                layer.experts.named_parameters(), gradients[step], strict=True
+            ):
+                assert_close(f"{name}, step {step}", got, p.grad)

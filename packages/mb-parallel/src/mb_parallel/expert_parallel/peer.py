@@ -60,6 +60,9 @@ class _Route:
         step: Step,
     ) -> Tensor:
         """Send rows, and with them payload; returns how many came from each rank, counts_P."""
+        if (self.memory, buffer) in self.buffers.unread:
+            # No gradient was sent home, because neither tokens nor weights needed one.
+            self._go_home(None, None, self.bins.tokens_per_expert_E, step)
         self.memory.push(
             buffer,
             x_TD,
@@ -84,13 +87,20 @@ class _Route:
         assert self.counts_P is not None
         memory = self.memory
         stored = self.home_P is not None
-        memory.push("home", None if stored else rows_RD, self.counts_P, payload=payload_RW)
-        memory.wait("home", self.buffers.place_of(self.layer, step))
+        self._go_home(None if stored else rows_RD, payload_RW, self.counts_P, step)
         indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
         sources = [memory.rows("home")]
         if payload_RW is not None:
             sources.append(memory.payload("home", payload_RW.shape[1]))
         return [memory.sum_home(source, *indices) for source in sources]
+
+    def _go_home(
+        self, rows_RD: Tensor | None, payload_RW: Tensor | None, counts_P: Tensor, step: Step
+    ) -> None:
+        """Send what there is home, and wait for the peers', by which they have read all before."""
+        self.memory.push("home", rows_RD, counts_P, payload=payload_RW)
+        self.memory.wait("home", self.buffers.place_of(self.layer, step))
+        self.buffers.unread.clear()
 
 
 class PeerDispatcher:
@@ -237,4 +247,5 @@ class _Collect(torch.autograd.Function):
         if not route.keep_rows:
             (x_TD,) = ctx.saved_tensors
             route.send(x_TD, None, "tokens", "the backward of combine")
+        route.buffers.unread.update((route.memory, buffer) for buffer in route.filled)
         return route.memory.rows("grads"), None, None

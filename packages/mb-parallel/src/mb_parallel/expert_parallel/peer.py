@@ -28,7 +28,7 @@ from mb_kernels.exchange import PeerMemory, unpack_routing_backward
 from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.tensors import cast_alike
-from torch import Tensor
+from torch import Tensor, nn
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
@@ -200,6 +200,14 @@ def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
             "of the layer's dispatcher to `lambda: False`."
         )
     return _Collect.apply(y_RD, x_TD, route)
+
+
+def reached_by_peers(module: nn.Module) -> bool:
+    """Whether a layer's dispatcher is a `PeerDispatcher`, whatever is around it."""
+    dispatcher = getattr(module, "dispatcher", None)
+    while dispatcher is not None and not isinstance(dispatcher, PeerDispatcher):
+        dispatcher = getattr(dispatcher, "inner", None)
+    return dispatcher is not None
 
 
 class _Send(torch.autograd.Function):

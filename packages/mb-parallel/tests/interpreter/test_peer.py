@@ -40,10 +40,11 @@ class Case(NamedTuple):
     bounded: bool = False  # told the most rows that there can be, as by a capacity
     hooked: bool = False  # a hook changes the experts' result
     capacity: float | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def stored_home(self) -> bool:
-        return self.policy != "budget" and not self.hooked
+        return self.policy != "budget" and not self.hooked and self.dtype is torch.float32
 
 
 CASES = [
@@ -56,6 +57,7 @@ CASES = [
     Case((2, 3), experts=1, top_k=1),  # the width is shared
     Case((5, 4), experts=6, capacity=0.7, depth=2),  # six counts: no multiple of 16 bytes
     Case((4, 0), capacity=0.5, masked=True),
+    Case((2, 3), dtype=torch.float64),
 ]
 
 
@@ -90,7 +92,7 @@ def _layer(case: Case) -> dMoE:
         layer.dispatcher = LocalDispatcher(case.experts, case.capacity)
     if case.hooked:
         layer.experts.register_forward_hook(lambda module, given, y: 3 * y)
-    return layer
+    return layer.to(case.dtype)
 
 
 def _inputs(case: Case):
@@ -103,7 +105,7 @@ def _inputs(case: Case):
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
     if case.one_rank:
         ids[:] = case.experts - 1
-    return x, weights, ids
+    return x.to(case.dtype), weights.to(case.dtype), ids
 
 
 def _through(

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import tiny_gpt
 import torch
+from mb_layers.moe import MoELayer
 from mb_parallel import ParallelDims, apply_data_parallel
+from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher, Place
 from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.pipeline_parallel import (
     SCHEDULES,
@@ -235,6 +237,13 @@ def _pieces(rank, world_size):
     hold_working_copies(copied, torch.bfloat16)
     with _refused("without working copies with zbv-zero-bubble"):
         Pipeline(copied, mesh, **halves)
+    peers = [tiny_gpt.build(replace(options, experts=2)) for _ in range(2)]
+    place = Place(mesh.axis("pp").get_group())
+    layer = next(module for module in peers[1].modules() if isinstance(module, MoELayer))
+    inner = PeerDispatcher(2, place, PeerBuffers(place))
+    layer.dispatcher = GlobalCapacity(inner, 2, 1.0, place)
+    with _refused("reached by collectives with zbv-zero-bubble"):
+        Pipeline(peers, mesh, **halves)
     wrapped = [torch.compile(tiny_gpt.build(options)) for _ in range(2)]
     with _refused("with zbv-zero-bubble that torch.compile has not wrapped"):
         Pipeline(wrapped, mesh, **halves)

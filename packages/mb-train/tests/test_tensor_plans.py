@@ -9,7 +9,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from mb_train.assembly.assemble import compile_blocks
+from mb_train.assembly.assemble import compile_blocks, dispatcher_of
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig
@@ -184,3 +184,14 @@ def test_what_the_compiler_of_a_release_cannot_do_is_refused(monkeypatch, releas
         else:
             compile_blocks(blocks, config, tp_size=tp_size)
         assert all(block.compile.called == ((config, tp_size) != refused) for block in blocks)
+
+
+def test_no_peers_are_chosen_where_a_backward_pass_comes_in_halves():
+    for schedule, asked, top_k, got in (
+        ("1f1b", "auto", 2, "auto"),
+        ("zbv-zero-bubble", "auto", 2, "all_to_all"),
+        ("zbv-zero-bubble", "auto", 4, "all_gather"),
+        ("zbv-zero-bubble", "peer", 2, "peer"),  # which `Pipeline` refuses
+    ):
+        config = mock.Mock(schedule_in_force=schedule, moe_dispatcher=asked, moe_top_k=top_k)
+        assert dispatcher_of(config, 2) == got

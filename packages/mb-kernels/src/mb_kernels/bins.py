@@ -44,4 +44,5 @@ SMALLEST_BLOCK_M = 16
 
 def row_tiles(rows: int, experts: int, block_m: int = SMALLEST_BLOCK_M) -> int:
     """The most tiles that rows fall into, a tile being within one expert or the dropped slots."""
-    return rows // block_m + experts + 1
+    # Two at least, for the list's totals stand beside the first two.
+    return rows // block_m + max(experts, 1) + 1

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from mb_kernels import (
+    Bins,
     bin_tokens,
     combine,
     expert_mlp,
@@ -201,6 +202,13 @@ def test_experts_without_features_and_fewer_rows_than_tokens_have_gradients_of_z
     got = run_expert_mlp(expert_mlp, inputs, activation="relu", max_rows=12)
     assert all(not value.any() for value in got.values()), got
     assert got["d_x"].shape == inputs["x"].shape
+
+
+def test_without_experts_the_result_is_zero():
+    none = torch.zeros(5, dtype=torch.int32) - 1
+    bins = Bins(torch.arange(5, dtype=torch.int32), none, none[:0], torch.zeros_like(none[:1]))
+    x, w1, w2 = torch.ones(5, 16), torch.empty(0, 32, 16), torch.empty(0, 16, 16)
+    assert not expert_mlp(x, w1, w2, bins, torch.ones(5, 1)).any()
 
 
 @pytest.mark.parametrize("on_tma", [False, True], ids=["pointers", "descriptors"])

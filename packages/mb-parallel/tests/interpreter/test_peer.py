@@ -40,10 +40,11 @@ class Case(NamedTuple):
     bounded: bool = False  # told the most rows that there can be, as by a capacity
     hooked: bool = False  # a hook changes the experts' result
     capacity: float | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def stored_home(self) -> bool:
-        return self.policy != "budget" and not self.hooked
+        return self.policy != "budget" and not self.hooked and self.dtype is torch.float32
 
 
 CASES = [
@@ -56,6 +57,7 @@ CASES = [
     Case((2, 3), experts=1, top_k=1),  # the width is shared
     Case((5, 4), experts=6, capacity=0.7, depth=2),  # six counts: no multiple of 16 bytes
     Case((4, 0), capacity=0.5, masked=True),
+    Case((2, 3), dtype=torch.float64),
 ]
 
 
@@ -90,7 +92,7 @@ def _layer(case: Case) -> dMoE:
         layer.dispatcher = LocalDispatcher(case.experts, case.capacity)
     if case.hooked:
         layer.experts.register_forward_hook(lambda module, given, y: 3 * y)
-    return layer
+    return layer.to(case.dtype)
 
 
 def _inputs(case: Case):
@@ -103,7 +105,7 @@ def _inputs(case: Case):
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
     if case.one_rank:
         ids[:] = case.experts - 1
-    return x, weights, ids
+    return x.to(case.dtype), weights.to(case.dtype), ids
 
 
 def _through(
@@ -274,3 +276,40 @@ def _absent(rank: int, ranks: int, folder: str):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     said, _ = run_ranks(_absent, 2, str(tmp_path))
     assert "rank 0 waited 2e-05 s in vain for rank 1 in dispatch of layers.1.moe" in said
+
+
+FROZEN = Case((3, 3))
+
+
+def _ahead(rank: int, ranks: int, folder: str):
+    """Only the experts learn, rank 1 takes its time before their backward, and rank 0 goes on."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    place = Place(mesh.axis("ep").get_group())
+    buffers = PeerBuffers(place, max_tokens=3, allocate=SharedFiles(folder))
+    layer = _layer(FROZEN)
+    _spread(layer, FROZEN, mesh, buffers)
+    x, weights, ids = (t[3 * rank : 3 * rank + 3] for t in _inputs(FROZEN))
+    gradients = []
+    for step in range(2):
+        layer.zero_grad()
+        dispatched = layer.dispatcher.dispatch((step + 1) * x, weights, ids)
+        rows = layer.experts(dispatched)
+        if rank == 1:
+            rows.register_hook(lambda _: time.sleep(1))
+        layer.dispatcher.combine(rows, dispatched).sum().backward()
+        gradients.append([p.grad for p in layer.experts.parameters()])
+    return [[grad.full_tensor() for grad in one] for one in gradients]
+
+
+def test_a_rank_waits_until_its_peers_have_read_its_tokens(tmp_path):
+    x, weights, ids = _inputs(FROZEN)
+    by_rank = run_ranks(_ahead, 2, str(tmp_path))
+    for step in range(2):
+        layer = _layer(FROZEN)
+        dispatched = layer.dispatcher.dispatch((step + 1) * x, weights, ids)
+        layer.dispatcher.combine(layer.experts(dispatched), dispatched).sum().backward()
+        for gradients in by_rank:
+            for (name, p), got in zip(
+                layer.experts.named_parameters(), gradients[step], strict=True
+            ):
+                assert_close(f"{name}, step {step}", got, p.grad)

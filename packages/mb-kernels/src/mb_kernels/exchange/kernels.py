@@ -155,13 +155,16 @@ def sum_home_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = t < tokens
     slot = t.to(tl.int64) * C
-    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    WIDE: tl.constexpr = (  # ty: ignore[invalid-assignment]
+        tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    )
+    acc = tl.zeros((BLOCK_T, BLOCK_D), WIDE)
     for c in range(C):
         peer = tl.load(peers_ptr + slot + c, mask=live, other=-1)
         there = peer >= 0
         r = tl.load(inverse_ptr + slot + c, mask=there, other=0)
         row = peer * M + r - tl.load(offsets_ptr + peer, mask=there, other=0)
-        acc += load_picked(rows_ptr, row, there, d, D).to(tl.float32)
+        acc += load_picked(rows_ptr, row, there, d, D).to(WIDE)
     store_picked(y_ptr, acc, t, live, d, D)
 
 

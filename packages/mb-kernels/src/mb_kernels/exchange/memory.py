@@ -249,7 +249,9 @@ class PeerMemory:
     def sum_home(
         self, rows: Tensor, peers_TC: Tensor, inverse_N: Tensor, offsets_P1: Tensor
     ) -> Tensor:
-        """Each token's rows summed in fp32, in the order of its destinations; no atomics.
+        """Each token's rows summed in the order of its destinations; no atomics.
+
+        In fp32, and fp64 in fp64.
 
         Args:
             rows: of "home": `rows("home")` or `payload("home")`, [P M, any].

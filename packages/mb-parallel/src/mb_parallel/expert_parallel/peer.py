@@ -28,7 +28,7 @@ from mb_kernels.exchange import PeerMemory, unpack_routing_backward
 from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.tensors import cast_alike
-from torch import Tensor
+from torch import Tensor, nn
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
@@ -60,13 +60,16 @@ class _Route:
         step: Step,
     ) -> Tensor:
         """Send rows, and with them payload; returns how many came from each rank, counts_P."""
+        if (self.memory, buffer) in self.buffers.unread:
+            # No gradient was sent home, because neither tokens nor weights needed one.
+            self._go_home(None, None, self.bins.tokens_per_expert_E, step)
         self.memory.push(
             buffer,
             x_TD,
             self.bins.tokens_per_expert_E,
             order_N=self.bins.order_N,
             columns=self.peers_TC.shape[1],
-            payload=payload_TW,
+            payload=None if payload_TW is None else _as_payload(payload_TW),
         )
         self.buffers.uses[buffer] += 1
         self.filled[buffer] = self.buffers.uses[buffer]
@@ -84,13 +87,22 @@ class _Route:
         assert self.counts_P is not None
         memory = self.memory
         stored = self.home_P is not None
-        memory.push("home", None if stored else rows_RD, self.counts_P, payload=payload_RW)
-        memory.wait("home", self.buffers.place_of(self.layer, step))
+        words_RW = None if payload_RW is None else _as_payload(payload_RW)
+        self._go_home(None if stored else rows_RD, words_RW, self.counts_P, step)
         indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
         sources = [memory.rows("home")]
-        if payload_RW is not None:
-            sources.append(memory.payload("home", payload_RW.shape[1]))
+        if payload_RW is not None and words_RW is not None:
+            came_RW = memory.payload("home", words_RW.shape[1])
+            sources.append(came_RW.view(payload_RW.dtype))
         return [memory.sum_home(source, *indices) for source in sources]
+
+    def _go_home(
+        self, rows_RD: Tensor | None, words_RW: Tensor | None, counts_P: Tensor, step: Step
+    ) -> None:
+        """Send what there is home, and wait for the peers', by which they have read all before."""
+        self.memory.push("home", rows_RD, counts_P, payload=words_RW)
+        self.memory.wait("home", self.buffers.place_of(self.layer, step))
+        self.buffers.unread.clear()
 
 
 class PeerDispatcher:
@@ -137,7 +149,7 @@ class PeerDispatcher:
             weights_TK.detach(), expert_ids_TK
         )
         bins = mb_kernels.bin_tokens(peers_TC, self.place.size)
-        memory = self.buffers.memory(x_TD, 2 * top_k)
+        memory = self.buffers.memory(x_TD, _as_payload(words_TW).shape[1])
         route = _Route(
             buffers=self.buffers,
             memory=memory,
@@ -192,6 +204,19 @@ def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
     return _Collect.apply(y_RD, x_TD, route)
 
 
+def _as_payload(numbers: Tensor) -> Tensor:
+    """The same bits in words of 32, as a payload has: of an fp64 two."""
+    return numbers.contiguous().view(torch.float32)
+
+
+def reached_by_peers(module: nn.Module) -> bool:
+    """Whether a layer's dispatcher is a `PeerDispatcher`, whatever is around it."""
+    dispatcher = getattr(module, "dispatcher", None)
+    while dispatcher is not None and not isinstance(dispatcher, PeerDispatcher):
+        dispatcher = getattr(dispatcher, "inner", None)
+    return dispatcher is not None
+
+
 class _Send(torch.autograd.Function):
     """Tokens and routing to the ranks of their experts: x [R, D] and weights [R, J]."""
 
@@ -202,7 +227,8 @@ class _Send(torch.autograd.Function):
         ctx.route, memory = route, route.memory
         ctx.weights_dtype = weights_TK.dtype
         route.counts_P = route.send(x_TD, words_TW, "tokens", "dispatch")
-        unpacked = route.placement.unpack(memory.payload("tokens"), route.counts_P)
+        came_RW = memory.payload("tokens").view(words_TW.dtype)
+        unpacked = route.placement.unpack(came_RW, route.counts_P)
         weights_RJ, route.ids_RJ, columns_RK = unpacked
         ctx.save_for_backward(columns_RK)
         return memory.rows("tokens"), weights_RJ
@@ -237,4 +263,5 @@ class _Collect(torch.autograd.Function):
         if not route.keep_rows:
             (x_TD,) = ctx.saved_tensors
             route.send(x_TD, None, "tokens", "the backward of combine")
+        route.buffers.unread.update((route.memory, buffer) for buffer in route.filled)
         return route.memory.rows("grads"), None, None

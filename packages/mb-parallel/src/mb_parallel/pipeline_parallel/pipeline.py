@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
+from mb_parallel.expert_parallel.peer import reached_by_peers
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
@@ -347,6 +348,14 @@ def _refuse_in_halves(schedule: str, stages: list[nn.Module], streams: list[list
         raise ValueError(
             f"Expected experts without working copies with {schedule}, which would leave them "
             "without gradients. Do not call hold_working_copies, or take another schedule."
+        )
+    if any(map(reached_by_peers, modules)):
+        # The second half computes with rows of the buffers that all layers and micro-batches share.
+        raise ValueError(
+            f"Expected experts that are reached by collectives with {schedule}, whose second half "
+            "of a backward pass comes when the rows in peers' memory have been overwritten, got "
+            "dispatcher 'peer'. Pass dispatcher='all_to_all' to parallelize_experts, or take "
+            "interleaved-1f1b."
         )
     if any(len(names) > 1 for names in streams):
         raise ValueError(  # torch's two halves lose each other's places in the graph

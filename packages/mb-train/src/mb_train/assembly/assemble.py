@@ -20,7 +20,7 @@ from mb_parallel import (
     parallelize_experts,
 )
 from mb_parallel.engines import torch_release
-from mb_parallel.expert_parallel import budgets_of
+from mb_parallel.expert_parallel import budgets_of, choose_dispatcher
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, stage_indices
 from mb_parallel.recompute import apply_recompute
@@ -197,7 +197,7 @@ def _spread(
         chosen = parallelize_experts(
             model,
             mesh,
-            dispatcher=config.moe_dispatcher,
+            dispatcher=dispatcher_of(config, mesh.ep_size),
             sequence_parallel=config.sequence_parallel,
             equal_tokens=True,
             chunks=config.moe_a2a_overlap_degree,
@@ -220,6 +220,13 @@ def _spread(
         cast_inputs=False,  # the models cast what they compute with, and only that
     )
     return notes
+
+
+def dispatcher_of(config: TrainConfig, ep: int) -> str:
+    """The dispatcher to ask for; of a schedule in halves `parallelize_experts` knows nothing."""
+    if config.moe_dispatcher == "auto" and SCHEDULES[config.schedule_in_force].in_halves:
+        return choose_dispatcher("auto", config.moe_top_k, ep, "not for a pass in halves")[0]
+    return config.moe_dispatcher
 
 
 def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int) -> None:

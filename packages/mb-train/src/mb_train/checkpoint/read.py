@@ -34,6 +34,7 @@ from mb_train.checkpoint.tensors import (
     named_parameters,
     named_tensors,
     optimizer_entries,
+    second_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
 from mb_train.folder.run_folder import checkpoints, iteration_of
@@ -100,6 +101,8 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
         shapes[name] = tuple(entry.size)
+    for name in second_names(model):  # earlier checkpoints hold these too
+        shapes.pop(name, None)
     if optimizer is not None:
         _make_optimizer_state(optimizer)
         saved_state = any(name.startswith("optimizer.") for name in shapes)

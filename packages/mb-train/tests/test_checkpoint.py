@@ -208,6 +208,35 @@ def test_stages_on_one_rank_that_share_a_name_both_get_it(tmp_path):
             assert torch.equal(optimizer.state[a]["step"], both.state[b]["step"])
 
 
+class OneTower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.query = nn.BatchNorm1d(width)  # parameters and buffers
+        self.block = self.query
+
+
+def test_what_a_module_has_under_two_names_is_written_once(tmp_path, monkeypatch):
+    model = OneTower(3)
+    with monkeypatch.context() as before:  # as it was written once: both names
+        before.setattr("mb_train.checkpoint.tensors.second_names", lambda model: set())
+        earlier = save(tmp_path, model, None, 1)
+    now = save(tmp_path, model, None, 2)
+    names = [
+        set(dcp.FileSystemReader(p).read_metadata().state_dict_metadata) for p in (earlier, now)
+    ]
+    assert names[1] == {name for name in names[0] if name.startswith("model.query.")}
+    assert len(names[0]) == 2 * len(names[1]) == 10
+    for path in (earlier, now):
+        other = OneTower(3)
+        nn.init.zeros_(other.query.weight)
+        load_checkpoint(path, other, None)
+        assert torch.equal(other.block.weight, model.block.weight)
+    with pytest.raises(CheckpointError, match="another model"):  # two towers are not one
+        load_checkpoint(
+            now, nn.ModuleDict({n: nn.BatchNorm1d(3) for n in ("query", "block")}), None
+        )
+
+
 def test_saving_again_replaces_the_folder(tmp_path):
     model, optimizer = make()
     step(model, optimizer)

@@ -75,23 +75,47 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     assert not any(fact.startswith("memory") for fact in facts)
 
 
+# What /proc/self/cgroup says, where the limit is, its file, that of what is held, its lines' names.
+GROUPS = {
+    "container": ("0::/", "", "memory.max", "memory.current", ""),
+    "a container's, by the path outside": ("0::/docker/1", "", "memory.max", "memory.current", ""),
+    "around a step of Slurm's": (
+        "0::/slurm/job_1/step_0/task_0", "slurm/job_1", "memory.max", "memory.current", "",
+    ),
+    "first version": (
+        "5:cpu,cpuacct:/\n4:memory:/slurm/job_1/step_0\n0::/", "memory/slurm/job_1",
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+    ),
+    "first version, by the path outside": (
+        "4:memory:/docker/1", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no sysconf")
-def test_the_memory_is_that_of_the_container(monkeypatch, tmp_path):
-    monkeypatch.setattr("mb_train.machine.host.GROUP", tmp_path)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_memory_is_that_of_the_container_or_job(monkeypatch, tmp_path, kind):
+    lines, group, limit, used, total = GROUPS[kind]
+    ours, group = tmp_path / "cgroup", tmp_path / "groups" / group
+    ours.write_text(f"{lines}\n")
+    monkeypatch.setattr("mb_train.machine.host.GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("mb_train.machine.host.OURS", ours)
     assert memory_limit() is None
     before = host_memory()
-    (tmp_path / "memory.max").write_text("max\n")
+    group.mkdir(parents=True)
+    (group / limit).write_text(f"{2**63 - 4096}\n" if total else "max\n")
     assert memory_limit() is None
     assert host_memory() == pytest.approx(before, rel=0.5)  # of a machine that others use too
-    (tmp_path / "memory.max").write_text(f"{1 << 27}\n")
-    (tmp_path / "memory.current").write_text(f"{1 << 27}\n")  # full, most of it of token files
-    (tmp_path / "memory.stat").write_text(
-        f"anon {1 << 25}\nfile {3 << 25}\ninactive_file {2 << 25}\nactive_file {1 << 25}\n"
+    (group / limit).write_text(f"{1 << 27}\n")
+    (group / used).write_text(f"{1 << 27}\n")  # full, most of it of token files
+    (group / "memory.stat").write_text(
+        f"anon {1 << 25}\nfile {3 << 25}\n"
+        f"{total}inactive_file {2 << 25}\n{total}active_file {1 << 25}\n"
     )
     assert host_memory() == 3 << 25
     facts = []
     _check_memory(facts)
-    assert facts[0].startswith("memory      0.1 GB of RAM, the limit of this container: small runs")
+    assert facts[0].startswith("memory      0.1 GB of RAM, the limit of this container or job: ")
 
 
 IMPORTING = """

@@ -1,5 +1,6 @@
 """Curves from logs, resumed ones too, and the picture."""
 
+import math
 import re
 import sys
 
@@ -181,6 +182,19 @@ def test_the_picture_has_the_numbers_of_the_log(tmp_path):
     assert drawn == {"training": [[9, 4], [10, 3]], "validation": [[9, 4], [10, 3.5]]}
 
 
+def test_steps_without_a_number_leave_no_gap_in_a_long_run(tmp_path):
+    """Of a stretch of three steps those count that have one: as of losses that fp16 overflowed."""
+    losses = [float(step) if step % 3 or step > 2990 else None for step in range(1, 3001)]
+    losses[:3] = [None] * 3
+    write(tmp_path, ("start", {"iteration": 0}), interval(3000, losses))
+    curves = read_curves(tmp_path)
+    (line,) = figure_of(panels_of([curves]), [curves], 10.0).axes[0].lines
+    drawn = dict(line.get_xydata().tolist())
+    assert len(drawn) == 1000
+    assert math.isnan(drawn.pop(3))
+    assert {at - loss for at, loss in drawn.items()} == {1.0, 1.5}
+
+
 def test_markup_in_a_name_stays_text(tmp_path):
     folder = tmp_path / "<b>&"
     folder.mkdir()
@@ -217,7 +231,9 @@ def test_what_a_log_tells_does_not_command_the_terminal(tmp_path, capsys):
         ("train", {"tokens_per_s": "a"}),
         ("train", {"iteration": 10**30}),
         ("train", {"load_imbalance": [["a"]]}),
+        ("train", {"load_imbalance": [1.0, 1.0]}),
         ("train", {"tokens_per_expert": [["a"]]}),
+        ("train", {"tokens_per_expert": [[1], [1, 2]]}),
         ("start", {"iteration": "a"}),
         ("eval", {"lm_loss": "a"}),
         ("measured", {"recall": "a"}),

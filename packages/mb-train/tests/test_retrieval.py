@@ -85,6 +85,23 @@ def test_answers_are_the_nearest_blocks(corpus, tmp_path, kind, capsys):
     assert answers[0].text in capsys.readouterr().out
 
 
+def test_of_an_index_in_lists_as_many_are_searched_as_asked(corpus, tmp_path, capsys):
+    folder, _, _ = corpus
+    run, prefix = folder / "run", str(folder / "x_text_sentence")
+    found = {}
+    for kind in ("Flat", "IVF4,Flat", "L2norm,IVF4,Flat"):
+        build_index(run, prefix, tmp_path / kind, kind=kind, say=lambda line: None)
+        found[kind] = Retriever(run, tmp_path / kind).ask("w3 w1 w20", 100)
+    texts = {kind: {answer.text for answer in answers} for kind, answers in found.items()}
+    assert texts["IVF4,Flat"] == texts["L2norm,IVF4,Flat"] == texts["Flat"]
+    assert found["IVF4,Flat"][0].text == found["Flat"][0].text
+    one = Retriever(run, tmp_path / "IVF4,Flat", lists=1).ask("w3 w1 w20", 100)
+    assert 0 < len(one) < len(found["Flat"])
+    asked = ["retrieve", str(run), "w3", "--index", str(tmp_path / "Flat"), "--lists", "0"]
+    assert main(asked) == 2
+    assert "at least one list of an index to search, got 0" in capsys.readouterr().err
+
+
 def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, capsys):
     folder, _, _ = corpus
     run, prefix = str(folder / "run"), str(folder / "x_text_sentence")

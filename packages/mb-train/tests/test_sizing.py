@@ -323,6 +323,29 @@ def test_parameters_and_state(kind):
         assert found.active == total
 
 
+@pytest.mark.parametrize(
+    ("schedule", "of_a_chunk", "first"),
+    [
+        ("1f1b", None, "embedding. blocks.0. blocks.1."),
+        ("interleaved-1f1b", 1, "embedding. blocks.0. blocks.2."),
+        ("zbv-zero-bubble", 1, "embedding. blocks.0. blocks.3. norm. head."),
+    ],
+)
+def test_the_first_rank_of_a_pipeline_holds_the_embeddings(schedule, of_a_chunk, first):
+    """Not its share of them: with a large vocabulary they are most of what a rank holds."""
+    config = config_of(
+        num_layers=4, global_batch_size=16, untie_embeddings_and_output_weights=True,
+        pipeline_model_parallel_size=2, pipeline_schedule=schedule,
+        num_layers_per_virtual_pipeline_stage=of_a_chunk,
+    )  # fmt: skip
+    model = GPT(transformer_config(config, 5000))
+    numbers = {name.removeprefix("stack."): p.numel() for name, p in model.named_parameters()}
+    here = sum(n for name, n in numbers.items() if name.startswith(tuple(first.split())))
+    found = sizes(config, 5000, 2, "CPU")
+    assert (found.weights, found.gradients, found.optimizer) == (4 * here, 4 * here, 8 * here)
+    assert found.checkpoint == 12 * sum(numbers.values())
+
+
 def test_ranks_share_the_state():
     config = config_of(moe_num_experts=8, global_batch_size=32)
     alone = sizes(config, 64, 1, "H200")
@@ -340,7 +363,6 @@ def test_ranks_share_the_state():
     whole = sizes(dataclasses.replace(config, zero_stage=0), 64, 4, "H200")
     assert (whole.optimizer, whole.gradients) == (alone.optimizer, alone.gradients)
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
-    assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
     both = (dataclasses.replace(stages, zero_stage=stage) for stage in (1, 2))
     assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 
@@ -453,10 +475,12 @@ def test_ranks_share_out_the_matrices_of_muon(ranks, sizes_of, dense, experts):
     spread = {f"{name}_model_parallel_size": size for name, size in sizes_of.items()}
     config = config_of(moe_num_experts=4, num_layers=2, optimizer="muon", global_batch_size=8)
     model = GPT(transformer_config(config, 64))
-    alone, shared = (
-        [part.turning for part in _parts(model, each, parallel_dims(each, size), copied=False)]
-        for each, size in ((config, 1), (dataclasses.replace(config, **spread), ranks))
-    )
+    found = []
+    for each, size in ((config, 1), (dataclasses.replace(config, **spread), ranks)):
+        dims = parallel_dims(each, size)
+        parts = _parts([model], each, dims, stages=dims.pp, copied=False)
+        found.append([part.turning for part in parts])
+    alone, shared = found
     assert alone[0].moved > 0 < alone[1].moved
     assert shared == [alone[0].shared(dense), alone[1].shared(experts)]
     assert alone[0].shared(2).products == alone[0].products / 2

@@ -19,16 +19,19 @@ def tensors_of(model: Modules, optimizer: Optimizer) -> dict[str, Tensor]:
     """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
 
     Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
-    share, such as tied embeddings, is there once.
+    share, such as tied embeddings, is there once, and so is what a module has under two names.
     """
     return dict(named_tensors(model, optimizer))
 
 
 def named_tensors(model: Modules, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Those of `tensors_of`, what several stages on this rank have once for each."""
+    again = second_names(model)
     for module in parts_of(model):
         for name, tensor in module.state_dict().items():
-            yield f"model.{plain_name(name)}", tensor
+            name = f"model.{plain_name(name)}"
+            if name not in again:
+                yield name, tensor
     for entry, kind, name in optimizer_entries(model, optimizer):
         value = entry[kind]
         number = isinstance(value, (int, float))
@@ -38,6 +41,17 @@ def named_tensors(model: Modules, optimizer: Optimizer) -> Iterator[tuple[str, T
 def state_names(names: Iterable[str]) -> set[str]:
     """Those of the names of `tensors_of` that are of an optimizer's state."""
     return {name for name in names if name.startswith("optimizer.")}
+
+
+def second_names(model: Modules) -> set[str]:
+    """Of tensors that a module has under an earlier name too: a tower for both kinds of text."""
+    found = set()
+    for module in parts_of(model):
+        for named in (module.named_parameters, module.named_buffers):
+            every = {name for name, _ in named(remove_duplicate=False)}
+            again = every - {name for name, _ in named()}
+            found |= {f"model.{plain_name(name)}" for name in again}
+    return found
 
 
 def plain_name(name: str) -> str:

@@ -57,11 +57,16 @@ def retrieve(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("query", help="in words")
     parser.add_argument("--index", help="folder of the index; default RUN/index")
     parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")
+    parser.add_argument(
+        "--lists", type=int, default=64,
+        help="of an index of a kind IVF...: how many of its lists to search; default 64",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     from mb_train.inference.retrieval import Retriever
 
     folder = _folder(options.index, options.run)
-    retriever = Retriever(Path(options.run), folder, device=options.device)
+    run = Path(options.run)
+    retriever = Retriever(run, folder, lists=options.lists, device=options.device)
     for place, answer in enumerate(retriever.ask(options.query, options.count), start=1):
         print(f"{place}. {answer.title} ({answer.score:.3f})\n   {answer.text}")
     return 0

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 VECTORS, BLOCKS, ABOUT = "vectors.faiss", "blocks.npy", "index.json"
 _FILES = {VECTORS, BLOCKS, ABOUT}
+LISTS = 64  # of an IVF index: of IVF1024 a sixteenth of the blocks
 
 
 def faiss_library() -> Any:
@@ -150,14 +151,19 @@ class Retriever:
     Args:
         run: whose query tower embeds them; the one that the index was made with.
         index: the index's folder.
+        lists: how many lists of an IVF index are searched; faiss itself takes the nearest alone,
+            and misses most blocks. Other kinds have none.
 
     Raises:
-        ValueError: no faiss, no index, or one that is damaged or of another checkpoint or corpus.
+        ValueError: no faiss, no index, or one that is damaged or of another checkpoint or corpus;
+            no list to search.
         OSError: its files cannot be read.
     """
 
-    def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
+    def __init__(self, run: Path, index: Path, *, lists: int = LISTS, device: str = "auto") -> None:
         faiss = faiss_library()
+        if lists < 1:
+            raise ValueError(f"Expected at least one list of an index to search, got {lists}.")
         about = _about(index)
         self._trained = load_trained(run, device, kinds=("ict",))
         saved = self._trained.saved
@@ -181,6 +187,9 @@ class Retriever:
             raise ValueError(
                 f"{index} is damaged: {why}. Make it again with mb-train index."
             ) from None
+        listed = faiss.try_extract_index_ivf(self._vectors)  # of what may stand around it
+        if listed is not None:
+            listed.nprobe = min(lists, listed.nlist)
 
     def ask(self, query: str, count: int) -> list[Answer]:
         """The nearest blocks, the nearest first.

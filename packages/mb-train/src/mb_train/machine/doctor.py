@@ -203,7 +203,7 @@ def _check_memory(facts: list[str]) -> None:
         return
     limit, whose = memory_limit(), ""
     if limit is not None and limit / 1e9 < size:
-        size, whose = limit / 1e9, ", the limit of this container"
+        size, whose = limit / 1e9, ", the limit of this container or job"
     enough = "" if size >= _ENOUGH_RAM_GB else f": small runs (the large want {_ENOUGH_RAM_GB:g})"
     facts.append(f"memory      {size:.1f} GB of RAM{whose}{enough}")
     shared = Path("/dev/shm")

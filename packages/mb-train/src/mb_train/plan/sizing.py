@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.pipeline_parallel import stage_indices
 from mb_parallel.world import ranks_on_host
 from torch import nn
 
@@ -29,6 +30,7 @@ from mb_train.plan.flops import flops, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.plan.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
+from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
 
 GIB = 2**30
@@ -91,8 +93,6 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         check_capturable(config, torch.device("cuda"), dims)
     task = one_process_task(config, None, vocab_size=vocab_size)
     work = task.workload
-    if dims.pp > 1:
-        task.borders(stage_layers(config, work.layers, dims.pp))  # or refuse
     with unfilled():
         model = task.build_model(compute_dtype=torch.float32)
     on_gpu = device != "CPU"
@@ -101,21 +101,25 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     batch = config.batch_size(dims.dp)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
     whole_experts = ranks == 1 or config.zero_stage == 0
-    parts = _parts(model, config, dims, copied=narrow > 0 and whole_experts)
+    copied = narrow > 0 and whole_experts
+    parts = _parts([model], config, dims, stages=dims.pp, copied=copied)
+    held = parts
+    if dims.pp > 1:  # embeddings are on the first stage, none of its share of them
+        held = _parts(_first_rank(task, config, dims), config, dims, stages=1, copied=copied)
     total, experts = sum(part.total for part in parts), parts[1].total
     share = 0.0
     if (number := config.moe_num_experts) is not None:
         share = visited(config.moe_top_k, number, config.moe_num_zero_experts) / number
-    here = sum(part.here for part in parts)
+    here = sum(part.here for part in held)
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
     cast = narrow * (here / work.layers if config.zero_stage == 3 else here)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
     def gradients(passes: int) -> int:
-        held = (part.here if waiting else part.sharded for part in parts)
-        each = (part.gradient_bytes(passes) for part in parts)
-        return int(sum(map(operator.mul, each, held)))
+        kept = (part.here if waiting else part.sharded for part in held)
+        each = (part.gradient_bytes(passes) for part in held)
+        return int(sum(map(operator.mul, each, kept)))
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
     activations += loss_bytes(work, config, dims, width)
@@ -124,9 +128,9 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
-        weights=int(4 * sum(part.sharded for part in parts) + cast),
+        weights=int(4 * sum(part.sharded for part in held) + cast),
         gradients=gradients(micro_batches),
-        optimizer=int(sum(part.state_bytes * part.sharded for part in parts)),
+        optimizer=int(sum(part.state_bytes * part.sharded for part in held)),
         activations=int(activations),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),
@@ -142,7 +146,8 @@ class _Part:
     """The dense parameters of a model, or its experts.
 
     Attributes:
-        total: how many; here: those that a rank computes with.
+        total: how many of the modules; here: those that a rank computes with, in the mean over the
+            stages that the modules make up.
         shards: ranks that share their state.
         copied: copies in 16 bit stay from step to step, which the optimizer writes.
         state_bytes: of the optimizer for each, in the mean.
@@ -175,21 +180,38 @@ class _Part:
         return step * self.sharded + each * self.here * micro_batches
 
 
+def _first_rank(task: Task, config: TrainConfig, dims: ParallelDims) -> list[nn.Module]:
+    """The stages of the first rank of a pipeline, as `assemble` gives it."""
+    runs = stage_layers(config, task.workload.layers, dims.pp)
+    task.borders(runs)  # or refuse
+    per_rank = len(runs) // dims.pp
+    found = []
+    for index in stage_indices(
+        config.schedule_in_force, pp_size=dims.pp, pp_rank=0, stages_per_rank=per_rank
+    ):
+        with unfilled():
+            model = task.build_model(compute_dtype=torch.float32)
+        model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
+        found.append(model)
+    return found
+
+
 def _parts(
-    model: nn.Module, config: TrainConfig, dims: ParallelDims, *, copied: bool
+    models: list[nn.Module], config: TrainConfig, dims: ParallelDims, *, stages: int, copied: bool
 ) -> list[_Part]:
-    """The dense parameters and the experts, as a rank of the first stage has them."""
-    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    """The dense parameters and the experts of modules, as a rank has them."""
+    named = (named for model in models for named in model.named_parameters())
+    experts = {p for name, p in named if ".experts." in name}
     shared, of_experts = dims.dp_shard, max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
     if config.zero_stage == 0:
         shared = of_experts = 1
     found = []
     for owned, ranks, shards in (
-        (False, dims.tp * dims.pp, shared),
-        (True, dims.ep * dims.pp, of_experts),
+        (False, dims.tp * stages, shared),
+        (True, dims.ep * stages, of_experts),
     ):
         total, state, turning = 0, 0, Demand()
-        for group in parameter_groups([model], config):
+        for group in parameter_groups(models, config):
             muon = bool(group.get("muon"))
             own = [p for p in group["params"] if (p in experts) == owned]
             numbers = sum(p.numel() for p in own)
@@ -200,7 +222,7 @@ def _parts(
         # An expert is turned by its owner; dense matrices are dealt out among those that have parts
         # of them, but where data and tensor parallelism cut them both: there all turn all of them.
         dealt = max(shared, dims.tp) if min(shared, dims.tp) == 1 else 1
-        turned_by = ranks * shards if owned else dims.pp * dealt
+        turned_by = ranks * shards if owned else stages * dealt
         found.append(
             _Part(
                 total=total,

@@ -123,9 +123,14 @@ def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
         getattr(curves, name)[last] = _value(event[key])
     curves.steps_redone = event["steps_redone"]
     if event.get("load_imbalance"):
-        curves.load_imbalance[last] = [_value(load) for load in event["load_imbalance"]]
+        loads = [_value(load) for load in event["load_imbalance"]]
+        if len(loads) != len(next(iter(curves.load_imbalance.values()), loads)):
+            raise TypeError  # a run has the layers that it has
+        curves.load_imbalance[last] = loads
     if event.get("tokens_per_expert"):
         rows = [[_value(count) for count in row] for row in event["tokens_per_expert"]]
+        if len(set(map(len, rows))) > 1:
+            raise TypeError
         curves.tokens_per_expert[last] = rows
 
 

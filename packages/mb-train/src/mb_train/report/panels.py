@@ -132,7 +132,7 @@ def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[
     if len(at) <= _POINTS:
         return axis.plot(at, values, linewidth=1, **style)
     step = -(-len(at) // _POINTS)
-    chunks = [values[i : i + step] for i in range(0, len(at), step)]
+    chunks = [_numbers(values[i : i + step]) for i in range(0, len(at), step)]
     places = [at[min(i + step, len(at)) - 1] for i in range(0, len(at), step)]
     lines = axis.plot(places, [sum(c) / len(c) for c in chunks], linewidth=1, **style)
     axis.fill_between(
@@ -140,6 +140,11 @@ def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[
         color=lines[0].get_color(), alpha=0.25, linewidth=0,
     )  # fmt: skip
     return lines
+
+
+def _numbers(values: list[float]) -> list[float]:
+    """Those of a stretch that are: one step that was skipped does not hide a thousand others."""
+    return [value for value in values if not math.isnan(value)] or [math.nan]
 
 
 def _thinned(at: list[int]) -> list[int]:

@@ -176,7 +176,7 @@ def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
 def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
     before = {p.name: p.read_bytes() for p in (tmp_path / "out.partial").iterdir()}
     options = {"workers": 1, "block_bytes": 5000, "on_error": "skip", "append_eod": True}
-    with pytest.raises(ValueError, match=r"other settings \(append_eod\); .* or --restart to drop"):
+    with pytest.raises(ValueError, match=r"other settings \(eod\); .* or --restart to drop"):
         preprocess(kept, tmp_path / "out", **options)
     other = write(tmp_path / "other.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=r"other settings \(sources\)"):

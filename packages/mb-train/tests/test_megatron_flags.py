@@ -157,6 +157,7 @@ def test_older_spellings_mean_what_they_meant():
             "--no-position-embedding --position-embedding-type rope",
             {"position_embedding_type": "rope"},
         ),
+        ("--softmax-scale 0.125", {"attention_scale": 0.125}),
         ("--moe-router-topk 1", {"moe_top_k": 1}),
         ("--moe-router-topk 2", {"moe_top_k": 2, "moe_renormalize": True}),
         (

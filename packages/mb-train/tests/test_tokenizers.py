@@ -161,6 +161,18 @@ def test_documents_end_as_mb_data_was_told(tmp_path):
         one_process_task(told, load_tokenizer(told), vocab_size=32000)
 
 
+def test_a_model_learns_another_end_from_its_weights_on(tmp_path, monkeypatch, capsys):
+    """As a converted one, whose folder names the end of a text, where the data has turns."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY[:-2], "--mock-data", "--vocab-extra-ids=1", "--save=run"]) == 0
+    on = ["--load=run", "--save=next", "--eod-token=<extra_id_0>"]
+    assert main([*on, "--train-iters=2"]) == 2
+    assert "--eod-token" in capsys.readouterr().err
+    assert main([*on, "--train-iters=1", "--finetune"]) == 0
+    (file,) = (tmp_path / "next" / "data").glob("*.bin")
+    assert mb_data.IndexedDataset(file.with_suffix(""))[0][-1] == 50257
+
+
 def test_a_sample_corpus_with_another_end_is_another(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mb_train.data.sample._SAMPLE_BYTES", 30_000)

@@ -137,8 +137,7 @@ def preprocess(
     _check_sources(sources, keys, shard)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    if append_eod:
-        tokenizer.special_id("eod")
+    eod = tokenizer.special_id("eod") if append_eod else None
     bos = None
     if tokenizer.prepend_bos if prepend_bos is None else prepend_bos:
         bos = tokenizer.special_id("bos")
@@ -157,7 +156,7 @@ def preprocess(
         "shard": list(shard) if shard else None,
         "tokenizer": [tokenizer.name, tokenizer.fingerprint],
         "keys": list(keys),
-        "append_eod": append_eod,
+        "eod": eod,
         "bos": bos,
         "sentences": [splitter.code, keep_newlines] if splitter else None,
         "dtype": job.dtype.str,

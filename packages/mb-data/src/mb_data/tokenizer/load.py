@@ -107,7 +107,6 @@ def load_tokenizer(
         if eod is None:
             raise ValueError(f"tokenizer {name} has no token {eod_token!r} to end documents with")
         tokenizer.special["eod"] = eod
-        tokenizer.fingerprint += f", {eod_token} ends documents"
     tokenizer.rebuild = partial(load_tokenizer, name, **shared, **of_files, eod_token=eod_token)
     return tokenizer
 

@@ -202,7 +202,7 @@ class DataFields:
     )
     eod_token: str | None = flag(
         "special token that ends documents, as mb-data preprocess was told; default the "
-        "tokenizer's own (ours)", needs=("model", "gpt"),
+        "tokenizer's own (ours)", on_load="fixed", needs=("model", "gpt"),
     )  # fmt: skip
     vocab_extra_ids: int = flag(
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"

@@ -140,7 +140,7 @@ class ModelFields:
     )  # fmt: skip
     attention_scale: float | None = flag(
         "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head) (ours)",
-        bounds=POSITIVE, on_load="model",
+        bounds=POSITIVE, on_load="model", also=("--softmax-scale",),
     )  # fmt: skip
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",

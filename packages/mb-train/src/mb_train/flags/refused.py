@@ -75,7 +75,6 @@ _REASONS: Mapping[str, str] = {
     "there is one residual stream": """
         --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
     """,
-    "say --attention-scale": "--softmax-scale",
     "with more ranks than experts --expert-model-parallel-size cuts them": """
         --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,

@@ -71,8 +71,6 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         for value in known[:1]:
             said[f.name] = (value or None) if spec(f).zero_is_none else value
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
-    if (scale := given.get("softmax_scale")) is not None:
-        said["attention_scale"] = scale
     said |= _activation(given) | _experts_every(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
     typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]

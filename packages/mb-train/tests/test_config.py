@@ -121,6 +121,18 @@ def test_defaults_derive_from_sizes():
             "--moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0",
         ),
         (
+            {
+                "moe_num_experts": 4,
+                "moe_dispatcher": "peer",
+                "expert_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_schedule": "interleaved-zero-bubble",
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "num_layers": 4,
+            },
+            "than peer with --pipeline-schedule interleaved-zero-bubble, .* Take all_to_all",
+        ),  # fmt: skip
+        (
             {"moe_num_experts": 4, "moe_first_k_dense": 2},
             "a layer of --num-layers 2 to have experts .* got --moe-first-k-dense 2",
         ),

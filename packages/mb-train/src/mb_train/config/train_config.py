@@ -285,6 +285,14 @@ class TrainConfig(
                 "Expected --moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0. "
                 "Without a capacity take another dispatcher."
             )
+        spread = self.moe_expert_model_parallelism or self.expert_model_parallel_size > 1
+        halves = "zero-bubble" in self.schedule_in_force
+        if has_experts and spread and halves and self.moe_dispatcher == "peer":
+            raise ValueError(
+                "Expected another --moe-dispatcher than peer with --pipeline-schedule "
+                f"{self.schedule_in_force}, the second half of whose backward pass finds others' "
+                "rows in the peers' memory. Take all_to_all, or interleaved-1f1b."
+            )
 
     def _check_layers_of_experts(self) -> None:
         if self.moe_num_experts is not None and not any(map(self.expert_layers, self._stacks)):

@@ -131,7 +131,7 @@ def test_defaults_derive_from_sizes():
                 "num_layers": 4,
             },
             "than peer with --pipeline-schedule interleaved-zero-bubble, .* Take all_to_all",
-        ),  # fmt: skip
+        ),
         (
             {"moe_num_experts": 4, "moe_first_k_dense": 2},
             "a layer of --num-layers 2 to have experts .* got --moe-first-k-dense 2",

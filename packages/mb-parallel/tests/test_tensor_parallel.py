@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import tiny_gpt
 import torch
-from mb_layers import MoEConfig, NoisyTopKRouter, dMoE
+from mb_layers import ExpertChoiceRouter, MoEConfig, NoisyTopKRouter, SinkhornRouter, dMoE
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
@@ -244,6 +244,11 @@ def _routed(rank, mesh):
         torch.distributed.broadcast(first, 0)
         # Noise of its own for each rank's tokens.
         assert torch.equal(mine, first) == (rank == 0)
+    for router in (SinkhornRouter, ExpertChoiceRouter):  # without noise
+        whole = torch.nn.ModuleDict({"moe": dMoE(config, router=router(config))})
+        parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+        compiled = torch.compile(whole["moe"].router, fullgraph=True, backend="eager")
+        assert torch.isfinite(compiled(x_BSD.flatten(0, 1)).logits_TE).all()
 
 
 def _joined(rank, mesh):

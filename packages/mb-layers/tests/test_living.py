@@ -208,6 +208,15 @@ def test_a_backward_pass_within_autocast_is_that_without() -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+def test_a_compiled_routers_gradient_is_not_rounded_under_autocast() -> None:
+    router, x = build(torch.float32).router, torch.randn(9, 16, requires_grad=True)
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        runs = [run(x).logits_TE for run in (compiled, router)]
+    got, want = (torch.autograd.grad(y.sin().sum(), [x, router.weight]) for y in runs)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"score_function": "sigmoid"}, {"mlp_bias": True}, {"shared_expert_hidden_size": 16}],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import tiny_gpt
 import torch
-from mb_layers import MoEConfig, NoisyTopKRouter, dMoE
+from mb_layers import ExpertChoiceRouter, MoEConfig, NoisyTopKRouter, SinkhornRouter, dMoE
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
@@ -117,19 +117,26 @@ def _written_into(rank, world_size):
         model = torch.nn.ModuleDict(parts | {"down": torch.nn.Linear(8, 4, bias=False)})
         plan = {"tokens": VocabParallelEmbedding(), "up": ColumnParallel(), "down": RowParallel()}
         parallelize_tensors(model, mesh, plan, sequence_parallel=sequence_parallel)
-        x = model["tokens"](torch.arange(4)[None])
-        x = x.mul_(2) if in_place else x * 2
-        y = model["down"](model["up"](x).relu())
-        y = y.add_(x) if in_place else y + x
-        y.square().sum().backward()
-        results.append([y.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+
+        def run(ids, model=model, in_place=in_place):
+            x = model["tokens"](ids)
+            x = x.mul_(2) if in_place else x * 2
+            y = model["down"](model["up"](x).relu())
+            return y.add_(x) if in_place else y + x
+
+        for call in (run, torch.compile(run, backend="aot_eager")) if in_place else (run,):
+            model.zero_grad()
+            y = call(torch.arange(4)[None])
+            y.square().sum().backward()
+            results.append([y.detach(), *(p.grad.full_tensor() for p in model.parameters())])
     return results
 
 
 def test_what_modules_return_may_be_written_into():
     for results in run_ranks(_written_into, 2):
-        for want, got in (results[:2], results[2:]):
-            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        for want, *all_got in (results[:3], results[3:]):
+            for got in all_got:
+                assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def _with_gain(module):
@@ -244,6 +251,11 @@ def _routed(rank, mesh):
         torch.distributed.broadcast(first, 0)
         # Noise of its own for each rank's tokens.
         assert torch.equal(mine, first) == (rank == 0)
+    for router in (SinkhornRouter, ExpertChoiceRouter):  # without noise
+        whole = torch.nn.ModuleDict({"moe": dMoE(config, router=router(config))})
+        parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+        compiled = torch.compile(whole["moe"].router, fullgraph=True, backend="eager")
+        assert torch.isfinite(compiled(x_BSD.flatten(0, 1)).logits_TE).all()
 
 
 def _joined(rank, mesh):

@@ -347,8 +347,9 @@ class _LinearFP32(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad
         grad_x_TD = grad_weight_ED = None
         rounded = x_TD.dtype == torch.bfloat16 and weight_ED.dtype != torch.float64
-        # Called within autocast, as the loss is by some, it would round what forward did not.
-        with without_autocast(grad_TE):
+        # Called within autocast, as the loss is by some, it would round what forward did not. The
+        # compiler sees this code where forward has turned autocast off, and runs it where it is on.
+        with without_autocast(grad_TE, always=torch.compiler.is_compiling()):
             if rounded:
                 grad_TE = grad_TE.to(x_TD.dtype)
             dtype = grad_TE.dtype

@@ -31,10 +31,13 @@ def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which x's device computes in the dtypes it is given."""
+def without_autocast(x: Tensor, *, always: bool = False) -> AbstractContextManager[Any]:
+    """A context in which x's device computes in the dtypes it is given.
+
+    always: even if autocast is off now.
+    """
     # The meta device has shapes alone, and autocast does not know it.
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not (always or torch.is_autocast_enabled(x.device.type)):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 

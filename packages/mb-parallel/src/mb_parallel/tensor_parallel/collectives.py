@@ -101,8 +101,9 @@ def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _new(x: Tensor) -> Tensor:
     # In a graph of torch 2.11's compiler, what a collective wrote in place has a gradient of zeros.
-    # Elsewhere no view: autograd would not let a model write into what it gets, as into x += y.
-    return x.view_as(x) if torch.compiler.is_compiling() else x
+    # No view: autograd would not let a model write into what it gets, as into x += y. A clone costs
+    # nothing in there, for the compiler leaves it out.
+    return x.clone() if torch.compiler.is_compiling() else x
 
 
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from mb_layers import MoEOutput, RouterOutput
+from mb_layers import ExpertChoiceRouter, MoEOutput, RouterOutput, SinkhornRouter
 from mb_layers.dispatch import replaced
 from mb_layers.experts import Experts
 from mb_layers.moe import MoELayer
@@ -28,8 +28,10 @@ from mb_parallel.tensor_parallel.adapt import adapt, summed
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 _SEQUENCE_PARALLEL = "_mb_sequence_parallel"
-# Of a `Router`: all that come before its choice is made.
+# Of a `Router`: all that come before its choice is made. One with such a step of its own may draw
+# there, as `NoisyTopKRouter` does; these two do not.
 _STEPS_THAT_DRAW = ("forward", "jitter", "logits", "choice")
+_DRAW_NOTHING = (ExpertChoiceRouter, SinkhornRouter)
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,17 @@ class ExpertLayer(Style):
             output = original(x, mask=mask, valid_tokens=valid_tokens, routing=routing)
             return replaced(output, metrics=_over_ranks(output.metrics, region))
 
-        for child in self.covers(module):
+        router = module.router
+        steady = type(router) in _DRAW_NOTHING or is_ours(router, *_STEPS_THAT_DRAW)
+        draws = module.config.jitter_eps or not steady
+        for child in self.covers(module):  # which changes their types
             names = [name for name, p in child._parameters.items() if p is not None]
             if names and not isinstance(child, Experts):
                 views = dict.fromkeys(names, summed(region.group))
                 adapt(child, region.adapted, self, views=views)
         adapt(module, region.adapted, self, forward=forward)
-        # A router with such a step of its own may draw there, as `NoisyTopKRouter` does.
-        if module.config.jitter_eps or not is_ours(module.router, *_STEPS_THAT_DRAW):
-            make_distinct([module.router], region.rank)
+        if draws:  # else not: neither the compiler nor a CUDA graph takes streams that change
+            make_distinct([router], region.rank)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return list(module.modules())

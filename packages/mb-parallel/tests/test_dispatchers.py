@@ -571,6 +571,26 @@ def test_who_keeps_rows_is_not_sent_them_again(top_k, ranks, config, kept):
     assert keeps_rows_anyway(config, Placement(4, ranks, 0)) == kept
 
 
+def _twice(rank, ranks):
+    """The gradient of tokens, differentiated again, by experts whose kernels do not refuse it."""
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cpu")
+    case = Case(adapters=True)
+    x, weights, ids, _ = _inputs(case, 1)
+    for dispatcher in ("all_gather", "all_to_all"):
+        layer = _layer(case)
+        parallelize_experts(layer, mesh, dispatcher=dispatcher)
+        leaf = x.clone().requires_grad_()
+        dispatched = layer.dispatcher.dispatch(leaf, weights, ids)
+        y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+        (dx,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            dx.square().sum().backward()
+
+
+def test_a_second_derivative_is_an_error():
+    run_ranks(_twice, 2)
+
+
 def _evaluated_and_compiled(rank, ranks):
     case = Case(routing="zipf", config={"capacity_factor": 0.25, "eval_capacity_factor": 0.75})
     layer = _layer(case).eval()

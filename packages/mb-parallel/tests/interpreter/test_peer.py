@@ -313,3 +313,22 @@ def test_a_rank_waits_until_its_peers_have_read_its_tokens(tmp_path):
                 layer.experts.named_parameters(), gradients[step], strict=True
             ):
                 assert_close(f"{name}, step {step}", got, p.grad)
+
+
+def _twice(rank: int, ranks: int, folder: str):
+    case = Case((2, 2))
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    place = Place(mesh.axis("ep").get_group())
+    layer = _layer(case)
+    _spread(layer, case, mesh, PeerBuffers(place, max_tokens=2, allocate=SharedFiles(folder)))
+    x, weights, ids = (t[2 * rank : 2 * rank + 2] for t in _inputs(case))
+    x = x.clone().requires_grad_()
+    dispatched = layer.dispatcher.dispatch(x, weights, ids)
+    y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.square().sum().backward()
+
+
+def test_a_second_derivative_is_an_error(tmp_path):
+    run_ranks(_twice, 2, str(tmp_path))

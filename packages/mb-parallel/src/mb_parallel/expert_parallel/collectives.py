@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mb_parallel.tensor_parallel.collectives import rows_of_ranks
 
@@ -164,5 +165,6 @@ class _Pair(torch.autograd.Function):
         return there(x, place)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
+    @once_differentiable  # else a second derivative would be wrong without a word
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grad, ctx.place), None, None, None

@@ -25,6 +25,7 @@ from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import Experts
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mb_parallel.expert_parallel.collectives import Place
 
@@ -85,7 +86,8 @@ class _Begin(torch.autograd.Function):
         return exchange.send(x_SD, exchange.to, exchange.from_, exchange.total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+    @once_differentiable  # else a second derivative would be wrong without a word
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad_SD = ctx.exchange.wait()  # `grad` only ensures that `_End.backward` has run
         grad_SD[sum(ctx.exchange.to) :].zero_()
         return grad_SD, None
@@ -99,7 +101,8 @@ class _End(torch.autograd.Function):
         return x_RD.view_as(x_RD)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         exchange: Exchange = ctx.exchange
         exchange.send(grad_RD, exchange.from_, exchange.to, exchange.rows)
         return grad_RD, None

@@ -29,6 +29,7 @@ from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched
 from mb_layers.tensors import cast_alike
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
@@ -234,7 +235,8 @@ class _Send(torch.autograd.Function):
         return memory.rows("tokens"), weights_RJ
 
     @staticmethod
-    def backward(ctx: Any, dx_RD: Tensor, d_weights_RJ: Tensor) -> tuple[Any, ...]:  # ty: ignore[incompatible-method-override]
+    @once_differentiable  # else a second derivative would be wrong without a word
+    def backward(ctx: Any, dx_RD: Tensor, d_weights_RJ: Tensor) -> tuple[Any, ...]:
         d_words_RK = unpack_routing_backward(d_weights_RJ, *ctx.saved_tensors)
         dx_TD, d_weights_TK = ctx.route.collect(dx_RD, d_words_RK, "the backward of dispatch")
         return dx_TD, d_weights_TK.to(ctx.weights_dtype), None, None
@@ -253,7 +255,8 @@ class _Collect(torch.autograd.Function):
         return route.collect(y_RD, None, "combine")[0]
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
         route: _Route = ctx.route
         route.buffers.check(route.memory)
         # The tokens of the forward pass have served. A checkpoint dispatches them again in between,

@@ -19,7 +19,7 @@ from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatc
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.shard import experts_meshes, shard_experts
 from mb_parallel.testing import run_ranks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
@@ -313,6 +313,43 @@ def test_a_rank_waits_until_its_peers_have_read_its_tokens(tmp_path):
                 layer.experts.named_parameters(), gradients[step], strict=True
             ):
                 assert_close(f"{name}, step {step}", got, p.grad)
+
+
+def _ahead_of_recompute(rank: int, ranks: int, folder: str):
+    """As `_ahead` with two passes, recomputed wholly once their gradients have been sent."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    place = Place(mesh.axis("ep").get_group())
+    buffers = PeerBuffers(place, max_tokens=3, allocate=SharedFiles(folder))
+    layer, case = _layer(FROZEN), FROZEN._replace(keep_rows=True)
+    _spread(layer, case, mesh, buffers)
+    x, weights, ids = (t[3 * rank : 3 * rank + 3] for t in _inputs(case))
+    recomputing: list[bool] = []
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        dispatched = layer.dispatcher.dispatch(x, weights, ids)
+        y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+        if rank == 1 and recomputing:
+            time.sleep(1)
+        return y
+
+    with set_checkpoint_early_stop(False):
+        ys = [checkpoint(one, (step + 1) * x, use_reentrant=False) for step in range(2)]
+    recomputing.append(True)
+    for step, y in enumerate(ys):
+        ((step + 1) * y).sum().backward()
+    return [p.grad.full_tensor() for p in layer.experts.parameters()]
+
+
+def test_a_rank_waits_until_its_peers_have_read_gradients_behind_a_recompute(tmp_path):
+    x, weights, ids = _inputs(FROZEN)
+    layer = _layer(FROZEN)
+    for step in range(2):
+        dispatched = layer.dispatcher.dispatch((step + 1) * x, weights, ids)
+        y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+        ((step + 1) * y).sum().backward()
+    for gradients in run_ranks(_ahead_of_recompute, 2, str(tmp_path)):
+        for (name, p), got in zip(layer.experts.named_parameters(), gradients, strict=True):
+            assert_close(name, got, p.grad)
 
 
 def _twice(rank: int, ranks: int, folder: str):

@@ -103,7 +103,9 @@ class _Route:
         """Send what there is home, and wait for the peers', by which they have read all before."""
         self.memory.push("home", rows_RD, counts_P, payload=words_RW)
         self.memory.wait("home", self.buffers.place_of(self.layer, step))
-        self.buffers.unread.clear()
+        # A checkpoint combines again while a backward pass has gradients that are still to be read.
+        if step != "combine":
+            self.buffers.unread.clear()
 
 
 class PeerDispatcher:

@@ -67,8 +67,8 @@ class PeerBuffers:
         self._layers: list[str] = []
         # Sends so far, by buffer: a later one overwrites the rows.
         self.uses: Counter[str] = Counter()
-        # What backward passes have sent and the peers may still be reading: until something comes
-        # home, which does not follow if neither tokens nor weights need a gradient.
+        # What backward passes have sent and the peers may still be reading: until a backward pass
+        # brings something home, which none does if neither tokens nor weights need a gradient.
         self.unread: set[tuple[PeerMemory, str]] = set()
 
     def __deepcopy__(self, memo: Any) -> PeerBuffers:

@@ -88,6 +88,28 @@ def test_dropout_has_its_gradient(sequence_parallel):
         assert loss == pytest.approx(alone[3], rel=1e-12)
 
 
+def _penalized(rank, world_size):
+    """Gradients of a loss that holds the gradient of another one."""
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4, bias=False)
+    model = torch.nn.ModuleDict({"up": up, "down": down}).double()
+    x = torch.randn(2, 4, 4, dtype=torch.float64).requires_grad_()
+    if world_size > 1:
+        mesh = ParallelDims(tp=world_size).build("cpu")
+        plan = {"up": ColumnParallel(), "down": RowParallel()}
+        parallelize_tensors(model, mesh, plan, sequence_parallel=False)
+    y = model["down"](model["up"](x).tanh()).sin().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    slope.square().sum().backward()
+    return [tiny_gpt.whole(p.grad) for p in model.parameters()] + [x.grad]
+
+
+def test_a_penalty_on_a_gradient_has_the_gradient_of_one_process():
+    for got in run_ranks(_penalized, 2):
+        for grad, want in zip(got, _penalized(0, 1), strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
+
+
 def _masks(rank, world_size, sequence_parallel):
     mesh = ParallelDims(tp=world_size).build("cpu")
     parts = {name: torch.nn.Dropout(0.5) for name in ("stream", "heads")}

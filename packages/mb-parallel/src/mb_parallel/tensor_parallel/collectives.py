@@ -81,12 +81,15 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: Collective, back: Collective
     ) -> Tensor:
-        ctx.group, ctx.dim, ctx.back = group, dim, back
+        ctx.group, ctx.dim, ctx.there, ctx.back = group, dim, there, back
         return there(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grads[0], ctx.group, ctx.dim), None, None, None, None
+        group, dim, there, back = ctx.group, ctx.dim, ctx.there, ctx.back
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return _Pair.apply(grads[0], group, dim, back, there), None, None, None, None
+        return back(grads[0], group, dim), None, None, None, None
 
 
 def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

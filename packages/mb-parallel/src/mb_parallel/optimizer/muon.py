@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Numbers of parameters of one shape that are orthogonalised in one batch, which takes 1.2 GB. What
 # one of four GPUs holds of a dMoE-125M takes an H100 25 ms so, 12 of them the host's; 27 to 31, all
-# of it the host's, with half as many; 25 and 7 with twice as many, but 2.7 GB (2026-11-26-h100.md).
+# of it the host's, with half as many; 25 and 7 with twice as many, but 2.9 GB (mb-train's
+# benchmarks/results/2026-11-26-h100.md).
 _TOGETHER = 2**27
 
 

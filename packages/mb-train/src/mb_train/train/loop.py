@@ -166,9 +166,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             with clock.paused():
                 leave_out_of_collections()
         stopped_by = _reason_to_stop(run, stop)
-        evaluates, saves = (
-            _due(interval, iteration) for interval in (config.eval_interval, config.save_interval)
-        )
+        evaluates = _due(config.eval_interval, iteration)
+        saves = _due(config.save_interval, iteration)
         # What is due after this step would count as the steps' own, and may end the run.
         breaks = stopped_by is not None or iteration == run.iterations or evaluates or saves
         if profiler.ends(iteration - start.iteration, stopping=breaks):

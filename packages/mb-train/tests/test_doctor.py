@@ -62,6 +62,18 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path
     ]
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory to look at")
+@pytest.mark.parametrize(
+    ("size", "gpus", "found"), [(64e6, 2, True), (64e6, 1, False), (16e9, 2, False)]
+)
+def test_gpus_need_shared_memory_to_exchange_through(monkeypatch, size, gpus, found):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=size, free=size))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    problems = []
+    doctor._check_memory([], problems)
+    assert found == ("/dev/shm holds 0.06 GB, too little" in "".join(problems))
+
+
 @pytest.mark.parametrize("lacking", [None, "compiler", "cache"])
 def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
     pytest.importorskip("triton")

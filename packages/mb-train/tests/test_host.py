@@ -9,7 +9,8 @@ import sys
 import pytest
 from mb_train.folder.whole_files import sync_directory
 from mb_train.machine.doctor import _check_memory
-from mb_train.machine.host import host_memory, keep_freed_memory, memory_limit, open_many_files
+from mb_train.machine.host import keep_freed_memory, open_many_files
+from mb_train.machine.memory import host_memory, memory_limit
 
 PROGRAM = """
 import resource, sys
@@ -71,7 +72,7 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     open_many_files()
     sync_directory(tmp_path)
     facts = []
-    _check_memory(facts)
+    _check_memory(facts, [])
     assert not any(fact.startswith("memory") for fact in facts)
 
 
@@ -98,8 +99,8 @@ def test_the_memory_is_that_of_the_container_or_job(monkeypatch, tmp_path, kind)
     lines, group, limit, used, total = GROUPS[kind]
     ours, group = tmp_path / "cgroup", tmp_path / "groups" / group
     ours.write_text(f"{lines}\n")
-    monkeypatch.setattr("mb_train.machine.host.GROUPS", tmp_path / "groups")
-    monkeypatch.setattr("mb_train.machine.host.OURS", ours)
+    monkeypatch.setattr("mb_train.machine.memory.GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("mb_train.machine.memory.OURS", ours)
     assert memory_limit() is None
     before = host_memory()
     group.mkdir(parents=True)
@@ -114,7 +115,7 @@ def test_the_memory_is_that_of_the_container_or_job(monkeypatch, tmp_path, kind)
     )
     assert host_memory() == 3 << 25
     facts = []
-    _check_memory(facts)
+    _check_memory(facts, [])
     assert facts[0].startswith("memory      0.1 GB of RAM, the limit of this container or job: ")
 
 

@@ -116,6 +116,12 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
     assert (tmp_path / "cores").read_text() == "64\n"
 
 
+def test_slurm_outside_of_a_job_says_so(tmp_path):
+    done = handed_over(tmp_path, "slurm.sh", "--recipe", "dmoe-46m", check=False, SLURM_JOB_ID="")
+    assert done.returncode == 2
+    assert "expected a job of Slurm's, got none. Start it by sbatch" in done.stderr
+
+
 def test_ranks_get_the_signals_and_the_time_to_save(tmp_path):
     """torchrun itself, and a stand-in for mb-train, which says whether it was left alone."""
     rank = """

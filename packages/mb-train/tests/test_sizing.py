@@ -16,7 +16,7 @@ from mb_train.assembly.optimizer import build_optimizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import RECIPES, recipe
-from mb_train.machine.host import host_memory
+from mb_train.machine.memory import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops

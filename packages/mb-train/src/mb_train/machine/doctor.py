@@ -16,7 +16,7 @@ from pathlib import Path
 from mb_data.system import cores
 
 from mb_train.machine.environment import explain
-from mb_train.machine.host import memory_limit
+from mb_train.machine.memory import memory_limit
 from mb_train.machine.versions import PACKAGES
 
 _MIN_TORCH = (2, 11)
@@ -24,6 +24,8 @@ _MIN_TORCH = (2, 11)
 _MIN_DISK_GB, _ENOUGH_DISK_GB = 2.0, 100.0
 # Asynchronous saves of it, and token files in the page cache.
 _ENOUGH_RAM_GB = 32.0
+# What NCCL's guide has containers of several GPUs started with (--shm-size=1g).
+_MIN_SHARED_GB = 1.0
 
 
 def diagnose(folder: Path) -> tuple[list[str], list[str]]:
@@ -40,7 +42,7 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
             facts.append(f"{name:11} not installed, imported from the path")
     _check_torch(facts, problems)
     _check_optional(facts, problems)
-    _check_memory(facts)
+    _check_memory(facts, problems)
     _check_disk(folder, facts, problems)
     _check_amd(facts, problems)
     said, wrong = explain(os.environ, _vendor())
@@ -196,7 +198,7 @@ def _vendor() -> str | None:
     return "nvidia" if torch.version.cuda else None
 
 
-def _check_memory(facts: list[str]) -> None:
+def _check_memory(facts: list[str], problems: list[str]) -> None:
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
@@ -210,6 +212,19 @@ def _check_memory(facts: list[str]) -> None:
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / 1e9
         facts.append(f"shared      {size:.1f} GB in /dev/shm")
+        if size < _MIN_SHARED_GB and _gpus() > 1:
+            problems.append(
+                f"/dev/shm holds {size:.2f} GB, too little for GPUs to exchange through. Start the "
+                "container with --ipc=host or --shm-size=16g."
+            )
+
+
+def _gpus() -> int:
+    try:
+        import torch
+    except (ImportError, OSError, ValueError):
+        return 0
+    return torch.cuda.device_count()
 
 
 def _check_amd(facts: list[str], problems: list[str]) -> None:

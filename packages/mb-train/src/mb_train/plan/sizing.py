@@ -22,7 +22,7 @@ from mb_train.assembly.layout import parallel_dims, stage_layers
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig, whole
 from mb_train.machine.device import compute_dtype
-from mb_train.machine.host import host_memory
+from mb_train.machine.memory import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet, known_devices

@@ -17,6 +17,10 @@
 # script's name overrule those above. Where sbatch copies scripts away, RUNS names their folder:
 #   sbatch --export=ALL,RUNS=$PWD/runs slurm.sh ...
 set -euo pipefail
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "slurm.sh: expected a job of Slurm's, got none. Start it by sbatch, or launch.sh without Slurm." >&2
+    exit 2
+fi
 export NNODES=$SLURM_NNODES
 export GPUS=${SLURM_GPUS_ON_NODE:-${GPUS:-8}}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

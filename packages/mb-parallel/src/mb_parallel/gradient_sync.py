@@ -150,9 +150,10 @@ def _drop_units(module: nn.Module) -> None:
     for group in _groups(module):
         group._partial_reduce_output = None
         for held in group.fsdp_params:
-            held.unsharded_accumulated_grad = None
             if hasattr(held, "_unsharded_param"):
                 held._unsharded_param.grad = None
+            if held.unsharded_accumulated_grad is not None:  # in torch 2.15 a name for the former
+                held.unsharded_accumulated_grad = None
 
 
 def _drop_all(module: nn.Module) -> None:

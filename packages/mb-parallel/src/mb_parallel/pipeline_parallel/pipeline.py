@@ -45,6 +45,7 @@ from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
 from mb_parallel.expert_parallel.peer import reached_by_peers
+from mb_parallel.gradient_sync import free_gathered
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
@@ -187,6 +188,8 @@ class Pipeline:
     def evaluate(self, *batches: Batch) -> Losses:
         """The losses of these batches by name, summed over them, on every rank."""
         passing = self._run(self._checked(batches), 1.0, lambda index: None, train=False)
+        for stage in self.stages:
+            free_gathered(stage)  # torch 2.15 leaves them in the place of the parameters
         return self._report(passing, lambda metrics: None, train=False)
 
     def _run(

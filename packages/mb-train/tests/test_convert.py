@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from mb_layers import dMoE
+from mb_layers.state_dicts import translate
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
 from mb_train.loading import load_trained
@@ -47,6 +49,8 @@ def test_the_balancing_loss_is_theirs(tmp_path, kind):
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+        ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {**LLAMA3}}),
     ],
     ids=str,
 )
@@ -74,6 +78,8 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
         *((kind, {}) for kind in ALL if kind not in ("gpt2", "mistral")),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
+        ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
     ],
@@ -97,6 +103,35 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert type(back) is type(model)
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+def test_a_routers_bias_keeps_its_bits(tmp_path):
+    """In bf16 it would be another choice of experts; transformers keeps it in fp32 too."""
+    model = theirs("glm4_moe")
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", dtype=torch.bfloat16, say=lambda line: None)
+    back = TensorFolder(tmp_path / "back")
+    assert back["model.layers.2.mlp.gate.weight"].dtype == torch.bfloat16
+    bias = model.model.layers[2].mlp.gate.e_score_correction_bias
+    assert torch.equal(back["model.layers.2.mlp.gate.e_score_correction_bias"], bias)
+
+
+def test_gradients_are_theirs(tmp_path):
+    """Of a loss of next tokens: also those of weights that the routing scales."""
+    model = theirs("glm4_moe", use_qk_norm=True)
+    model.save_pretrained(tmp_path)
+    converted = ours(tmp_path).train()
+    tokens_BS = torch.randint(0, 77, (3, 20), generator=torch.Generator().manual_seed(1))
+    labels_BS = tokens_BS[:, 1:].contiguous()
+    converted(tokens_BS[:, :-1], labels_BS=labels_BS).losses["lm loss"].backward()
+    model(tokens_BS[:, :-1], shift_labels=labels_BS, labels=labels_BS).loss.backward()
+    theirs_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = architecture_of(model.config.to_dict())
+    rules = [r for r in found.stacked(None, converted.config) if "balancing_bias" not in r.target]
+    mine = {name: parameter.grad for name, parameter in converted.named_parameters()}
+    for name, gradient in translate(theirs_grads, rules, mine).items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

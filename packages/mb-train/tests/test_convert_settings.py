@@ -35,7 +35,7 @@ SILENT = re.compile(
     r"_?[a-z_]*(dropout|pdrop|_token_id|name_or_path|label|labels|initializer_[a-z]+)|summary_.*|"
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
-    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types"
+    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers"
 )
 
 
@@ -43,7 +43,9 @@ SILENT = re.compile(
 def test_every_setting_is_read_and_has_their_default(kind):
     """A file may leave out any setting of a class; none that it has is passed over."""
     found = architectures.ARCHITECTURES[kind]
-    full = transformers.CONFIG_MAPPING[kind]().to_dict()
+    # By default an odd number of GLM-4.5's channels would turn, which no file has.
+    even = {"num_attention_heads": 64} if kind == "glm4_moe" else {}
+    full = transformers.CONFIG_MAPPING[kind](**even).to_dict()
     expected = found.read(full)
     asked = Asked(found.defaults | full)
     found.fields(asked)
@@ -117,6 +119,11 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
         ("mistral", {"sliding_window": "wide"}, "should not have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
+        ("glm4_moe", {"num_nextn_predict_layers": "many"}, "should not have"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "turn, got 3"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func of"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method of"),
+        ("glm4_moe", {"moe_layer_freq": 2}, "moe_layer_freq of"),
     ],
     ids=str,
 )
@@ -133,6 +140,10 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+GLM4_MOE = LLAMA | {
+    "moe_num_experts": 4, "moe_router_score_function": "sigmoid", "moe_renormalize": True,
+    "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 16,
+}  # fmt: skip
 QWEN2_MOE = LLAMA | {
     "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 16,
@@ -161,6 +172,20 @@ def run_config(**fields):
             {**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0},
             "--moe-renormalize-p 2.0",
         ),
+        (
+            {**GLM4_MOE, "moe_router_score_function": "softmax"},
+            "--moe-router-score-function softmax",
+        ),
+        (
+            {**GLM4_MOE, "moe_router_enable_expert_bias": False},
+            "--moe-router-enable-expert-bias False",
+        ),
+        (
+            {**GLM4_MOE, "moe_shared_expert_intermediate_size": 24},
+            "--moe-shared-expert-intermediate-size 24",
+        ),
+        ({**GLM4_MOE, **OLMOE}, "--qk-layernorm-over width"),
+        ({**LLAMA, "rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
         (
             {"model": "bert", "activation": "gelu", "moe_num_experts": 4},
@@ -185,6 +210,8 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
+    one = {"moe_shared_expert_intermediate_size": 16, "rotary_percent": 0.5, "moe_first_k_dense": 1}
+    assert kind(**GLM4_MOE) == kind(**GLM4_MOE, **one, num_layers=2) == "glm4_moe"
 
 
 def test_noise_on_the_experts_too_is_said(tmp_path):

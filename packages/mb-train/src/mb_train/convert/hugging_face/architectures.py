@@ -17,8 +17,9 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert.hugging_face import bert, gpt2, llama, t5
+from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.experts import ExpertNames
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -48,6 +49,8 @@ class Architecture:
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
+        layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
+            next from it, and it does without them.
         copies: tensors that files may hold once more under another name, and which these are.
         renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
@@ -63,6 +66,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     left_out: tuple[str, ...] = ()
+    layers_behind: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = _special
@@ -75,8 +79,24 @@ class Architecture:
             KeyError: a size that is not there.
         """
         refuse(config, quantization_config=(None,), per_layer_config=(None,))
+        return self.fields(self.settled(config))
+
+    def settled(self, config: Json) -> dict[str, Any]:
+        """A config.json with its settings by one name each, and those that it leaves out."""
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
-        return self.fields({**self.defaults, **config, **renamed})
+        return {**self.defaults, **config, **renamed}
+
+    def layers_left_out(self, config: Json) -> range:
+        """Numbers of layers behind the last that files may hold.
+
+        Raises:
+            TypeError: one of the counts is none.
+        """
+        if self.layers_behind is None:
+            return range(0)
+        settled = self.settled(config)
+        layers = settled["num_hidden_layers"]
+        return range(layers, layers + (settled[self.layers_behind] or 0))
 
 
 def architecture_of(config: Json) -> Architecture:
@@ -132,6 +152,8 @@ def _nearest(config: TrainConfig) -> str:
         # Llama's class insists that the heads divide the width, Mistral's is the same model.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
         return "llama" if divides else "mistral"
+    if config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid":
+        return "glm4_moe"
     if config.qk_layernorm:
         return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
@@ -158,8 +180,9 @@ def _llama_like(
     name: str,
     fields_of: Callable[[Json], dict[str, Any]],
     config_of: Callable[[TrainConfig], dict[str, Any]],
-    names: llama.ExpertNames = llama.LLAMA,
+    names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
+    layers_behind: str | None = None,
 ) -> Architecture:
     return Architecture(
         kind,
@@ -167,9 +190,10 @@ def _llama_like(
         fields_of,
         config_of,
         rules=lambda _, c: llama.rules_of(c, names),
-        stacked=lambda _, c: llama.rules_of(c, None),
-        defaults=llama.DEFAULTS[kind],
+        stacked=lambda _, c: llama.rules_of(c, names.stacked()),
+        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS}[kind],
         aliases=aliases or {},
+        layers_behind=layers_behind,
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
@@ -223,7 +247,7 @@ ARCHITECTURES = {
         _llama_like("qwen3", "Qwen3ForCausalLM", llama.qwen3_fields, llama.llama_config),
         _llama_like(
             "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
-            llama.MIXTRAL, {"num_experts": "num_local_experts"},
+            experts.MIXTRAL, {"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "olmoe", "OlmoeForCausalLM", llama.olmoe_fields, llama.olmoe_config,
@@ -235,6 +259,10 @@ ARCHITECTURES = {
         _llama_like(
             "qwen3_moe", "Qwen3MoeForCausalLM", llama.qwen3_moe_fields, llama.qwen3_moe_config,
             aliases={"num_experts": "num_local_experts"},
+        ),
+        _llama_like(
+            "glm4_moe", "Glm4MoeForCausalLM", deepseek.glm4_moe_fields, deepseek.glm4_moe_config,
+            experts.DEEPSEEK, deepseek.ALIASES, layers_behind=deepseek.LAYERS_BEHIND,
         ),
     )
 }  # fmt: skip

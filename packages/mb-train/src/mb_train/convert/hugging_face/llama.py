@@ -3,19 +3,18 @@
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
 keys, and by their experts.
 
-Letters: D hidden, H query heads, G key-value heads, E experts, F their width.
+Letters: H query heads, G key-value heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
 from mb_train.convert.hugging_face.rules import fused_rule, own_head
 from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
@@ -56,9 +55,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
-    refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-           clip_qkv=(None,), is_causal=(True, None))  # fmt: skip
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    refuse(config, attention_bias=(False,))
+    # Their classes turn whole heads, whatever a file says. transformers moves the factor among the
+    # rope's settings, other programs read it where it is.
+    refuse({**config, **_rope(config)}, partial_rotary_factor=(1.0, None))
+    return decoder_fields(config)
+
+
+def _rope(config: Json) -> Json:
+    """Settings of the rotations."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def decoder_fields(config: Json) -> dict[str, Any]:
+    """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU."""
+    refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
+           is_causal=(True, None))  # fmt: skip
+    rope = _rope(config)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -73,6 +86,7 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
+        "rotary_percent": float({**config, **rope}.get("partial_rotary_factor") or 1.0),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "swiglu": True,
@@ -94,8 +108,6 @@ def _reach(config: Json) -> int:
 
 def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     """How rotations are slowed, which older files call type."""
-    # transformers moves the factor among the rope's settings, other programs read it where it is.
-    refuse({**config, **rope}, partial_rotary_factor=(1.0, None))
     if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
             f"Expected one rope for all layers of config.json, got one each for {kinds[0]} and "
@@ -255,36 +267,8 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Where an architecture keeps its experts: names within a layer."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-
-
-MIXTRAL = ExpertNames(
-    "block_sparse_moe.gate",
-    "block_sparse_moe.experts.{}.w1",
-    "block_sparse_moe.experts.{}.w3",
-    "block_sparse_moe.experts.{}.w2",
-)
-LLAMA = ExpertNames(
-    "mlp.gate",
-    "mlp.experts.{}.gate_proj",
-    "mlp.experts.{}.up_proj",
-    "mlp.experts.{}.down_proj",
-)
-
-
-def rules_of(config: TransformerConfig, experts: ExpertNames | None) -> list[Rule]:
-    """Separate projections, a matrix for each expert or, None, for all.
-
-    All in one is what transformers 5 computes with, and writes if asked for (`save_original_format`
-    False) or for models that it holds on a disk.
-    """
+def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
+    """Separate projections, and experts by these names."""
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
@@ -308,57 +292,10 @@ def rules_of(config: TransformerConfig, experts: ExpertNames | None) -> list[Rul
             parts = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
             rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, G, (H // G, 1, 1)))
         if config.has_experts(layer):
-            rules += _expert_rules(config, experts, ours, theirs)
+            assert config.moe is not None
+            rules += expert_rules(config.moe, experts, ours, theirs)
         else:
             for part in ("gate", "up", "down"):
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
     return rules
-
-
-def _expert_rules(
-    config: TransformerConfig, names: ExpertNames | None, ours: str, theirs: str
-) -> list[Rule]:
-    assert config.moe is not None
-    router = LLAMA.router if names is None else names.router
-    rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{router}.weight",))]
-    if names is None:
-        rules += [
-            Rule(f"{ours}mlp.experts.{our}", (f"{theirs}mlp.experts.{their}",))
-            for our, their in (("w1", "gate_up_proj"), ("w2", "down_proj"))
-        ]
-    else:
-        parts = (names.gate, names.up, names.down)
-        experts = [
-            tuple(f"{theirs}{part.format(expert)}.weight" for part in parts)
-            for expert in range(config.moe.num_experts)
-        ]
-        rules += _stack_rules(f"{ours}mlp.experts", experts)
-    if config.moe.shared_expert_hidden_size is not None:  # only Qwen2-MoE has one, with a gate
-        shared = [
-            tuple(
-                f"{theirs}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")
-            )
-        ]
-        gate = f"{theirs}mlp.shared_expert_gate.weight"
-        rules += _stack_rules(f"{ours}mlp.shared_expert", shared)
-        rules.append(Rule(f"{ours}mlp.shared_expert.gate", (gate,)))
-    return rules
-
-
-def _stack_rules(ours: str, experts: list[tuple[str, ...]]) -> list[Rule]:
-    """w1 [E, 2F, D] and w2 [E, D, F] from the (gate, up, down) of each expert."""
-    return [
-        Rule(
-            f"{ours}.w1",
-            tuple(name for gate, up, _ in experts for name in (gate, up)),
-            lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)).flatten(1, 2),
-            lambda w1: w1.unflatten(1, (2, -1)).flatten(0, 1).unbind(),
-        ),
-        Rule(
-            f"{ours}.w2",
-            tuple(down for *_, down in experts),
-            lambda *parts: torch.stack(parts),
-            lambda w2: w2.unbind(),
-        ),
-    ]

@@ -113,7 +113,7 @@ def test_the_command_makes_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"multi_latent_attention": True}, "there is no latent attention"),
+        ({"multi_latent_attention": True}, "whose tensors are not read yet"),
         ({"mtp_num_layers": 1}, "predicts the next token only"),
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
         ({"apply_layernorm_1p": True}, "norms multiply by their weight"),

@@ -62,7 +62,7 @@ def test_settled_flags_are_answered_in_one_note():
         ),
         ("--moe-aux-loss-coeff 1e-2 1e-3", r"one --moe-aux-loss-coeff, .* got 1e-2 1e-3"),
         ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
-        ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
+        ("--qk-rope-head-dim=64", r"--qk-rope-head-dim cannot .*: say --qk-pos-emb-head-dim"),
         ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
         ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
@@ -81,7 +81,7 @@ def test_settled_flags_are_answered_in_one_note():
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
             "--recompute-modules mlp",
-            r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
+            r"--recompute-modules of core_attn, layernorm, mla_up_proj, moe, moe_act, got 'mlp'",
         ),
         (
             "--num-layers 5 --moe-layer-freq [0]+[1]*5",
@@ -233,7 +233,7 @@ def test_older_spellings_mean_what_they_meant():
             {"muon_nesterov": True, "muon_num_ns_steps": 6, "muon_extra_scale_factor": 0.1},
         ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
-        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
+        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
         ("--eval-iters -1", {"eval_iters": 0}),
         (
             "--exit-interval 0 --exit-duration-in-mins 0 --moe-shared-expert-intermediate-size 0",

@@ -119,6 +119,11 @@ def architecture_for(config: TrainConfig) -> Architecture:
     Raises:
         ValueError: none has what the model has; says what.
     """
+    if config.multi_latent_attention or "yarn" in (config.rope_scaling or ()):
+        raise ValueError(
+            "Expected a model without --multi-latent-attention and without YaRN: they cannot be "
+            "written for Hugging Face yet."
+        )
     found = ARCHITECTURES[_nearest(config)]
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))

@@ -22,7 +22,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "multi_latent_attention", "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
+    "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
     "window_size", "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
@@ -96,6 +96,10 @@ def _argument(flag: str) -> str:
 
 
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
+    if given.get("multi_latent_attention"):
+        raise ValueError(
+            "Expected a model without --multi-latent-attention, whose tensors are not read yet."
+        )
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
     if any(".mixer." in name for name in names):

@@ -187,7 +187,7 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
              "use_rope_scaling": True},
             "--rotary-scaling-factor to slow rotations with --rope-type yarn, got --use-rope",
         ),
-        ({"rotary_scaling_factor": 4.0, "beta_fast": 1.0}, "--beta-fast above --beta-slow, got 1"),
+        ({"rotary_scaling_factor": 4.0, "beta_fast": 0.5}, "at least --beta-slow, got 0.5 and 1"),
         ({"rotary_scaling_factor": 4.0, "rotary_base": 1.0}, "--rotary-base above 1 with YaRN"),
         ({"mscale": -1.0}, "--mscale of at least 0, got -1"),
         ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),

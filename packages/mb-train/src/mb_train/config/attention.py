@@ -84,9 +84,9 @@ def check_slowing(config: ModelFields) -> None:
         )
     if config.rope_scaling[0] != "yarn":
         return
-    if config.beta_fast <= config.beta_slow:
+    if config.beta_fast < config.beta_slow:  # Kimi-K2 has 1 and 1
         raise ValueError(
-            f"Expected --beta-fast above --beta-slow, got {config.beta_fast} and "
+            f"Expected --beta-fast of at least --beta-slow, got {config.beta_fast} and "
             f"{config.beta_slow}."
         )
     if config.rotary_base <= 1:

@@ -166,6 +166,10 @@ class ModelFields:
         "normalise them over each head, or over their whole width as OLMoE (ours)", "head",
         choices=("head", "width"), on_load="model", needs=("qk_layernorm",),
     )  # fmt: skip
+    qk_layernorm_epsilon: float | None = flag(
+        "epsilon of those norms, 1e-6 in DeepSeek; default --layernorm-epsilon (ours)",
+        bounds=POSITIVE, on_load="said", in_force="qk_epsilon", needs=("qk_layernorm",),
+    )  # fmt: skip
     add_bias_linear: bool = flag(
         "biases in the linear maps", True, on_load="model", off=("--disable-bias-linear",)
     )
@@ -242,6 +246,13 @@ class ModelFields:
             return None
         heads = [self.qk_head_dim, self.qk_pos_emb_head_dim, self.v_head_dim]
         return [self.q_lora_rank, self.kv_lora_rank, *heads]
+
+    @property
+    def qk_epsilon(self) -> float | None:
+        """Epsilon of the norms of queries and keys, if there are any."""
+        if not self.qk_layernorm:
+            return None
+        return self.qk_layernorm_epsilon or self.layernorm_epsilon
 
     @property
     def rope_scaling(self) -> tuple[Any, ...] | None:

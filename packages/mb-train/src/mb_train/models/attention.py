@@ -153,8 +153,9 @@ class Attention(nn.Module):
         self.norm_q = self.norm_k = None
         if config.qk_norm != "none":
             by_head = config.qk_norm == "head"
-            self.norm_q = Norm(config, head if by_head else heads * head)
-            self.norm_k = Norm(config, head if by_head else groups * head)
+            eps = config.qk_norm_eps
+            self.norm_q = Norm(config, head if by_head else heads * head, eps=eps)
+            self.norm_k = Norm(config, head if by_head else groups * head, eps=eps)
         self.core = CoreAttention(config.attention_dropout, config.attention_scale)
         self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
 

@@ -71,7 +71,8 @@ class TransformerConfig:
 
     Choices:
         activation: of dense feed-forwards, a name of `mb_kernels.activation`.
-        norm, norm_eps: kind of the norms, and their epsilon.
+        norm, norm_eps: kind of the norms, and their epsilon; qk_norm_eps: of those of queries and
+            keys (None: the same).
         post_norm: normalise behind each residual sum (the first BERT) instead of before each half
             of a block; no norm then ends the model, one follows the embedding.
         residual_after_norm: a block adds to what its norms put out, not to what went in (Megatron's
@@ -105,6 +106,7 @@ class TransformerConfig:
     activation: str = "gelu_tanh"
     norm: str = "layernorm"
     norm_eps: float = 1e-5
+    qk_norm_eps: float | None = None
     post_norm: bool = False
     residual_after_norm: bool = False
     fp32_residual: bool = False

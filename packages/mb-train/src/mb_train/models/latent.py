@@ -52,11 +52,11 @@ class LatentAttention(nn.Module):
             self.q = project(hidden, heads * head)
         else:
             self.q_down = project(hidden, sizes.q_rank)
-            self.q_norm = Norm(config, sizes.q_rank) if normed else None
+            self.q_norm = Norm(config, sizes.q_rank, eps=config.qk_norm_eps) if normed else None
             self.q_up = project(sizes.q_rank, heads * head)
         of_kv, of_head = (sizes.kv_rank, sizes.rotated), (sizes.content, sizes.value)
         self.kv_down = project(hidden, sum(of_kv), fused=of_kv)
-        self.kv_norm = Norm(config, sizes.kv_rank) if normed else None
+        self.kv_norm = Norm(config, sizes.kv_rank, eps=config.qk_norm_eps) if normed else None
         self.kv_up = project(sizes.kv_rank, heads * sum(of_head), fused=of_head)
         # What is done to the one input of the heads that no map of theirs takes in: nothing, but
         # under tensor parallelism, see `mb_parallel.tensor_parallel.block_plan`.

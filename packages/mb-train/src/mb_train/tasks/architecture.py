@@ -37,6 +37,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         activation=config.activation_name,
         norm=_NORMS[config.normalization],
         norm_eps=config.layernorm_epsilon,
+        qk_norm_eps=config.qk_epsilon,
         qk_norm=norms_over if config.qk_layernorm else "none",
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,

@@ -15,7 +15,7 @@ from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, logits_of, ours, theirs, transformers
+from their_models import ALL, LLAMA3, YARN, logits_of, ours, theirs, transformers
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
@@ -49,6 +49,11 @@ def test_the_balancing_loss_is_theirs(tmp_path, kind):
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3", {"rope_parameters": {**YARN}}),
+        ("deepseek_v2", {"rope_parameters": {**YARN}, "q_lora_rank": None}),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 1}),
+        ("deepseek_v3", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
+        ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
         ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
         ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {**LLAMA3}}),
     ],
@@ -60,7 +65,16 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "linear", "factor": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ],
+    ids=str,
+)
 def test_far_positions_turn_as_theirs(tmp_path, rope):
     model = theirs("llama", rope_parameters={"rope_theta": 2e5, **rope}, head_dim=32)
     model.save_pretrained(tmp_path)
@@ -79,6 +93,25 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         *((kind, {}) for kind in ALL if kind not in ("gpt2", "mistral")),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
+        (
+            "deepseek_v2",
+            {
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 2.5,
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+            },
+        ),
+        (
+            "deepseek_v3",
+            {
+                "q_lora_rank": None,
+                "first_k_dense_replace": 0,
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
+            },
+        ),
+        ("deepseek_v3", {"first_k_dense_replace": 3}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
@@ -117,9 +150,10 @@ def test_a_routers_bias_keeps_its_bits(tmp_path):
     assert torch.equal(back["model.layers.2.mlp.gate.e_score_correction_bias"], bias)
 
 
-def test_gradients_are_theirs(tmp_path):
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_gradients_are_theirs(tmp_path, kind):
     """Of a loss of next tokens: also those of weights that the routing scales."""
-    model = theirs("glm4_moe", use_qk_norm=True)
+    model = theirs(kind)
     model.save_pretrained(tmp_path)
     converted = ours(tmp_path).train()
     tokens_BS = torch.randint(0, 77, (3, 20), generator=torch.Generator().manual_seed(1))

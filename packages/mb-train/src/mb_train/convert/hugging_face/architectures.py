@@ -78,7 +78,13 @@ class Architecture:
             ValueError: something that our models have not.
             KeyError: a size that is not there.
         """
-        refuse(config, quantization_config=(None,), per_layer_config=(None,))
+        refuse(config, per_layer_config=(None,))
+        if quantized := config.get("quantization_config"):
+            raise ValueError(
+                f"Expected no quantization_config of config.json, got {quantized}. Quantized "
+                "weights are not read: take the model that they were made of, or write it in bf16 "
+                "with what its authors give for that."
+            )
         return self.fields(self.settled(config))
 
     def settled(self, config: Json) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def architecture_of(config: Json) -> Architecture:
         ValueError: one that is not supported.
     """
     kind = config.get("model_type")
+    kind = _SAME.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
             f"Expected a model of type {', '.join(ARCHITECTURES)}, got {kind!r} in config.json."
@@ -119,11 +126,6 @@ def architecture_for(config: TrainConfig) -> Architecture:
     Raises:
         ValueError: none has what the model has; says what.
     """
-    if config.multi_latent_attention or "yarn" in (config.rope_scaling or ()):
-        raise ValueError(
-            "Expected a model without --multi-latent-attention and without YaRN: they cannot be "
-            "written for Hugging Face yet."
-        )
     found = ARCHITECTURES[_nearest(config)]
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
@@ -147,6 +149,9 @@ def _nearest(config: TrainConfig) -> str:
         return "bert" if config.post_layernorm else "megatron-bert"
     if config.model == "t5":
         return "t5"
+    by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
+    if config.multi_latent_attention:
+        return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
     if config.moe_num_experts is None:
         if config.position_embedding_type == "learned":
             return "gpt2"
@@ -157,7 +162,7 @@ def _nearest(config: TrainConfig) -> str:
         # Llama's class insists that the heads divide the width, Mistral's is the same model.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
         return "llama" if divides else "mistral"
-    if config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid":
+    if by_bias:
         return "glm4_moe"
     if config.qk_layernorm:
         return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
@@ -206,6 +211,8 @@ def _llama_like(
     )
 
 
+# Names of models whose code comes with their files, and whose class they are all the same.
+_SAME = {"kimi_k2": "deepseek_v3"}
 ARCHITECTURES = {
     found.model_type: found
     for found in (
@@ -267,7 +274,15 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "glm4_moe", "Glm4MoeForCausalLM", deepseek.glm4_moe_fields, deepseek.glm4_moe_config,
-            experts.DEEPSEEK, deepseek.ALIASES, layers_behind=deepseek.LAYERS_BEHIND,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "deepseek_v2", "DeepseekV2ForCausalLM", deepseek.deepseek_v2_fields,
+            deepseek.deepseek_v2_config, experts.DEEPSEEK, deepseek.V2_ALIASES,
+        ),
+        _llama_like(
+            "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
+            deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
     )
 }  # fmt: skip

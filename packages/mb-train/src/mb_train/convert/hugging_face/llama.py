@@ -15,6 +15,7 @@ from mb_layers.state_dicts import Rule
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face.latent import latent_rules
 from mb_train.convert.hugging_face.rules import fused_rule, own_head
 from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
@@ -23,10 +24,12 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
+_TRAINED_ON = "original_max_position_embeddings"
+_SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
     "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
-    "original_max_position_embeddings": (TRAINED_ON,),
+    _TRAINED_ON: (TRAINED_ON,),
 }  # fmt: skip
 _QWEN = {**_DEFAULTS, "use_sliding_window": False}
 _QWEN_MOE = {
@@ -114,25 +117,46 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
             "the like: this model has something that ours have not."
         )
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    refuse(kind, rope_type=("default", "linear", "llama3"))
+    refuse(kind, rope_type=("default", "linear", "llama3", "yarn"))
     if kind["rope_type"] == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind["rope_type"] == "default":
         return {}
-    trained_on = "original_max_position_embeddings"
     # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(trained_on, rope.get(trained_on, config["max_position_embeddings"]))
-    refuse({**rope, trained_on: positions}, **_LLAMA3)
+    positions = config.get(_TRAINED_ON, rope.get(_TRAINED_ON, config["max_position_embeddings"]))
+    if kind["rope_type"] == "yarn":
+        return _yarn_fields(rope) | {_TRAINED_ON: positions}
+    refuse({**rope, _TRAINED_ON: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _yarn_fields(rope: Json) -> dict[str, Any]:
+    refuse(rope, attention_factor=(None,), truncate=(True,))
+    sharper = {name: rope.get(name) or 0 for name in _SHARPER}
+    if not all(sharper.values()):
+        # One of the two alone transformers passes over, in the table of angles.
+        refuse(sharper, mscale=(1, 0), mscale_all_dim=(0,))
+        sharper = {"mscale": 1, "mscale_all_dim": 0}
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        **{name: float(value) for name, value in sharper.items()},
+    }
 
 
 def llama_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     rope = {"rope_theta": config.rotary_base, "rope_type": "default"}
     if config.rope_scaling is not None:
-        rope["rope_type"], rope["factor"] = config.rope_scaling
+        rope["rope_type"], rope["factor"], *_ = config.rope_scaling
         if config.use_rope_scaling:
             rope |= {name: allowed[0] for name, allowed in _LLAMA3.items()}
+        if rope["rope_type"] == "yarn":
+            names = [_TRAINED_ON, "beta_fast", "beta_slow"]
+            names += _SHARPER if config.mscale and config.mscale_all_dim else ()
+            rope |= {name: getattr(config, name) for name in names}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -274,23 +298,13 @@ def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
         Rule("stack.norm.weight", ("model.norm.weight",)),
         *own_head(config),
     ]
-    H, G = config.num_heads, config.num_kv_heads
+    attention_rules = _attention_rules if config.latent is None else latent_rules
     for layer in range(config.num_layers):
         ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
-        names = {
-            "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-            "attention.out": "self_attn.o_proj",
-        }  # fmt: skip
-        if config.qk_norm != "none":
-            names |= {
-                "attention.norm_q": "self_attn.q_norm",
-                "attention.norm_k": "self_attn.k_norm",
-            }
+        names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
         for our, their in names.items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            parts = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, G, (H // G, 1, 1)))
+        rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(layer):
             assert config.moe is not None
             rules += expert_rules(config.moe, experts, ours, theirs)
@@ -298,4 +312,18 @@ def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
             for part in ("gate", "up", "down"):
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
+    return rules
+
+
+def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+    names = {"out": "o_proj"}
+    if config.qk_norm != "none":
+        names |= {"norm_q": "q_norm", "norm_k": "k_norm"}
+    rules = [
+        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
+    ]
+    H, G = config.num_heads, config.num_kv_heads
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]
+        rules.append(fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1)))
     return rules

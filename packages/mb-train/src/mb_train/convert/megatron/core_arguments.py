@@ -96,10 +96,6 @@ def _argument(flag: str) -> str:
 
 
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
-    if given.get("multi_latent_attention"):
-        raise ValueError(
-            "Expected a model without --multi-latent-attention, whose tensors are not read yet."
-        )
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
     if any(".mixer." in name for name in names):

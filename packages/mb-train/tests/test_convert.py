@@ -35,6 +35,32 @@ def test_the_balancing_loss_is_theirs(tmp_path, kind):
     assert back["router_aux_loss_coef"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("of_sequences", [True, False])
+def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of_sequences):
+    """Which transformers passes over: E sum_e f_e P_e times a number, and all layers added."""
+    model = theirs("deepseek_v2", aux_loss_alpha=0.3, seq_aux=of_sequences)
+    model.save_pretrained(tmp_path / "hf")
+    found, converted = [], ours(tmp_path / "hf").train()
+    for layer in (module for module in converted.modules() if isinstance(module, dMoE)):
+        layer.register_forward_hook(lambda module, inputs, out: found.append(out.aux_loss))
+    logits_of(converted)
+    expected, routers = [], []
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, out: routers.append(out))
+    logits_of(model)
+    for logits_TE, _, ids_TK in routers:
+        rows = (3, 19) if of_sequences else (1, 57)
+        scores_BSE = logits_TE.softmax(-1).unflatten(0, rows)
+        counts_BE = torch.stack([i.flatten().bincount(minlength=8) for i in ids_TK.split(rows[1])])
+        shares_BE = counts_BE / (rows[1] * 3 / 8)
+        expected.append(0.3 * (shares_BE * scores_BSE.mean(1)).sum(1).mean())
+    torch.testing.assert_close(sum(found) / 2, sum(expected), rtol=1e-5, atol=0)
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["aux_loss_alpha"], back["seq_aux"]) == (pytest.approx(0.3), of_sequences)
+
+
 @pytest.mark.parametrize(
     ("kind", "also"),
     [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
 
@@ -99,13 +99,22 @@ def deepseek_v2_fields(config: Json) -> dict[str, Any]:
     methods = {"greedy": {}, "group_limited_greedy": _group_fields(config, score_top=1)}
     refuse(config, scoring_func=("softmax",), topk_method=tuple(methods), moe_layer_freq=(1,),
            norm_topk_prob=(False, None))  # fmt: skip
-    experts = _expert_fields(config, **methods[config["topk_method"]])
+    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+    experts = _expert_fields(
+        config,
+        # Settings of the code beside the files, which adds the losses of all layers; ours is their
+        # mean.
+        moe_loss_weight=(config.get("aux_loss_alpha") or 0.0) * layers,
+        moe_balance_over="sequence" if config.get("seq_aux") else "micro_batch",
+        **methods[config["topk_method"]],
+    )
     return decoder_fields(config) | _latent_fields(config) | experts
 
 
 def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     limited = config.moe_router_num_groups is not None
+    layers = whole(config.num_layers) - config.moe_first_k_dense
     return (
         llama_config(config)
         | _latent_config(config)
@@ -113,6 +122,8 @@ def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
         | {
             "topk_method": "group_limited_greedy" if limited else "greedy",
             "norm_topk_prob": False,
+            "aux_loss_alpha": config.moe_loss_weight / layers,
+            "seq_aux": config.moe_balance_over == "sequence",
         }
     )
 
@@ -175,7 +186,7 @@ def _expert_fields(config: Json, **routing: Any) -> dict[str, Any]:
         "moe_first_k_dense": config["first_k_dense_replace"],
         "moe_shared_expert_intermediate_size": shared * width or None,
         "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
-        "moe_loss_weight": 0.0,  # their classes have no such loss
+        "moe_loss_weight": 0.0,  # unless `routing` says so: their classes have no such loss
         **routing,
     }
 

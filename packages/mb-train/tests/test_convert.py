@@ -13,6 +13,7 @@ from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_
 from mb_train.folder.lock import locked
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
+from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, YARN, logits_of, ours, theirs, transformers
@@ -174,6 +175,20 @@ def test_a_routers_bias_keeps_its_bits(tmp_path):
     assert back["model.layers.2.mlp.gate.weight"].dtype == torch.bfloat16
     bias = model.model.layers[2].mlp.gate.e_score_correction_bias
     assert torch.equal(back["model.layers.2.mlp.gate.e_score_correction_bias"], bias)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "gpt2"])
+def test_norms_have_their_epsilons(tmp_path, kind):
+    """Those of DeepSeek's latents have one of their own."""
+    model = theirs(kind, rms_norm_eps=1e-3)
+    model.save_pretrained(tmp_path)
+    converted = ours(tmp_path)
+    rules = architecture_of(model.config.to_dict()).stacked(None, converted.config)
+    sources = {rule.target: rule.sources[0].removesuffix(".weight") for rule in rules}
+    norms = [(name, m) for name, m in converted.named_modules() if isinstance(m, Norm)]
+    for name, norm in norms:
+        assert norm.eps == model.get_submodule(sources[f"{name}.weight"]).variance_epsilon, name
+    assert len(norms) >= 5
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])

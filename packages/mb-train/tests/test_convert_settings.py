@@ -131,6 +131,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("llama", {"is_causal": False}, "is_causal of"),  # a model that embeds texts
         ("gpt2", {"is_causal": False}, "is_causal of"),
         ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "got fp8. .* in bf16"),
         ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
         ("mistral", {"sliding_window": "wide"}, "should not have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),

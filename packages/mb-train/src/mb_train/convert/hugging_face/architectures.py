@@ -80,10 +80,11 @@ class Architecture:
         """
         refuse(config, per_layer_config=(None,))
         if quantized := config.get("quantization_config"):
+            kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
             raise ValueError(
-                f"Expected no quantization_config of config.json, got {quantized}. Quantized "
-                "weights are not read: take the model that they were made of, or write it in bf16 "
-                "with what its authors give for that."
+                f"Expected no quantization_config of config.json, got {kind}. Quantized weights "
+                "are not read: take the model that they were made of, or write it in bf16 with "
+                "what its authors give for that."
             )
         return self.fields(self.settled(config))
 

@@ -81,6 +81,10 @@ def test_defaults_derive_from_sizes():
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
         ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
+        (
+            {"post_layernorm": True, "apply_residual_connection_post_layernorm": True},
+            "--post-layernorm or --apply-residual-connection-post-layernorm, got both",
+        ),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
         (
             {"fp16": True, "loss_scale": 1e39},

@@ -313,6 +313,11 @@ class ModelFields:
                 "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
                 "whose head is tied to its embedding. Leave it out."
             )
+        if self.post_layernorm and self.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "
+                "both: a norm behind the sum leaves none before it. Leave one of the two out."
+            )
         check_latent(self)
         check_slowing(self)
         if self.activation is not None and self.glu and not self.is_glu:

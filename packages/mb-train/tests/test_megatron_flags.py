@@ -285,6 +285,12 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
         ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
         ("--num-experts 8 --recipe dmoe-46m --moe-grouped-gemm", 1, False, 0.1),
+        (
+            "--num-experts 8 --multi-latent-attention --position-embedding-type rope",
+            2,
+            True,
+            0.0,
+        ),
     ],
 )
 def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renormalized, weight):
@@ -361,6 +367,12 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
          0.1, ("no --muon-nesterov",)),
         ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", True, 0.2,
          ("Jordan's",)),
+        ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
+         "simple --position-embedding-type rope --multi-latent-attention", True, 0.2,
+         ("takes apart",)),
+        ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
+         "simple --position-embedding-type rope --multi-latent-attention --muon-no-split-qkv",
+         True, 0.2, ()),
         ("--optimizer muon --recipe dense-46m", True, 0.2, ()),
         ("--optimizer adam", True, 0.2, ()),
     ],
@@ -370,7 +382,7 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
     config = resolve(line)
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
     assert without_effect(line, config) == []
-    for words in ("no --muon-nesterov", "five times", "Jordan's"):
+    for words in ("no --muon-nesterov", "five times", "Jordan's", "takes apart"):
         assert any(words in note for note in line.notes) == (words in said)
 
 

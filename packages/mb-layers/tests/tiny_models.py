@@ -91,6 +91,18 @@ FAMILIES = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
+    # DeepSeek-V3's block behind Llama's attention.
+    "glm4_moe": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+    },
     # Names of their own for router, bias and shared expert.
     "afmoe": {
         "intermediate_size": 32,
@@ -119,8 +131,8 @@ FAMILIES = {
     "gemma_gate": {"intermediate_size": 16, "num_experts": 9, "hidden_act": "gelu_pytorch_tanh"},
 }
 BLOCKS = [
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe"),
-    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "gpt_oss"),
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *("granitemoe", "afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "gpt_oss"),
 ]
 
 

@@ -15,6 +15,14 @@ LLAMA = {
     "position_embedding_type": "rope", "rotary_base": 500.0, "normalization": "RMSNorm",
     "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "qk_layernorm": True,
 }  # fmt: skip
+# Widths by which no map of it is square.
+LATENT = {
+    **{name: value for name, value in LLAMA.items() if name not in
+       ("group_query_attention", "num_query_groups", "kv_channels")},
+    "multi_latent_attention": True, "kv_lora_rank": 20, "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 10, "rotary_scaling_factor": 4.0, "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}  # fmt: skip
 # As it is here, and the arguments that say so there.
 MIXTURE = {
     "moe_num_experts": EXPERTS, "moe_top_k": 2, "moe_renormalize": True, "moe_ffn_hidden_size": 24,
@@ -92,13 +100,20 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
     def fc1(*halves):  # each rank's own gate over its own up
         return torch.cat([cut(half) for half in halves])
 
+    def neighbours(rows, groups):  # from halves
+        rows = rows.unflatten(0, (groups, -1))
+        first, second = rows[:, -8:].chunk(2, dim=1)
+        turned = torch.stack([first, second], dim=2).flatten(1, 2)
+        return torch.cat([rows[:, :-8], turned], dim=1).flatten(0, 1)
+
     found = {}
     for local, number in enumerate(layers):
         ours, theirs = f"stack.blocks.{number}.", f"decoder.layers.{local}."
         here = {n.removeprefix(ours): w for n, w in state.items() if n.startswith(ours)}
         norm_1, norm_2 = "input_layernorm.{}", "pre_mlp_layernorm.{}"
         if kind == "te":  # it fuses a norm with the map behind it, and behind this one is a router
-            norm_1 = "self_attention.linear_qkv.layer_norm_{}"
+            if "attention.qkv.weight" in here:
+                norm_1 = "self_attention.linear_qkv.layer_norm_{}"
             if "mlp.router.weight" not in here:
                 norm_2 = "mlp.linear_fc1.layer_norm_{}"
         layer = {}
@@ -117,6 +132,19 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
             if f"mlp.up.{name}" in here:
                 halves = ("gate", "up") if gated else ("up",)
                 layer[f"mlp.linear_fc1.{name}"] = fc1(*(here[f"mlp.{h}.{name}"] for h in halves))
+        for our, groups in (("q", 4), ("q_up", 4), ("kv_down", 1)):
+            if (weight := here.get(name := f"attention.{our}.weight")) is not None:
+                here[name] = neighbours(weight, groups)
+        for our, their, split in (
+            ("q", "linear_q_proj.", True), ("q_up", "linear_q_up_proj.", True),
+            ("kv_up", "linear_kv_up_proj.", True),
+            ("q_down", "linear_q_down_proj.", kind == "local"),
+            ("kv_down", "linear_kv_down_proj.", kind == "local"),
+            ("q_norm", ("q_layernorm.", "linear_q_up_proj.layer_norm_")[kind == "te"], False),
+            ("kv_norm", ("kv_layernorm.", "linear_kv_up_proj.layer_norm_")[kind == "te"], False),
+        ):  # fmt: skip
+            if (weight := here.get(f"attention.{our}.weight")) is not None:
+                layer[f"self_attention.{their}weight"] = cut(weight) if split else weight
         if "mlp.router.weight" in here:
             for our, their in (
                 ("weight", "weight"), ("bias", "bias"), ("balancing_bias", "expert_bias")
@@ -183,7 +211,10 @@ def arguments(*, tp=1, pp=1, ep=1, chunks=1, **also):
         "moe_router_topk": 2, "moe_layer_freq": 1, "moe_aux_loss_coeff": 0.0,
         "moe_router_load_balancing_type": "aux_loss", "moe_token_drop_policy": "probs",
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_latent_attention": False,
-        "mtp_num_layers": None, "kv_lora_rank": 32, "softmax_type": "vanilla", "spec": None,
+        "mtp_num_layers": None, "kv_lora_rank": 32, "q_lora_rank": None,
+        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None,
+        "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+        "softmax_type": "vanilla", "spec": None,
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
         "expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,

@@ -81,6 +81,10 @@ def test_defaults_derive_from_sizes():
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
         ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
+        (
+            {"post_layernorm": True, "apply_residual_connection_post_layernorm": True},
+            "--post-layernorm or --apply-residual-connection-post-layernorm, got both",
+        ),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
         (
             {"fp16": True, "loss_scale": 1e39},
@@ -160,6 +164,57 @@ def test_defaults_derive_from_sizes():
 def test_what_cannot_work_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         TrainConfig(**{**RUN, **change})
+
+
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hidden_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "bert"}, "--model gpt with --multi-latent-attention, got bert"),
+        ({"group_query_attention": True}, "no --group-query-attention with --multi-latent-att"),
+        ({"position_embedding_type": "learned"}, "--position-embedding-type rope with --multi"),
+        ({"position_embedding_type": "none"}, "--position-embedding-type rope with --multi"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 1 with .* --qk-pos-emb-head-dim says"),
+        ({"qk_pos_emb_head_dim": 3}, "an even --qk-pos-emb-head-dim with .* got 3"),
+        ({"add_qkv_bias": True}, "no --add-qkv-bias with --multi-latent-attention"),
+        ({"qk_layernorm_over": "width"}, "no --qk-layernorm-over with .*, got width"),
+        ({"use_rope_scaling": True}, "--rotary-scaling-factor .* with --multi-.*, got --use-rope"),
+        ({"rotary_seq_len_interpolation_factor": 2.0}, "with --multi.*interpolation-factor 2"),
+        (
+            {"rope_type": "rope", "rotary_scaling_factor": 4.0},
+            r"--rope-type yarn with --rotary-scaling-factor 4\.0, got rope",
+        ),
+        (
+            {"multi_latent_attention": False, "hidden_size": 32, "rope_type": "yarn",
+             "use_rope_scaling": True},
+            "--rotary-scaling-factor to slow rotations with --rope-type yarn, got --use-rope",
+        ),
+        ({"rotary_scaling_factor": 4.0, "beta_fast": 0.5}, "at least --beta-slow, got 0.5 and 1"),
+        ({"rotary_scaling_factor": 4.0, "rotary_base": 1.0}, "--rotary-base above 1 with YaRN"),
+        ({"mscale": -1.0}, "--mscale of at least 0, got -1"),
+        ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_latent_attention_cannot_have_is_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        TrainConfig(**{**RUN, **LATENT, **change})
+
+
+def test_yarn_is_the_default_of_latent_attention_alone():
+    latent, rope = TrainConfig(**RUN | LATENT), {"position_embedding_type": "rope"}
+    assert (latent.latent_sizes, latent.head_size) == ([None, 32, 128, 64, 128], 192)
+    assert latent.rope_scaling is None  # a factor of 1
+    longer = {"rotary_scaling_factor": 4.0}
+    numbers = ("yarn", 4.0, 4096, 32.0, 1.0, 1.0, 0.0)
+    assert TrainConfig(**RUN | LATENT | longer).rope_scaling == numbers
+    one = {"rotary_seq_len_interpolation_factor": 1.0}  # as scripts have it
+    assert TrainConfig(**RUN | LATENT | longer | one).rope_scaling == numbers
+    assert TrainConfig(**RUN | rope | longer).rope_scaling is None
+    ordinary = TrainConfig(**RUN | rope | longer, rope_type="yarn")
+    assert (ordinary.rope_scaling, ordinary.latent_sizes) == (numbers, None)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -281,6 +336,7 @@ REFUSED = [
     # What follows from these, the rows of a table and the width of a feed-forward, nobody has said.
     ({"position_embedding_type": "rope"}, "its --position-embedding-type is learned", False),
     ({"swiglu": True}, "its --swiglu is gelu_tanh, this run's is swiglu", False),
+    (LATENT | {"hidden_size": 32}, "its --multi-latent-attention is None, this run's is ", False),
     ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
     ({"optimizer": "sgd"}, "Expected --optimizer adam, with .* with --no-load-optim, or", True),
     ({"seq_length": 4}, "Expected --seq-length 8, with which the run", True),

@@ -5,15 +5,18 @@ import json
 import pytest
 import torch
 from mb_layers import dMoE
+from mb_layers.state_dicts import translate
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
+from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, logits_of, ours, theirs, transformers
+from their_models import ALL, LLAMA3, YARN, logits_of, ours, theirs, transformers
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
@@ -33,6 +36,32 @@ def test_the_balancing_loss_is_theirs(tmp_path, kind):
     assert back["router_aux_loss_coef"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("of_sequences", [True, False])
+def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of_sequences):
+    """Which transformers passes over: E sum_e f_e P_e times a number, and all layers added."""
+    model = theirs("deepseek_v2", aux_loss_alpha=0.3, seq_aux=of_sequences)
+    model.save_pretrained(tmp_path / "hf")
+    found, converted = [], ours(tmp_path / "hf").train()
+    for layer in (module for module in converted.modules() if isinstance(module, dMoE)):
+        layer.register_forward_hook(lambda module, inputs, out: found.append(out.aux_loss))
+    logits_of(converted)
+    expected, routers = [], []
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, out: routers.append(out))
+    logits_of(model)
+    for logits_TE, _, ids_TK in routers:
+        rows = (3, 19) if of_sequences else (1, 57)
+        scores_BSE = logits_TE.softmax(-1).unflatten(0, rows)
+        counts_BE = torch.stack([i.flatten().bincount(minlength=8) for i in ids_TK.split(rows[1])])
+        shares_BE = counts_BE / (rows[1] * 3 / 8)
+        expected.append(0.3 * (shares_BE * scores_BSE.mean(1)).sum(1).mean())
+    torch.testing.assert_close(sum(found) / 2, sum(expected), rtol=1e-5, atol=0)
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["aux_loss_alpha"], back["seq_aux"]) == (pytest.approx(0.3), of_sequences)
+
+
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -47,6 +76,13 @@ def test_the_balancing_loss_is_theirs(tmp_path, kind):
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3", {"rope_parameters": {**YARN}}),
+        ("deepseek_v2", {"rope_parameters": {**YARN}, "q_lora_rank": None}),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 1}),
+        ("deepseek_v3", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
+        ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+        ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+        ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {**LLAMA3}}),
     ],
     ids=str,
 )
@@ -56,7 +92,16 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "linear", "factor": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ],
+    ids=str,
+)
 def test_far_positions_turn_as_theirs(tmp_path, rope):
     model = theirs("llama", rope_parameters={"rope_theta": 2e5, **rope}, head_dim=32)
     model.save_pretrained(tmp_path)
@@ -74,6 +119,27 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
         *((kind, {}) for kind in ALL if kind not in ("gpt2", "mistral")),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
+        (
+            "deepseek_v2",
+            {
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 2.5,
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+            },
+        ),
+        (
+            "deepseek_v3",
+            {
+                "q_lora_rank": None,
+                "first_k_dense_replace": 0,
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
+            },
+        ),
+        ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
     ],
@@ -97,6 +163,50 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert type(back) is type(model)
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+def test_a_routers_bias_keeps_its_bits(tmp_path):
+    """In bf16 it would be another choice of experts; transformers keeps it in fp32 too."""
+    model = theirs("glm4_moe")
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", dtype=torch.bfloat16, say=lambda line: None)
+    back = TensorFolder(tmp_path / "back")
+    assert back["model.layers.2.mlp.gate.weight"].dtype == torch.bfloat16
+    bias = model.model.layers[2].mlp.gate.e_score_correction_bias
+    assert torch.equal(back["model.layers.2.mlp.gate.e_score_correction_bias"], bias)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "gpt2"])
+def test_norms_have_their_epsilons(tmp_path, kind):
+    """Those of DeepSeek's latents have one of their own."""
+    model = theirs(kind, rms_norm_eps=1e-3)
+    model.save_pretrained(tmp_path)
+    converted = ours(tmp_path)
+    rules = architecture_of(model.config.to_dict()).stacked(None, converted.config)
+    sources = {rule.target: rule.sources[0].removesuffix(".weight") for rule in rules}
+    norms = [(name, m) for name, m in converted.named_modules() if isinstance(m, Norm)]
+    for name, norm in norms:
+        assert norm.eps == model.get_submodule(sources[f"{name}.weight"]).variance_epsilon, name
+    assert len(norms) >= 5
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_gradients_are_theirs(tmp_path, kind):
+    """Of a loss of next tokens: also those of weights that the routing scales."""
+    model = theirs(kind)
+    model.save_pretrained(tmp_path)
+    converted = ours(tmp_path).train()
+    tokens_BS = torch.randint(0, 77, (3, 20), generator=torch.Generator().manual_seed(1))
+    labels_BS = tokens_BS[:, 1:].contiguous()
+    converted(tokens_BS[:, :-1], labels_BS=labels_BS).losses["lm loss"].backward()
+    model(tokens_BS[:, :-1], shift_labels=labels_BS, labels=labels_BS).loss.backward()
+    theirs_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = architecture_of(model.config.to_dict())
+    rules = [r for r in found.stacked(None, converted.config) if "balancing_bias" not in r.target]
+    mine = {name: parameter.grad for name, parameter in converted.named_parameters()}
+    for name, gradient in translate(theirs_grads, rules, mine).items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

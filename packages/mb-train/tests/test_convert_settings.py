@@ -7,7 +7,7 @@ import pytest
 from mb_train.config import TrainConfig
 from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
-from their_models import DEEP, LLAMA3, theirs, transformers
+from their_models import DEEP, LLAMA3, YARN, theirs, transformers
 
 
 class Asked(dict):
@@ -35,15 +35,19 @@ SILENT = re.compile(
     r"_?[a-z_]*(dropout|pdrop|_token_id|name_or_path|label|labels|initializer_[a-z]+)|summary_.*|"
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
-    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types"
+    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers"
 )
+
+
+# Sizes for which the class has none, or one of which an odd number of channels would turn.
+BESIDE = {"glm4_moe": {"num_attention_heads": 64}, "deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("kind", architectures.ARCHITECTURES)
 def test_every_setting_is_read_and_has_their_default(kind):
     """A file may leave out any setting of a class; none that it has is passed over."""
     found = architectures.ARCHITECTURES[kind]
-    full = transformers.CONFIG_MAPPING[kind]().to_dict()
+    full = transformers.CONFIG_MAPPING[kind](**BESIDE.get(kind, {})).to_dict()
     expected = found.read(full)
     asked = Asked(found.defaults | full)
     found.fields(asked)
@@ -89,7 +93,20 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
-        ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
+        ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
+        ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
+        ("olmoe", {"rope_parameters": {**YARN, "truncate": False}}, "truncate of"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale of"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1}}, "mscale_all_dim of"),
+        ("deepseek_v3", {"rope_parameters": LLAMA3}, "got --use-rope-scaling"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias of"),
+        ("deepseek_v3", {"head_dim": 16}, "head_dim of"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads of"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method of"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method of"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func of"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
@@ -114,9 +131,15 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("llama", {"is_causal": False}, "is_causal of"),  # a model that embeds texts
         ("gpt2", {"is_causal": False}, "is_causal of"),
         ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "got fp8. .* in bf16"),
         ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
         ("mistral", {"sliding_window": "wide"}, "should not have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
+        ("glm4_moe", {"num_nextn_predict_layers": "many"}, "should not have"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "turn, got 3"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func of"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method of"),
+        ("glm4_moe", {"moe_layer_freq": 2}, "moe_layer_freq of"),
     ],
     ids=str,
 )
@@ -133,6 +156,14 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+GLM4_MOE = LLAMA | {
+    "moe_num_experts": 4, "moe_router_score_function": "sigmoid", "moe_renormalize": True,
+    "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 16,
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "multi_latent_attention": True,
+    "qk_layernorm": True, "qk_layernorm_epsilon": 1e-6,
+}  # fmt: skip
 QWEN2_MOE = LLAMA | {
     "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 16,
@@ -161,6 +192,27 @@ def run_config(**fields):
             {**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0},
             "--moe-renormalize-p 2.0",
         ),
+        (
+            {**GLM4_MOE, "moe_router_score_function": "softmax"},
+            "--moe-router-score-function softmax",
+        ),
+        (
+            {**GLM4_MOE, "moe_router_enable_expert_bias": False},
+            "--moe-router-enable-expert-bias False",
+        ),
+        (
+            {**GLM4_MOE, "moe_shared_expert_intermediate_size": 24},
+            "--moe-shared-expert-intermediate-size 24",
+        ),
+        ({**GLM4_MOE, **OLMOE}, "--qk-layernorm-over width"),
+        ({**DEEPSEEK, "qk_layernorm_epsilon": None}, "--qk-layernorm-epsilon 1e-05"),
+        ({**DEEPSEEK, "qk_layernorm": False}, "--qk-layernorm False"),
+        ({**DEEPSEEK, "moe_renormalize": True}, "--moe-renormalize True"),
+        (
+            {**DEEPSEEK, "rotary_scaling_factor": 4.0, "mscale": 0.5},
+            r"--mscale-all-dim \('yarn', 4.0,",
+        ),
+        ({**LLAMA, "rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
         (
             {"model": "bert", "activation": "gelu", "moe_num_experts": 4},
@@ -185,6 +237,18 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
+    one = {"moe_shared_expert_intermediate_size": 16, "rotary_percent": 0.5, "moe_first_k_dense": 1}
+    biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    assert kind(**DEEPSEEK) == "deepseek_v2"
+    assert kind(**DEEPSEEK, **biased) == "deepseek_v3"
+    assert kind(**{**DEEPSEEK, "moe_num_experts": None}) == "deepseek_v3"
+    assert kind(**GLM4_MOE) == kind(**GLM4_MOE, **one, num_layers=2) == "glm4_moe"
+
+
+def test_a_model_with_code_of_its_own_is_read_as_its_class():
+    full = transformers.DeepseekV3Config().to_dict()
+    found = architectures.architecture_of(full | {"model_type": "kimi_k2"})
+    assert found is architectures.ARCHITECTURES["deepseek_v3"]
 
 
 def test_noise_on_the_experts_too_is_said(tmp_path):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from mb_train.convert import read_model
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
-from their_models import DEEP, logits_of, ours, theirs
+from their_models import ALL, DEEP, logits_of, ours, theirs
 
+# With experts, whose names do not say so.
+OTHERS = ("mixtral", "deepseek_v2", "deepseek_v3")
 safetensors = pytest.importorskip("safetensors")
 
 
@@ -162,11 +164,32 @@ def test_a_model_without_a_head_has_no_prefix(tmp_path, kind):
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if "moe" in kind or kind in OTHERS])
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     model = theirs(kind)
     model.save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.1.mlp.experts.gate_up_proj" in TensorFolder(tmp_path)
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_behind_the_last_are_left_out_with_a_word(tmp_path):
+    """As many as config.json says, and no more of them."""
+    model = theirs("glm4_moe")
+    model.save_pretrained(tmp_path)
+    weights = dict(TensorFolder(tmp_path))
+    behind = {
+        f"model.layers.{layer}.{part}.weight": torch.ones(2)
+        for layer in (3, 4)
+        for part in ("eh_proj", "self_attn.q_proj")
+    }
+    write_tensors(tmp_path, weights | behind)
+    with pytest.raises(ValueError, match=r"that nothing uses: model\.layers\.4\.eh_proj.weight"):
+        read_model(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "num_nextn_predict_layers": 2}))
+    said = []
+    read_model(tmp_path, say=said.append)
+    assert [line[:23] for line in said] == [f"its layer {n} is left out" for n in (3, 4)]
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 

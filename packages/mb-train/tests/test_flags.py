@@ -355,6 +355,21 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
             {"rope_scaling": ("linear", 2.0)},
         ),
         (
+            {"position_embedding_type": "rope", "use_rope_scaling": True},
+            "--rope-type yarn --rotary-scaling-factor 2",
+            {"rope_scaling": ("yarn", 2.0, 4096, 32.0, 1.0, 1.0, 0.0)},
+        ),
+        (
+            {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_scaling_factor": 2.0},
+            "--use-rope-scaling",
+            {"rope_scaling": ("llama3", 8.0)},
+        ),
+        (
+            {"position_embedding_type": "rope", "group_query_attention": True},
+            "--multi-latent-attention",
+            {"group_query_attention": False},
+        ),
+        (
             {"recompute_granularity": "full", "recompute_method": "block"},
             "--recompute-granularity selective",
             {"recompute_method": None},

@@ -152,6 +152,13 @@ KINDS = {
         "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_over": "width",
         "moe_renormalize": True, "moe_top_k": 2,
     },
+    "deepseek": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4, "v_head_dim": 14, "qk_layernorm": True, "moe_first_k_dense": 1,
+        "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
+        "mscale_all_dim": 1.0,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
 }  # fmt: skip
 
@@ -184,9 +191,9 @@ def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
     assert done == [70, 1, 9, 66]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek"])
 def test_the_cache_changes_no_token(kind):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
     model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
     prompts = [[3], [5, 6, 7, 8, 9], [1, 2]]
     options = {"vocab_size": 30, "context": 12, "ends": [4]}

@@ -18,9 +18,10 @@ from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
 from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import load_tokenizer
-from mb_train.flags.command_line import parse, resolve
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import build_parser
 from mb_train.flags.translated import TRANSLATED
+from mb_train.tasks.architecture import transformer_config
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
@@ -36,7 +37,7 @@ ONE_BY_ONE = [
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 10)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 11)
 
 
 @pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
@@ -48,8 +49,9 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
     names = {f.name for f in fields(TrainConfig)}
     # Nothing that is typed is lost: it is in the configuration, or in the one note.
     settled = {flag for flag in typed if fields_of[flag] not in names} - set(TRANSLATED)
-    assert len(command.notes) == bool(settled)
-    assert all(flag in command.notes[0] for flag in settled)
+    notes = [note for note in command.notes if "without effect" in note]
+    assert len(notes) == bool(settled)
+    assert all(flag in notes[0] for flag in settled)
     assert all(fields_of[flag] in command.values for flag in typed - settled - set(TRANSLATED))
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
@@ -69,6 +71,19 @@ def test_a_qwen3_of_megatron_core_is_the_model_it_is():
     assert (config.moe_num_experts, config.moe_top_k, config.moe_renormalize) == (128, 8, True)
     assert (config.moe_loss_weight, config.qk_layernorm, config.head_size) == (0.048, True, 128)
     assert (config.mock_data, config.eval_iters, config.log_throughput) == (True, 0, True)
+
+
+def test_a_deepseek_v3_of_megatron_core_is_the_model_it_is():
+    command = parse(CORE["DeepSeek-V3.yaml"][1])
+    config = resolve(command)
+    assert config.latent_sizes == [1536, 512, 128, 64, 128]
+    assert config.rope_scaling == ("yarn", 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert (config.moe_first_k_dense, config.moe_router_group_score_top) == (3, 2)
+    assert "no effect without --multi-latent-attention left out: --kv-channels" in without_effect(
+        command, config
+    )
+    model = transformer_config(config, 129_280)
+    assert (model.head_size, model.value_size, model.qk_norm) == (192, 128, "latent")
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))

@@ -11,6 +11,7 @@ from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
     HIDDEN,
+    LATENT,
     LAYERS,
     LLAMA,
     MIXTURE,
@@ -84,6 +85,13 @@ def change_each(folder, change):
             LLAMA | MIXTURE_ARGS | SIGMOID,
             {"tp": 2, "ep": 2, "experts": "two"},
         ),
+        (LATENT, LATENT, {"tp": 2, "pp": 2}),
+        (
+            LATENT | MIXTURE | OURS | {"q_lora_rank": 16},
+            LATENT | MIXTURE_ARGS | SIGMOID | {"q_lora_rank": 16},
+            {"tp": 4, "ep": 2},
+        ),
+        (LATENT | {"qk_layernorm": False}, LATENT | {"qk_layernorm": False}, {"tp": 2}),
         (LLAMA | ON_INPUT, LLAMA | ON_INPUT_ARGS, {}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4}),
         (BIASED, BIASED_ARGS, {"experts": "numbered"}),
@@ -113,7 +121,6 @@ def test_the_command_makes_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"multi_latent_attention": True}, "there is no latent attention"),
         ({"mtp_num_layers": 1}, "predicts the next token only"),
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
         ({"apply_layernorm_1p": True}, "norms multiply by their weight"),

@@ -21,6 +21,7 @@ from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
     HIDDEN,
+    LATENT,
     LLAMA,
     MIXTURE,
     MIXTURE_ARGS,
@@ -45,6 +46,12 @@ ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
         ({}, {}, {"kind": "local"}),
         (LLAMA, LLAMA, {"stacked": True, "kind": "local", "tp": 2, "dtype": torch.bfloat16}),
         (LLAMA, LLAMA, {"apart": True, "stacked": True, "tp": 2, "pp": 4}),
+        (LATENT, LATENT, {"stacked": True, "tp": 2, "pp": 2}),
+        (
+            LATENT | {"q_lora_rank": 16},
+            LATENT | {"q_lora_rank": 16},
+            {"kind": "local", "tp": 2, "core": "0.19"},
+        ),
         (ALIKE, ALIKE_ARGS, {"stacked": True, "tp": 2, "pp": 2, "ep": 2, "core": "0.19"}),
         (ALIKE, ALIKE_ARGS, {"stacked": True, "ep": 4, "experts": "numbered", "kind": "local"}),
         (

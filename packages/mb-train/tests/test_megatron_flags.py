@@ -62,7 +62,7 @@ def test_settled_flags_are_answered_in_one_note():
         ),
         ("--moe-aux-loss-coeff 1e-2 1e-3", r"one --moe-aux-loss-coeff, .* got 1e-2 1e-3"),
         ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
-        ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
+        ("--qk-rope-head-dim=64", r"--qk-rope-head-dim cannot .*: say --qk-pos-emb-head-dim"),
         ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
         ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
@@ -81,7 +81,7 @@ def test_settled_flags_are_answered_in_one_note():
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
             "--recompute-modules mlp",
-            r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
+            r"--recompute-modules of core_attn, layernorm, mla_up_proj, moe, moe_act, got 'mlp'",
         ),
         (
             "--num-layers 5 --moe-layer-freq [0]+[1]*5",
@@ -233,7 +233,7 @@ def test_older_spellings_mean_what_they_meant():
             {"muon_nesterov": True, "muon_num_ns_steps": 6, "muon_extra_scale_factor": 0.1},
         ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
-        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
+        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
         ("--eval-iters -1", {"eval_iters": 0}),
         (
             "--exit-interval 0 --exit-duration-in-mins 0 --moe-shared-expert-intermediate-size 0",
@@ -285,6 +285,12 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
         ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
         ("--num-experts 8 --recipe dmoe-46m --moe-grouped-gemm", 1, False, 0.1),
+        (
+            "--num-experts 8 --multi-latent-attention --position-embedding-type rope",
+            2,
+            True,
+            0.0,
+        ),
     ],
 )
 def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renormalized, weight):
@@ -361,6 +367,12 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
          0.1, ("no --muon-nesterov",)),
         ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", True, 0.2,
          ("Jordan's",)),
+        ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
+         "simple --position-embedding-type rope --multi-latent-attention", True, 0.2,
+         ("takes apart",)),
+        ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
+         "simple --position-embedding-type rope --multi-latent-attention --muon-no-split-qkv",
+         True, 0.2, ()),
         ("--optimizer muon --recipe dense-46m", True, 0.2, ()),
         ("--optimizer adam", True, 0.2, ()),
     ],
@@ -370,7 +382,7 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
     config = resolve(line)
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
     assert without_effect(line, config) == []
-    for words in ("no --muon-nesterov", "five times", "Jordan's"):
+    for words in ("no --muon-nesterov", "five times", "Jordan's", "takes apart"):
         assert any(words in note for note in line.notes) == (words in said)
 
 

@@ -55,6 +55,28 @@ def test_muon_takes_the_matrices_between_the_ends():
     assert all(name.endswith("bias") or ".norm" in name for name in vectors)
 
 
+def test_muon_takes_the_maps_of_latent_attention_apart():
+    change = {"optimizer": "muon", "multi_latent_attention": True, "qk_head_dim": 8}
+    change |= {"position_embedding_type": "rope", "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+    change |= {"q_lora_rank": 10, "kv_lora_rank": 16, "qk_layernorm": True}
+    config, model = make(**change)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups([model], config)
+    rows = {names[p]: group.get("fused") for group in groups for p in group["params"]}
+    muon = {names[p] for group in groups if group["muon"] for p in group["params"]}
+    kept = "stack.blocks.0.attention."
+    assert {name.removeprefix(kept): rows[name] for name in muon if name.startswith(kept)} == {
+        "q_down.weight": (), "q_up.weight": (), "kv_down.weight": (16, 4),
+        "kv_up.weight": (8, 6), "out.weight": (),
+    }  # fmt: skip
+    optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+    model(torch.randint(61, (2, 8)), labels_BS=torch.randint(61, (2, 8))).total().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name in (name for name in muon if name.startswith(kept)):
+        assert not torch.equal(before[name], model.get_parameter(name)), name
+
+
 def test_muon_takes_no_head_of_a_bert():
     config = TrainConfig(**SIZES, model="bert", optimizer="muon")
     model = one_process_task(config, None, vocab_size=61).build_model(compute_dtype=torch.float32)

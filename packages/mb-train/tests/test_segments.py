@@ -9,7 +9,7 @@ from mb_layers import MoEConfig
 from mb_parallel.recompute import apply_recompute
 from mb_train.models import gpt, segments
 from mb_train.models.attention import BlockContext, CoreAttention
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import LatentSizes, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.segments import (
     Segments,
@@ -113,11 +113,22 @@ def _config(**change):
     return TransformerConfig(**(sizes | change))
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_a_model_says_the_same_every_way(monkeypatch, positions):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"positions": "rope"},
+        {"positions": "rope", "latent": LatentSizes(None, 8, 8, 8, 12)},
+        {"positions": "rope", "latent": LatentSizes(8, 8, 4, 4, 16)},
+    ],
+    ids=["learned", "rope", "narrow values", "wide values"],
+)
+def test_a_model_says_the_same_every_way(monkeypatch, change):
     moe = MoEConfig(hidden_size=32, ffn_hidden_size=16, num_experts=4, top_k=2)
+    if latent := change.get("latent"):
+        change = change | {"num_kv_heads": 4, "head_size": latent.content + latent.rotated}
     torch.manual_seed(3)
-    model = GPT(_config(positions=positions, moe=moe))
+    model = GPT(_config(**change, moe=moe))
     ends_BS = np.array(ENDS["several"])
     x = torch.randint(61, ends_BS.shape)
     ends_BN = torch.from_numpy(ends_of(ends_BS))
@@ -132,6 +143,7 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
 
     def counted(*tensors, **how):
         calls.append(tensors)
+        assert len({x.shape[-1] for x in tensors[:3]}) == 1  # flash attention knows one width
         return by_document(*tensors, **how)
 
     monkeypatch.setattr(gpt, "flash_takes", lambda *about, **more: True)

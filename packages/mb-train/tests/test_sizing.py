@@ -33,6 +33,13 @@ T5 = {"model": "t5", "decoder_seq_length": 96}
 RACE = {
     "model": "classifier", "task": "race", "train_data_path": ["t"], "valid_data_path": ["v"],
 }  # fmt: skip
+# On a CPU attention computes with values as wide as keys: here they are.
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 40, "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_layernorm": True,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False,
+}  # fmt: skip
 KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
@@ -40,6 +47,8 @@ KINDS = {
         "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
         "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
     },
+    "latent": LATENT,
+    "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "experts": {"moe_num_experts": 8, "moe_top_k": 2},
     "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
     "shared-expert": {
@@ -167,7 +176,7 @@ def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("kind", ["modern", "gated-experts", "t5"])
+@pytest.mark.parametrize("kind", ["modern", "latent", "gated-experts", "t5"])
 def test_tensor_parallel_ranks_share_what_a_layer_keeps(kind):
     config, work, _ = config_and_model(KINDS[kind])
     split = dataclasses.replace(config, tensor_model_parallel_size=2)
@@ -207,6 +216,14 @@ def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
     assert sum(flops(work)) == pytest.approx(counted, rel=1e-4)
 
 
+def test_narrow_values_take_less_arithmetic():
+    """A head's share of the sums and of two maps, whatever the kernel fills values up with."""
+    work, less = (config_and_model(LATENT | {"v_head_dim": wide})[1] for wide in (24, 9))
+    saved, heads, tokens = 3 * 2 * 3 * (24 - 9), 4, 128  # of three layers
+    assert flops(work).attention - flops(less).attention == saved * heads * tokens**2
+    assert flops(work).blocks - flops(less).blocks == saved * heads * tokens * (40 + 64)
+
+
 def test_zero_experts_take_no_arithmetic_and_no_parameters():
     """One of two choices falls on four of eight: the rest is a model of one choice among four."""
     one = {"moe_num_experts": 4, "moe_top_k": 1}
@@ -220,6 +237,7 @@ def test_zero_experts_take_no_arithmetic_and_no_parameters():
 
 # The recipes of other models than GPT's have shapes of their own below.
 ODD = {
+    "latent": LATENT | {"v_head_dim": 7, "moe_num_experts": 3, "moe_first_k_dense": 1},
     "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "bert": {"model": "bert", "bert_binary_head": False, "post_layernorm": True},
     "t5": T5 | {"decoder_num_layers": 5, "moe_num_experts": 3, "moe_first_k_dense": 2},

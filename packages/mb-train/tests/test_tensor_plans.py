@@ -12,7 +12,7 @@ from mb_parallel.testing import run_ranks
 from mb_train.assembly.assemble import compile_blocks, dispatcher_of
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import LatentSizes, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.t5 import T5
@@ -96,12 +96,29 @@ def ict_batch():
     }  # fmt: skip
 
 
+_LATENT = replace(
+    SMALL, positions="rope", norm="rmsnorm", qk_norm="latent", bias=False, num_kv_heads=4,
+    latent=LatentSizes(q_rank=6, kv_rank=5, content=4, rotated=2, value=3), head_size=6,
+)  # fmt: skip
 CASES = {
     "gpt-rope-swiglu": (
         lambda: GPT(_GPT),
         lambda: gpt_plan(_GPT),
         gpt_batch,
     ),
+    **{
+        f"gpt-latent-{name}": (
+            lambda config=config: GPT(config),
+            lambda config=config: gpt_plan(config),
+            gpt_batch,
+        )
+        for name, config in {
+            "q-rank-moe": replace(_LATENT, moe=MOE),
+            "direct-bias": replace(
+                _LATENT, latent=_LATENT.latent._replace(q_rank=None), bias=True, qk_norm="none"
+            ),
+        }.items()
+    },
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (

@@ -7,7 +7,7 @@ from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, i
 from mb_layers import MoEConfig
 from mb_train.config.model import ModelFields
 from mb_train.models.attention import BlockContext
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import LatentSizes, RopeScaling, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables, rotate
 from mb_train.models.segments import segment_mask
@@ -26,6 +26,12 @@ KINDS = {
         "qk_norm": "head", "bias": False, "tie_embeddings": False, "moe": EXPERTS,
     },
     "olmoe": {"positions": "rope", "norm": "rmsnorm", "qk_norm": "width", "moe": EXPERTS},
+    "deepseek": {
+        "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False,
+        "latent": LatentSizes(q_rank=12, kv_rank=10, content=8, rotated=4, value=10),
+        "head_size": 12, "qk_norm": "latent", "rope_scaling": RopeScaling("yarn", 4.0, 8),
+        "moe": EXPERTS, "moe_layers": (False, True, True), "tie_embeddings": False,
+    },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
     "after-norm": {"residual_after_norm": True, "norm": "rmsnorm"},
 }  # fmt: skip

@@ -17,6 +17,14 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 77, "max_position_embeddings": 24,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1, "initializer_range": 0.2,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "num_key_value_heads": 6, "num_hidden_layers": 3, "n_shared_experts": 2,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -34,17 +42,28 @@ ALL = {
         "Qwen3Moe",
         {**EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
 }
 # Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+# Of four turned pairs one is not slowed, one by some, and two by the whole factor.
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 DEEP = "[" * 10**5  # more than can be read
 
 
 def theirs(kind, **also):
-    """A random model of theirs, no norm or bias of it one or zero."""
+    """A random model of theirs, no norm or bias of it one or zero, its router's neither."""
     torch.manual_seed(0)
     name, settings = ALL[kind]
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
@@ -55,6 +74,9 @@ def theirs(kind, **also):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.3)
     return model.eval()
 
 

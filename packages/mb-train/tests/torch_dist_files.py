@@ -32,8 +32,10 @@ OPTIMIZERS = ("optimizer.state.exp_avg.decoder", "chained_1.optimizer.distribute
 AXES = (
     (r"word_embeddings\.weight|output_layer\.weight", 0),
     (r"linear_(qkv|fc1)\.(weight|bias)", 0),
+    (r"linear_(q|q_up|kv_up)_proj\.weight", 0),
     (r"linear_(proj|fc2)\.weight", 1),
 )
+DOWN = ((r"linear_(q|kv)_down_proj\.weight", 0),)
 
 
 class Planner(DefaultSavePlanner):
@@ -96,7 +98,8 @@ def items_of(share, ranks, sizes, first_layer, *, kind, stacked, apart, gated):
             key, cuts, first_axis = f"{match[1]}experts.linear_fc{match[2]}.weight", {0: (e, ep)}, 1
         elif e > 0:
             continue
-        axis = next((axis for end, axis in AXES if re.search(f"({end})$", key)), None)
+        axes = (*AXES, *(DOWN if kind == "local" else ()))
+        axis = next((axis for end, axis in axes if re.search(f"({end})$", key)), None)
         if axis is None:
             if t == 0:
                 yield tensor_item(key, tensor, lead, cuts)

@@ -2,10 +2,16 @@
 
     blocks.N.{norm_1, norm_cross, norm_2, dropout}                 in the stream
     blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, core, out}
+    blocks.N.attention.{q_down, q_norm, q_up | q, kv_down, kv_norm, kv_up, shared_key}
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
     embedding.{tokens, positions, token_types, norm, dropout}
 
 `core` is softmax(q k^T) v, with its dropout. A model need not have all of these parts.
+
+The third line is of latent attention: maps down and norms of latents are replicated and work in the
+stream, maps up are split by heads. So ranks exchange latents, which are narrow, and the key that
+all heads share: `shared_key`, a module without parameters, is given it in the stream and passes it
+on to the heads.
 """
 
 from __future__ import annotations
@@ -41,6 +47,13 @@ def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
         "q": heads,
         "kv": heads,
         "norm_[qk]": PartialGradients(),
+        "q_down": SequenceParallel(),
+        "q_norm": SequenceParallel(),
+        "q_up": heads,
+        "kv_down": SequenceParallel(),
+        "kv_norm": SequenceParallel(),
+        "kv_up": heads,
+        "shared_key": ParallelInput(),
         "core": DistinctRandom(stream=False),
         "out": RowParallel(),
     }

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from mb_train.config.attention import check_latent, check_slowing
 from mb_train.config.field import (
+    AT_LEAST_0,
+    NOT_1,
+    OFF,
     POSITIVE,
     SHARE,
     flag,
@@ -12,6 +17,7 @@ from mb_train.config.field import (
     whole,
 )
 
+_YARN = ("rotary_scaling_factor", NOT_1)
 # As `mb_kernels.activation` has them, which would bring torch into every --help.
 _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
 
@@ -44,15 +50,40 @@ class ModelFields:
     )
     kv_channels: int | None = flag(
         "width of one head; default hidden size / heads", bounds=POSITIVE, on_load="model",
-        in_force="head_size",
+        in_force="head_size", needs=("multi_latent_attention", OFF),
     )  # fmt: skip
     group_query_attention: bool = flag(
         "share each key and value head among several query heads", False, on_load="model",
-        in_force="kv_heads",
+        in_force="kv_heads", instead_of=("multi_latent_attention",),
     )  # fmt: skip
     num_query_groups: int = flag(
         "key and value heads, with --group-query-attention", 1, bounds=POSITIVE, on_load="model",
         in_force="kv_heads", needs=("group_query_attention",),
+    )  # fmt: skip
+    multi_latent_attention: bool = flag(
+        "make keys and values of a latent, as DeepSeek", False, on_load="model",
+        in_force="latent_sizes", instead_of=("group_query_attention",),
+    )  # fmt: skip
+    q_lora_rank: int | None = flag(
+        "width of the latent that queries are made of; default none, they are made of the hidden "
+        "state", bounds=POSITIVE, on_load="model", in_force="latent_sizes",
+        needs=("multi_latent_attention",),
+    )  # fmt: skip
+    kv_lora_rank: int = flag(
+        "width of the latent that keys and values are made of", 32, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    qk_head_dim: int = flag(
+        "width of a head's query and key without the part that is rotated", 128, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    qk_pos_emb_head_dim: int = flag(
+        "width of the part of a head's query and key that is rotated", 64, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    v_head_dim: int = flag(
+        "width of a head's value", 128, bounds=POSITIVE, on_load="model",
+        in_force="latent_sizes", needs=("multi_latent_attention",),
     )  # fmt: skip
     position_embedding_type: str = flag(
         "how positions enter: a learned table, rotations of queries and keys, T5's bias by "
@@ -73,16 +104,47 @@ class ModelFields:
     )  # fmt: skip
     rotary_seq_len_interpolation_factor: float | None = flag(
         "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,
-        on_load="said", in_force="rope_scaling", instead_of=("use_rope_scaling",),
+        on_load="said", in_force="rope_scaling", instead_of=("use_rope_scaling", "rope_type"),
     )  # fmt: skip
     use_rope_scaling: bool = flag(
         "slow the rotary frequencies that turn seldom within 8192 tokens, as Llama 3.1", False,
         on_load="said", in_force="rope_scaling",
-        instead_of=("rotary_seq_len_interpolation_factor",),
+        instead_of=("rotary_seq_len_interpolation_factor", "rope_type"),
     )  # fmt: skip
     rope_scaling_factor: float = flag(
         "by how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2", 8.0, bounds=POSITIVE,
         on_load="said", in_force="rope_scaling", needs=("use_rope_scaling",),
+    )  # fmt: skip
+    rope_type: str | None = flag(
+        "slow rotary frequencies as YaRN by --rotary-scaling-factor, or not; default yarn with "
+        "--multi-latent-attention, else rope", choices=("rope", "yarn"), on_load="said",
+        in_force="rope_scaling",
+        instead_of=("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+    )  # fmt: skip
+    rotary_scaling_factor: float = flag(
+        "by how much YaRN slows those that turn seldom within the length trained on, for texts so "
+        "many times longer; 1 changes nothing", 1.0, bounds=POSITIVE, on_load="said",
+        in_force="rope_scaling", needs=(("multi_latent_attention", "rope_type"),),
+    )  # fmt: skip
+    original_max_position_embeddings: int = flag(
+        "YaRN: the length trained on", 4096, bounds=POSITIVE, on_load="said",
+        in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
+    beta_fast: float = flag(
+        "YaRN: turns within the length trained on from which on a frequency is not slowed", 32.0,
+        bounds=POSITIVE, on_load="said", in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
+    beta_slow: float = flag(
+        "YaRN: turns up to which it is slowed by the whole factor", 1.0, bounds=POSITIVE,
+        on_load="said", in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
+    mscale: float = flag(
+        "YaRN: how much sharper the rotated part of queries and keys makes attention", 1.0,
+        bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
+    mscale_all_dim: float = flag(
+        "YaRN: the same of all of them, in latent attention; the rotated part has the quotient",
+        0.0, bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE
@@ -96,10 +158,17 @@ class ModelFields:
     layernorm_epsilon: float = flag(
         "epsilon of the norms", 1e-5, bounds=POSITIVE, on_load="said", also=("--norm-epsilon",)
     )
-    qk_layernorm: bool = flag("normalise queries and keys", False, on_load="model")
+    qk_layernorm: bool = flag(
+        "normalise queries and keys; with --multi-latent-attention what they are made of", False,
+        on_load="model",
+    )  # fmt: skip
     qk_layernorm_over: str = flag(
         "normalise them over each head, or over their whole width as OLMoE (ours)", "head",
         choices=("head", "width"), on_load="model", needs=("qk_layernorm",),
+    )  # fmt: skip
+    qk_layernorm_epsilon: float | None = flag(
+        "epsilon of those norms, 1e-6 in DeepSeek; default --layernorm-epsilon (ours)",
+        bounds=POSITIVE, on_load="said", in_force="qk_epsilon", needs=("qk_layernorm",),
     )  # fmt: skip
     add_bias_linear: bool = flag(
         "biases in the linear maps", True, on_load="model", off=("--disable-bias-linear",)
@@ -139,7 +208,8 @@ class ModelFields:
         False, on_load="model",
     )  # fmt: skip
     attention_scale: float | None = flag(
-        "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head) (ours)",
+        "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head's query), with "
+        "--multi-latent-attention times what YaRN asks for (ours)",
         bounds=POSITIVE, on_load="model", also=("--softmax-scale",),
     )  # fmt: skip
     scale_head: bool = flag(
@@ -158,7 +228,9 @@ class ModelFields:
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head's query and key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or whole(self.hidden_size) // whole(self.num_attention_heads)
 
     @property
@@ -168,12 +240,36 @@ class ModelFields:
         return self.num_query_groups if grouped else whole(self.num_attention_heads)
 
     @property
-    def rope_scaling(self) -> tuple[str, float] | None:
-        """How rotations are slowed, and by how much."""
+    def latent_sizes(self) -> list[int | None] | None:
+        """Of latent attention, as `models.config.LatentSizes` has them; a list, as in JSON."""
+        if not self.multi_latent_attention:
+            return None
+        heads = [self.qk_head_dim, self.qk_pos_emb_head_dim, self.v_head_dim]
+        return [self.q_lora_rank, self.kv_lora_rank, *heads]
+
+    @property
+    def qk_epsilon(self) -> float | None:
+        """Epsilon of the norms of queries and keys, if there are any."""
+        if not self.qk_layernorm:
+            return None
+        return self.qk_layernorm_epsilon or self.layernorm_epsilon
+
+    @property
+    def rope_scaling(self) -> tuple[Any, ...] | None:
+        """How rotations are slowed, and by how much, as `models.config.RopeScaling` has it."""
         if self.use_rope_scaling:
             return "llama3", self.rope_scaling_factor
+        factor = self.rotary_scaling_factor
+        if self.rope_type == "yarn" or (self.rope_type is None and self.multi_latent_attention):
+            # The whole of YaRN grows with the factor's logarithm.
+            return None if factor == 1 else ("yarn", factor, *self._yarn_numbers)
         factor = self.rotary_seq_len_interpolation_factor
         return None if factor is None else ("linear", factor)
+
+    @property
+    def _yarn_numbers(self) -> tuple[float, ...]:
+        turns = self.beta_fast, self.beta_slow
+        return self.original_max_position_embeddings, *turns, self.mscale, self.mscale_all_dim
 
     @property
     def ffn_size(self) -> int:
@@ -202,7 +298,7 @@ class ModelFields:
     def check_model(self) -> None:
         """Raise ValueError for sizes and options that do not go together."""
         hidden, heads = whole(self.hidden_size), whole(self.num_attention_heads)
-        if self.kv_channels is None and hidden % heads:
+        if self.kv_channels is None and not self.multi_latent_attention and hidden % heads:
             raise ValueError(
                 f"Expected --hidden-size to be divisible by --num-attention-heads, got {hidden} "
                 f"and {heads}. Change one, or give --kv-channels."
@@ -217,15 +313,13 @@ class ModelFields:
                 "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
                 "whose head is tied to its embedding. Leave it out."
             )
-        if self.use_rope_scaling and self.rotary_seq_len_interpolation_factor is not None:
+        if self.post_layernorm and self.apply_residual_connection_post_layernorm:
             raise ValueError(
-                "Expected --use-rope-scaling or --rotary-seq-len-interpolation-factor, got both."
+                "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "
+                "both: a norm behind the sum leaves none before it. Leave one of the two out."
             )
-        if self.rope_scaling is not None and self.position_embedding_type != "rope":
-            raise ValueError(
-                "Expected --position-embedding-type rope with slowed rotations, got "
-                f"{self.position_embedding_type}."
-            )
+        check_latent(self)
+        check_slowing(self)
         if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
                 f"Expected a gated --activation with --glu, got {self.activation!r}. "

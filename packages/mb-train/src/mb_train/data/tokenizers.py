@@ -132,10 +132,18 @@ def copies_for(config: TrainConfig, start: Start | None) -> Path | None:
     """
     if start is not None:
         return start.run
-    if config.bert_load is None:
+    checkpoint = _bert_of(config)
+    return None if checkpoint is None else checkpoint.parent
+
+
+def _bert_of(config: TrainConfig) -> Path | None:
+    """The checkpoint of `--bert-load`; None without one, and for a folder of Hugging Face's."""
+    if config.bert_load is None or (Path(config.bert_load) / "config.json").is_file():
         return None
-    folder = Path(config.bert_load)
-    return None if (folder / "config.json").is_file() else checkpoint_in(folder).parent
+    try:
+        return checkpoint_in(Path(config.bert_load))
+    except ValueError as error:
+        raise ValueError(f"--bert-load: {error}") from error
 
 
 def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -> None:
@@ -156,10 +164,8 @@ def _saved_rows(config: TrainConfig, start: Start | None) -> int:
     BERT of `--bert-load`. 0: of none, or of a folder of Hugging Face's, which gets what is asked.
     """
     saved = None if start is None else start.saved
-    if saved is None and config.bert_load is not None:
-        folder = Path(config.bert_load)
-        if not (folder / "config.json").is_file():
-            saved = read_saved_run(checkpoint_in(folder))
+    if saved is None and (checkpoint := _bert_of(config)) is not None:
+        saved = read_saved_run(checkpoint)
     return 0 if saved is None else saved.vocab_rows
 
 

@@ -30,7 +30,7 @@ _NOT_TRANSLATED = """
     --overlap-moe-expert-parallel-comm --moe-enable-deepep --moe-deepep-num-sms
     --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
     --moe-enable-mori --moe-mori-max-tokens-per-rank
-    --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion
+    --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion --multi-latent-attention
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
@@ -161,15 +161,21 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
 
 
 def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
-    """A remark on a whole script with Muon that leaves to Megatron what is another number here."""
+    """Remarks on a whole script with Muon that leaves to Megatron what is otherwise here."""
     if values.get("optimizer") != "muon" or not _is_whole(values):
         return []
-    if "--muon-coefficient-type" in typed:
-        return []
-    return [
-        "Muon iterates with Jordan's coefficients, as Megatron does with --muon-coefficient-type "
-        "simple; without it today's has others"
-    ]
+    found = []
+    if "--muon-coefficient-type" not in typed:
+        found.append(
+            "Muon iterates with Jordan's coefficients, as Megatron does with "
+            "--muon-coefficient-type simple; without it today's has others"
+        )
+    if values.get("multi_latent_attention") and values.get("muon_split_qkv", True):
+        found.append(
+            "Muon takes apart what one map of latent attention makes, keys and values for one, "
+            "which Megatron does not; --muon-no-split-qkv takes all maps whole"
+        )
+    return found
 
 
 def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:

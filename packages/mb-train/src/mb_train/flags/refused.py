@@ -23,10 +23,8 @@ _REASONS: Mapping[str, str] = {
         --kitchen-* --use-kitchen-attention
     """,
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
-    "there is no latent attention: --group-query-attention saves memory too": """
-        --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
-        --v-head-dim --qk-nope-head-dim --qk-rope-head-dim --fused-padded-mla-attention
-    """,
+    "say --qk-head-dim": "--qk-nope-head-dim",
+    "say --qk-pos-emb-head-dim": "--qk-rope-head-dim",
     "attention sees the whole sequence": "--window-size --window-attn-skip-freq",
     "attention is a softmax over all that came before, without a gate": """
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
@@ -35,10 +33,7 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
-    "rotations slow down as --use-rope-scaling or --rotary-seq-len-interpolation-factor say": """
-        --yarn-* --mscale --mscale-all-dim --rotary-scaling-factor --beta-fast --beta-slow
-        --original-max-position-embeddings
-    """,
+    "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
@@ -230,6 +225,7 @@ _REASONS: Mapping[str, str] = {
     "say --moe-router-load-balancing-type seq_aux_loss": "--seq-aux",
     "leave it out, fusion is the kernels' own matter": """
         --use-fused-* --gemm-gradient-accumulation-fusion --use-fast-softmax
+        --fused-padded-mla-attention
     """,
     "leave it out, how ranks communicate is the library's own matter": """
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm

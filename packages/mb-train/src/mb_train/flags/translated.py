@@ -26,7 +26,8 @@ OF_EVERY_LAYER: Mapping[str, str] = {
 def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
     """--recompute-modules: attention is what selective recompute is of; experts have a switch."""
     experts = {"moe_recompute": True}
-    known = {"core_attn": {}, "layernorm": {}, "moe": experts, "moe_act": experts}
+    known: dict[str, Mapping[str, Any]] = {"core_attn": {}, "layernorm": {}, "mla_up_proj": {}}
+    known |= {"moe": experts, "moe_act": experts}
     found: dict[str, Any] = {}
     for name in modules:
         if name not in known:
@@ -78,7 +79,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--cpu-offloading-num-layers": {"0": {}},
     "--mtp-num-layers": {"0": {}},
     "--softmax-type": {"vanilla": {}},
-    "--rope-type": {"rope": {}},
     "--relative-attention-num-buckets": {"32": {}},
     "--relative-attention-max-distance": {"128": {}},
     "--glu-linear-offset": {"0.0": {}, "0": {}},
@@ -95,7 +95,6 @@ _INSTEAD: Mapping[str, str] = {
     "cuts them.",
     "--cpu-offloading-num-layers": " Activations stay on the GPUs: see --recompute-granularity.",
     "--mtp-num-layers": " A model predicts the next token only.",
-    "--rope-type": " See --use-rope-scaling and --rotary-seq-len-interpolation-factor.",
     "--glu-linear-offset": " Say --activation 'swiglu(offset=1)'.",
     "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",

@@ -4,7 +4,7 @@ A model builds the `BlockContext` once and hands it to all its blocks. Which tok
 it as a mask, or as the bounds of segments (`models.segments`).
 
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), D hidden, H query
-heads, G key-value heads, R query heads of a group (H / G), C width of a head.
+heads, G key-value heads, R query heads of a group (H / G), C width of a head, V of its value.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mb_train.models.segments import (
     Grid,
     Segments,
     attend,
+    equally_wide,
     flash_takes,
     within_segments,
 )
@@ -88,34 +89,40 @@ def context_of(
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v: the part without weights, a unit of selective recompute."""
+    """softmax(q k^T / sqrt(C)) v: the part without weights, a unit of selective recompute.
+
+    Values may be wider or narrower than queries and keys.
+    """
 
     def __init__(self, dropout: float, scale: float | None = None) -> None:
         super().__init__()
         self.dropout, self.scale = dropout, scale
 
     def forward(
-        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
+        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGV: Tensor, context: BlockContext
     ) -> Tensor:
-        """Return y_BQHC."""
+        """Return y_BQHV."""
+        scale, V = self.scale, v_BSGV.shape[3]
         if context.bounds is not None:
-            how = {"causal": context.causal, "scale": self.scale}
-            return attend(q_BQHC, k_BSGC, v_BSGC, context.bounds, **how)
+            how = {"causal": context.causal, "scale": scale}
+            return attend(q_BQHC, k_BSGC, v_BSGV, context.bounds, **how)
         if context.grid is not None:
             q_BQHC = context.grid.queries.spread(q_BQHC)
-            k_BSGC, v_BSGC = map(context.grid.keys.spread, (k_BSGC, v_BSGC))
-        y_BHQC = F.scaled_dot_product_attention(
+            k_BSGC, v_BSGV = map(context.grid.keys.spread, (k_BSGC, v_BSGV))
+        if q_BQHC.device.type == "cpu":  # where the other kernel keeps a score for every pair
+            q_BQHC, k_BSGC, v_BSGV, scale = equally_wide(q_BQHC, k_BSGC, v_BSGV, scale)
+        y_BHQV = F.scaled_dot_product_attention(
             q_BQHC.transpose(1, 2),
             k_BSGC.transpose(1, 2),
-            v_BSGC.transpose(1, 2),
+            v_BSGV.transpose(1, 2),
             attn_mask=context.mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=context.causal and context.mask is None,
-            scale=self.scale,
+            scale=scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )
-        y_BQHC = y_BHQC.transpose(1, 2)
-        return y_BQHC if context.grid is None else context.grid.queries.collect(y_BQHC)
+        y_BQHV = y_BHQV.transpose(1, 2)[..., :V]
+        return y_BQHV if context.grid is None else context.grid.queries.collect(y_BQHV)
 
 
 class Attention(nn.Module):
@@ -146,8 +153,9 @@ class Attention(nn.Module):
         self.norm_q = self.norm_k = None
         if config.qk_norm != "none":
             by_head = config.qk_norm == "head"
-            self.norm_q = Norm(config, head if by_head else heads * head)
-            self.norm_k = Norm(config, head if by_head else groups * head)
+            eps = config.qk_norm_eps
+            self.norm_q = Norm(config, head if by_head else heads * head, eps=eps)
+            self.norm_k = Norm(config, head if by_head else groups * head, eps=eps)
         self.core = CoreAttention(config.attention_dropout, config.attention_scale)
         self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
 

@@ -3,7 +3,8 @@
 Rows need not be equally long: a new token is written behind its row's own, and sees those alone.
 What a row was filled up with lies behind its tokens, is seen by none, and is overwritten.
 
-Letters: B rows, Q new tokens of a row, S places, G key-value heads, C width of a head.
+Letters: B rows, Q new tokens of a row, S places, G key-value heads, C width of a head, which may be
+another of a value.
 """
 
 from __future__ import annotations

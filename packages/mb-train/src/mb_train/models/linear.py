@@ -49,14 +49,17 @@ class Norm(nn.Module):
     Args:
         config: gives the kind and epsilon; a layer norm has a bias, an RMS norm none.
         size: width; None means the hidden size.
+        eps: another epsilon than the configuration's.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, size: int | None = None, *, eps: float | None = None
+    ) -> None:
         super().__init__()
         self.size = size or config.hidden_size
-        self.eps = config.norm_eps
+        self.eps = eps or config.norm_eps
         self.rms = config.norm == "rmsnorm"
         self.weight = nn.Parameter(torch.ones(self.size))
         bias = None if self.rms else nn.Parameter(torch.zeros(self.size))

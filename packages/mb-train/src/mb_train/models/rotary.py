@@ -1,7 +1,8 @@
 """Rotary positions: queries and keys turn by angles that grow with their place.
 
 RoFormer, arXiv 2104.09864, in the layout of halves. For texts longer than those trained on they may
-turn slower, see `RopeScaling`.
+turn slower, see `RopeScaling`. Of these ways YaRN (arXiv 2309.00071) also multiplies the scores:
+through cosine and sine, which both of a query and a key have, and in latent attention directly.
 
 Letters: B sequences, S tokens of a sequence, H heads, C width of a head, W turned pairs of a head.
 """
@@ -31,23 +32,55 @@ def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tens
     """
     if config.positions != "rope":
         return None
-    width = int(config.head_size * config.rope_fraction) // 2 * 2
+    width, scaling = config.rotated_size, config.rope_scaling
     steps_W = torch.arange(0, width, 2, device=positions_BS.device, dtype=torch.float32)
     speeds_W = config.rope_base ** (-steps_W / width)
-    if config.rope_scaling is not None:
-        speeds_W = _slowed(speeds_W, config.rope_scaling)
+    if scaling is not None:
+        speeds_W = _slowed(speeds_W, scaling, config.rope_base)
     angles = positions_BS[..., None].float() * speeds_W
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is None or scaling.kind != "yarn":
+        return cos, sin
+    longer = sharpening(scaling, scaling.mscale) / sharpening(scaling, scaling.mscale_all_dim)
+    return cos * longer, sin * longer
 
 
-def _slowed(speeds_W: Tensor, scaling: RopeScaling) -> Tensor:
+def sharpening(scaling: RopeScaling | None, mscale: float) -> float:
+    """By how much YaRN makes queries and keys longer; 1 for other ways, and for a factor up to 1.
+
+    Args:
+        mscale: how much of it: `scaling.mscale` for the rotated part of a head,
+            `scaling.mscale_all_dim` for all of it. The former's table is divided by the latter,
+            which latent attention has in its scores.
+    """
+    if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1:
+        return 1.0
+    return 1.0 + 0.1 * mscale * math.log(scaling.factor)
+
+
+def _slowed(speeds_W: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     slow_W = speeds_W / scaling.factor
     if scaling.kind == "linear":
         return slow_W
+    if scaling.kind == "yarn":
+        return torch.lerp(speeds_W, slow_W, _share_of_slow(len(speeds_W), scaling, base, speeds_W))
     turns_W = speeds_W * (TRAINED_ON / (2 * math.pi))
     kept_W = ((turns_W - FEW_TURNS) / (MANY_TURNS - FEW_TURNS)).clamp(0, 1)
     return torch.lerp(slow_W, speeds_W, kept_W)
+
+
+def _share_of_slow(pairs: int, scaling: RopeScaling, base: float, like: Tensor) -> Tensor:
+    """YaRN's, of each pair: 0 up to the one that turns `beta_fast` times, 1 from `beta_slow` on."""
+
+    def pair_that_turns(times: float) -> float:
+        """Its number, between whole ones: speeds fall by the base over all pairs."""
+        return pairs * math.log(scaling.trained_on / (times * 2 * math.pi)) / math.log(base)
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    steps_W = torch.arange(pairs, device=like.device, dtype=like.dtype)
+    return ((steps_W - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def rotate(x_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

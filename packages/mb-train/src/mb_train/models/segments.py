@@ -18,7 +18,7 @@ for the time of the scores.
 
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
 sequence, T tokens that blocks see (B S, or what is kept of them), H query heads, G key-value heads,
-C width of a head, A the distances 1 - S to S - 1.
+C width of a head, V of its value, A the distances 1 - S to S - 1.
 """
 
 from __future__ import annotations
@@ -232,10 +232,11 @@ def flash_takes(
         return False
     if relative:
         return config.head_size <= _MAX_RELATIVE_HEAD
+    width = max(config.head_size, config.value_size)
     return (
         torch.version.hip is None  # not tried there
-        and config.head_size <= _MAX_HEAD
-        and config.head_size % 8 == 0
+        and width <= _MAX_HEAD
+        and width % 8 == 0
         and flash_kernel() is not None
     )
 
@@ -243,22 +244,44 @@ def flash_takes(
 def attend(
     q_BQHC: Tensor,
     k_BSGC: Tensor,
-    v_BSGC: Tensor,
+    v_BSGV: Tensor,
     bounds: Bounds,
     *,
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention within each segment, y_BQHC; scores times `scale`, None meaning 1 / sqrt(C)."""
+    """Attention within each segment, y_BQHV; scores times `scale`, None meaning 1 / sqrt(C)."""
     *where, kernel, bias_HA = bounds
-    groups = q_BQHC.shape[2] // k_BSGC.shape[2]
+    groups, V = q_BQHC.shape[2] // k_BSGC.shape[2], v_BSGV.shape[3]
+    q_BQHC, k_BSGC, v_BSGV, scale = equally_wide(q_BQHC, k_BSGC, v_BSGV, scale)
     if groups > 1 and bias_HA is None:
-        k_BSGC, v_BSGC = (x.repeat_interleave(groups, dim=2) for x in (k_BSGC, v_BSGC))
-    tokens = [x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGC)]
+        k_BSGC, v_BSGV = (x.repeat_interleave(groups, dim=2) for x in (k_BSGC, v_BSGV))
+    tokens = [x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGV)]
     if bias_HA is not None:
         y_THC = relative_attention(*tokens, bias_HA, bounds.queries, causal=causal, scale=scale)
     else:
         assert kernel is not None
         y_THC = kernel(*tokens, *where, scale=scale, window_size=(-1, 0 if causal else -1))
     assert isinstance(y_THC, Tensor)
-    return y_THC.view_as(q_BQHC)
+    return y_THC.view_as(q_BQHC)[..., :V]
+
+
+def equally_wide(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """For kernels that know one width of a head: queries and keys, or values, filled up with 0.
+
+    Scores stay what they were, and so do the first of what attention returns, as many as the values
+    had channels.
+
+    Args:
+        q, k, v: channels come last.
+        scale: of the scores; None meaning 1 / sqrt(C).
+    """
+    C, V = q.shape[-1], v.shape[-1]
+    if V < C:
+        return q, k, F.pad(v, (0, C - V)), scale
+    if V > C:
+        scale = C**-0.5 if scale is None else scale
+        return F.pad(q, (0, V - C)), F.pad(k, (0, V - C)), v, scale
+    return q, k, v, scale

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
+from mb_train.models.latent import LatentAttention
 from mb_train.models.linear import Linear, Norm
 
 
@@ -83,7 +84,10 @@ class Block(nn.Module):
         self.post_norm, self.after_norm = config.post_norm, config.residual_after_norm
         self.narrow = compute_dtype if config.fp32_residual else None
         self.norm_1 = Norm(config)
-        self.attention = Attention(config)
+        if cross and config.latent is not None:
+            raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
+        attention = Attention if config.latent is None else LatentAttention
+        self.attention: nn.Module = attention(config)
         self.norm_cross = Norm(config) if cross else None
         self.cross = Attention(config, cross=True) if cross else None
         self.norm_2 = Norm(config)

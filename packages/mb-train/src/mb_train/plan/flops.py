@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mb_kernels.activation import is_glu
 
 from mb_train.models.config import TransformerConfig
-from mb_train.models.workload import Workload
+from mb_train.models.workload import Pass, Workload
 
 
 class Flops(NamedTuple):
@@ -33,19 +33,33 @@ def flops(work: Workload) -> Flops:
     blocks = attention = 0.0
     for each in work.passes:
         config = each.blocks
-        D, heads = config.hidden_size, config.num_heads * config.head_size
-        keys = config.num_kv_heads * config.head_size
-        # Of a token: queries and the output; keys and values, of the source in cross attention.
-        products = 2 * D * (2 * heads + 2 * keys)
-        if each.source:
-            products += 2 * D * (2 * heads + 2 * keys * each.source / each.length)
         ffn = sum(_ffn(config, layer) for layer in range(config.num_layers))
-        blocks += 3 * each.tokens * (config.num_layers * products + ffn)
-        attended = each.length + each.source
-        attention += 3 * each.tokens * config.num_layers * 4 * attended * heads
+        blocks += 3 * each.tokens * (config.num_layers * _maps(each) + ffn)
+        attended = (each.length + each.source) * config.num_heads
+        scores_and_sums = 2 * attended * (config.head_size + config.value_size)
+        attention += 3 * each.tokens * config.num_layers * scores_and_sums
     hidden = work.passes[0].blocks.hidden_size
     on_top = sum(3 * 2 * hidden * head.places * head.outputs for head in work.heads)
     return Flops(blocks, attention, float(on_top))
+
+
+def _maps(each: Pass) -> float:
+    """Of a token's forward pass through the maps of a layer's attention."""
+    config, latent = each.blocks, each.blocks.latent
+    D, heads = config.hidden_size, config.num_heads * config.head_size
+    if latent is not None:
+        queries = D * heads
+        if latent.q_rank is not None:
+            queries = latent.q_rank * (D + heads)
+        keys = D * (latent.kv_rank + latent.rotated)
+        keys += latent.kv_rank * config.num_heads * (latent.content + latent.value)
+        return 2 * (queries + keys + D * config.num_heads * latent.value)
+    keys = config.num_kv_heads * config.head_size
+    # Queries and the output; keys and values, of the source in cross attention.
+    products = 2 * D * (2 * heads + 2 * keys)
+    if each.source:
+        products += 2 * D * (2 * heads + 2 * keys * each.source / each.length)
+    return products
 
 
 def _ffn(config: TransformerConfig, layer: int) -> float:

@@ -91,19 +91,15 @@ def kept_by_layer(
 
 def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float, float]:
     """Numbers of a token: around the parts of a block, in attention, dense ffn, experts."""
-    config, moe = each.blocks, each.blocks.moe
-    hidden, heads = config.hidden_size, config.num_heads * config.head_size
-    kv = config.num_kv_heads * config.head_size
+    config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
     around = 2 * parts * hidden  # what goes into the norms, and what comes out of them
     if config.fp32_residual:
         around += parts * hidden * (4 - width) // width  # of what goes in
     if config.hidden_dropout:
         around += parts * hidden // width  # masks of a byte
-    rotated = heads + kv if config.positions == "rope" else 0
-    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
-    if each.source:
-        inside += 2 * heads + 2 * kv * each.source / each.length
+    latents, inside = _in_attention(each)
+    around += latents
     gated = is_glu(config.activation)
     dense = (4 if gated else 2) * config.ffn_size
     if moe is None:
@@ -119,6 +115,24 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     scores = 1 if moe.score_function == "softmax" else 3
     experts += (4 * moe.num_choices * scores) // width
     return around, inside, dense, experts
+
+
+def _in_attention(each: Pass) -> tuple[float, float]:
+    """Numbers of a token in an attention: of its latents, and of its heads."""
+    config, latent = each.blocks, each.blocks.latent
+    heads = config.num_heads * config.head_size
+    if latent is not None:
+        normed = 2 if config.qk_norm == "latent" else 1
+        latents = normed * (latent.kv_rank + (latent.q_rank or 0)) + latent.rotated
+        values = config.num_heads * latent.value
+        # Keys and values before the former are rotated, q, k, what attention returns.
+        return latents, config.num_heads * latent.content + values + 2 * heads + values
+    kv = config.num_kv_heads * config.head_size
+    rotated = heads + kv if config.positions == "rope" else 0
+    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
+    if each.source:
+        inside += 2 * heads + 2 * kv * each.source / each.length
+    return 0.0, inside
 
 
 def _pairs(each: Pass) -> int:

@@ -7,7 +7,7 @@ from mb_layers import MoEConfig
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
-from mb_train.models.config import RopeScaling, TransformerConfig
+from mb_train.models.config import LatentSizes, RopeScaling, TransformerConfig
 from mb_train.models.transformer import output_std
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -22,7 +22,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
     """
-    layers = whole(config.num_layers)
+    layers, latent = whole(config.num_layers), config.latent_sizes
+    norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
         hidden_size=whole(config.hidden_size),
@@ -32,10 +33,12 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         num_kv_heads=config.kv_heads,
         head_size=config.head_size,
         max_positions=config.positions,
+        latent=None if latent is None else LatentSizes._make(latent),
         activation=config.activation_name,
         norm=_NORMS[config.normalization],
         norm_eps=config.layernorm_epsilon,
-        qk_norm=config.qk_layernorm_over if config.qk_layernorm else "none",
+        qk_norm_eps=config.qk_epsilon,
+        qk_norm=norms_over if config.qk_layernorm else "none",
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,

@@ -17,8 +17,9 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert.hugging_face import bert, gpt2, llama, t5
+from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.experts import ExpertNames
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -48,6 +49,8 @@ class Architecture:
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
+        layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
+            next from it, and it does without them.
         copies: tensors that files may hold once more under another name, and which these are.
         renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
@@ -63,6 +66,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     left_out: tuple[str, ...] = ()
+    layers_behind: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = _special
@@ -74,9 +78,32 @@ class Architecture:
             ValueError: something that our models have not.
             KeyError: a size that is not there.
         """
-        refuse(config, quantization_config=(None,), per_layer_config=(None,))
+        refuse(config, per_layer_config=(None,))
+        if quantized := config.get("quantization_config"):
+            kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ValueError(
+                f"Expected no quantization_config of config.json, got {kind}. Quantized weights "
+                "are not read: take the model that they were made of, or write it in bf16 with "
+                "what its authors give for that."
+            )
+        return self.fields(self.settled(config))
+
+    def settled(self, config: Json) -> dict[str, Any]:
+        """A config.json with its settings by one name each, and those that it leaves out."""
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
-        return self.fields({**self.defaults, **config, **renamed})
+        return {**self.defaults, **config, **renamed}
+
+    def layers_left_out(self, config: Json) -> range:
+        """Numbers of layers behind the last that files may hold.
+
+        Raises:
+            TypeError: one of the counts is none.
+        """
+        if self.layers_behind is None:
+            return range(0)
+        settled = self.settled(config)
+        layers = settled["num_hidden_layers"]
+        return range(layers, layers + (settled[self.layers_behind] or 0))
 
 
 def architecture_of(config: Json) -> Architecture:
@@ -86,6 +113,7 @@ def architecture_of(config: Json) -> Architecture:
         ValueError: one that is not supported.
     """
     kind = config.get("model_type")
+    kind = _SAME.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
             f"Expected a model of type {', '.join(ARCHITECTURES)}, got {kind!r} in config.json."
@@ -122,6 +150,9 @@ def _nearest(config: TrainConfig) -> str:
         return "bert" if config.post_layernorm else "megatron-bert"
     if config.model == "t5":
         return "t5"
+    by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
+    if config.multi_latent_attention:
+        return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
     if config.moe_num_experts is None:
         if config.position_embedding_type == "learned":
             return "gpt2"
@@ -132,6 +163,8 @@ def _nearest(config: TrainConfig) -> str:
         # Llama's class insists that the heads divide the width, Mistral's is the same model.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
         return "llama" if divides else "mistral"
+    if by_bias:
+        return "glm4_moe"
     if config.qk_layernorm:
         return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
@@ -158,8 +191,9 @@ def _llama_like(
     name: str,
     fields_of: Callable[[Json], dict[str, Any]],
     config_of: Callable[[TrainConfig], dict[str, Any]],
-    names: llama.ExpertNames = llama.LLAMA,
+    names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
+    layers_behind: str | None = None,
 ) -> Architecture:
     return Architecture(
         kind,
@@ -167,9 +201,10 @@ def _llama_like(
         fields_of,
         config_of,
         rules=lambda _, c: llama.rules_of(c, names),
-        stacked=lambda _, c: llama.rules_of(c, None),
-        defaults=llama.DEFAULTS[kind],
+        stacked=lambda _, c: llama.rules_of(c, names.stacked()),
+        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS}[kind],
         aliases=aliases or {},
+        layers_behind=layers_behind,
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
@@ -177,6 +212,8 @@ def _llama_like(
     )
 
 
+# Names of models whose code comes with their files, and whose class they are all the same.
+_SAME = {"kimi_k2": "deepseek_v3"}
 ARCHITECTURES = {
     found.model_type: found
     for found in (
@@ -223,7 +260,7 @@ ARCHITECTURES = {
         _llama_like("qwen3", "Qwen3ForCausalLM", llama.qwen3_fields, llama.llama_config),
         _llama_like(
             "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
-            llama.MIXTRAL, {"num_experts": "num_local_experts"},
+            experts.MIXTRAL, {"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "olmoe", "OlmoeForCausalLM", llama.olmoe_fields, llama.olmoe_config,
@@ -235,6 +272,18 @@ ARCHITECTURES = {
         _llama_like(
             "qwen3_moe", "Qwen3MoeForCausalLM", llama.qwen3_moe_fields, llama.qwen3_moe_config,
             aliases={"num_experts": "num_local_experts"},
+        ),
+        _llama_like(
+            "glm4_moe", "Glm4MoeForCausalLM", deepseek.glm4_moe_fields, deepseek.glm4_moe_config,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "deepseek_v2", "DeepseekV2ForCausalLM", deepseek.deepseek_v2_fields,
+            deepseek.deepseek_v2_config, experts.DEEPSEEK, deepseek.V2_ALIASES,
+        ),
+        _llama_like(
+            "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
+            deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
     )
 }  # fmt: skip

@@ -3,19 +3,19 @@
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
 keys, and by their experts.
 
-Letters: D hidden, H query heads, G key-value heads, E experts, F their width.
+Letters: H query heads, G key-value heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face.latent import latent_rules
 from mb_train.convert.hugging_face.rules import fused_rule, own_head
 from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
@@ -24,10 +24,12 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
+_TRAINED_ON = "original_max_position_embeddings"
+_SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
     "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
-    "original_max_position_embeddings": (TRAINED_ON,),
+    _TRAINED_ON: (TRAINED_ON,),
 }  # fmt: skip
 _QWEN = {**_DEFAULTS, "use_sliding_window": False}
 _QWEN_MOE = {
@@ -56,9 +58,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
-    refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-           clip_qkv=(None,), is_causal=(True, None))  # fmt: skip
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    refuse(config, attention_bias=(False,))
+    # Their classes turn whole heads, whatever a file says. transformers moves the factor among the
+    # rope's settings, other programs read it where it is.
+    refuse({**config, **_rope(config)}, partial_rotary_factor=(1.0, None))
+    return decoder_fields(config)
+
+
+def _rope(config: Json) -> Json:
+    """Settings of the rotations."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def decoder_fields(config: Json) -> dict[str, Any]:
+    """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU."""
+    refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
+           is_causal=(True, None))  # fmt: skip
+    rope = _rope(config)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -73,6 +89,7 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
+        "rotary_percent": float({**config, **rope}.get("partial_rotary_factor") or 1.0),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "swiglu": True,
@@ -94,33 +111,52 @@ def _reach(config: Json) -> int:
 
 def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     """How rotations are slowed, which older files call type."""
-    # transformers moves the factor among the rope's settings, other programs read it where it is.
-    refuse({**config, **rope}, partial_rotary_factor=(1.0, None))
     if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
             f"Expected one rope for all layers of config.json, got one each for {kinds[0]} and "
             "the like: this model has something that ours have not."
         )
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    refuse(kind, rope_type=("default", "linear", "llama3"))
+    refuse(kind, rope_type=("default", "linear", "llama3", "yarn"))
     if kind["rope_type"] == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind["rope_type"] == "default":
         return {}
-    trained_on = "original_max_position_embeddings"
     # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(trained_on, rope.get(trained_on, config["max_position_embeddings"]))
-    refuse({**rope, trained_on: positions}, **_LLAMA3)
+    positions = config.get(_TRAINED_ON, rope.get(_TRAINED_ON, config["max_position_embeddings"]))
+    if kind["rope_type"] == "yarn":
+        return _yarn_fields(rope) | {_TRAINED_ON: positions}
+    refuse({**rope, _TRAINED_ON: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _yarn_fields(rope: Json) -> dict[str, Any]:
+    refuse(rope, attention_factor=(None,), truncate=(True,))
+    sharper = {name: rope.get(name) or 0 for name in _SHARPER}
+    if not all(sharper.values()):
+        # One of the two alone transformers passes over, in the table of angles.
+        refuse(sharper, mscale=(1, 0), mscale_all_dim=(0,))
+        sharper = {"mscale": 1, "mscale_all_dim": 0}
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        **{name: float(value) for name, value in sharper.items()},
+    }
 
 
 def llama_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     rope = {"rope_theta": config.rotary_base, "rope_type": "default"}
     if config.rope_scaling is not None:
-        rope["rope_type"], rope["factor"] = config.rope_scaling
+        rope["rope_type"], rope["factor"], *_ = config.rope_scaling
         if config.use_rope_scaling:
             rope |= {name: allowed[0] for name, allowed in _LLAMA3.items()}
+        if rope["rope_type"] == "yarn":
+            names = [_TRAINED_ON, "beta_fast", "beta_slow"]
+            names += _SHARPER if config.mscale and config.mscale_all_dim else ()
+            rope |= {name: getattr(config, name) for name in names}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -255,60 +291,23 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Where an architecture keeps its experts: names within a layer."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-
-
-MIXTRAL = ExpertNames(
-    "block_sparse_moe.gate",
-    "block_sparse_moe.experts.{}.w1",
-    "block_sparse_moe.experts.{}.w3",
-    "block_sparse_moe.experts.{}.w2",
-)
-LLAMA = ExpertNames(
-    "mlp.gate",
-    "mlp.experts.{}.gate_proj",
-    "mlp.experts.{}.up_proj",
-    "mlp.experts.{}.down_proj",
-)
-
-
-def rules_of(config: TransformerConfig, experts: ExpertNames | None) -> list[Rule]:
-    """Separate projections, a matrix for each expert or, None, for all.
-
-    All in one is what transformers 5 computes with, and writes if asked for (`save_original_format`
-    False) or for models that it holds on a disk.
-    """
+def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
+    """Separate projections, and experts by these names."""
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
         *own_head(config),
     ]
-    H, G = config.num_heads, config.num_kv_heads
+    attention_rules = _attention_rules if config.latent is None else latent_rules
     for layer in range(config.num_layers):
         ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
-        names = {
-            "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-            "attention.out": "self_attn.o_proj",
-        }  # fmt: skip
-        if config.qk_norm != "none":
-            names |= {
-                "attention.norm_q": "self_attn.q_norm",
-                "attention.norm_k": "self_attn.k_norm",
-            }
+        names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
         for our, their in names.items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            parts = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            rules.append(fused_rule(f"{ours}attention.qkv.{kind}", parts, G, (H // G, 1, 1)))
+        rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(layer):
-            rules += _expert_rules(config, experts, ours, theirs)
+            assert config.moe is not None
+            rules += expert_rules(config.moe, experts, ours, theirs)
         else:
             for part in ("gate", "up", "down"):
                 their = f"{theirs}mlp.{part}_proj.weight"
@@ -316,49 +315,15 @@ def rules_of(config: TransformerConfig, experts: ExpertNames | None) -> list[Rul
     return rules
 
 
-def _expert_rules(
-    config: TransformerConfig, names: ExpertNames | None, ours: str, theirs: str
-) -> list[Rule]:
-    assert config.moe is not None
-    router = LLAMA.router if names is None else names.router
-    rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{router}.weight",))]
-    if names is None:
-        rules += [
-            Rule(f"{ours}mlp.experts.{our}", (f"{theirs}mlp.experts.{their}",))
-            for our, their in (("w1", "gate_up_proj"), ("w2", "down_proj"))
-        ]
-    else:
-        parts = (names.gate, names.up, names.down)
-        experts = [
-            tuple(f"{theirs}{part.format(expert)}.weight" for part in parts)
-            for expert in range(config.moe.num_experts)
-        ]
-        rules += _stack_rules(f"{ours}mlp.experts", experts)
-    if config.moe.shared_expert_hidden_size is not None:  # only Qwen2-MoE has one, with a gate
-        shared = [
-            tuple(
-                f"{theirs}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")
-            )
-        ]
-        gate = f"{theirs}mlp.shared_expert_gate.weight"
-        rules += _stack_rules(f"{ours}mlp.shared_expert", shared)
-        rules.append(Rule(f"{ours}mlp.shared_expert.gate", (gate,)))
-    return rules
-
-
-def _stack_rules(ours: str, experts: list[tuple[str, ...]]) -> list[Rule]:
-    """w1 [E, 2F, D] and w2 [E, D, F] from the (gate, up, down) of each expert."""
-    return [
-        Rule(
-            f"{ours}.w1",
-            tuple(name for gate, up, _ in experts for name in (gate, up)),
-            lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)).flatten(1, 2),
-            lambda w1: w1.unflatten(1, (2, -1)).flatten(0, 1).unbind(),
-        ),
-        Rule(
-            f"{ours}.w2",
-            tuple(down for *_, down in experts),
-            lambda *parts: torch.stack(parts),
-            lambda w2: w2.unbind(),
-        ),
+def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+    names = {"out": "o_proj"}
+    if config.qk_norm != "none":
+        names |= {"norm_q": "q_norm", "norm_k": "k_norm"}
+    rules = [
+        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
     ]
+    H, G = config.num_heads, config.num_kv_heads
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]
+        rules.append(fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1)))
+    return rules

@@ -30,6 +30,7 @@ from mb_train.data.tokenizers import load_tokenizer
 from mb_train.tasks.architecture import transformer_config
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
 _HEAD = "lm_head.weight"
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
@@ -57,8 +58,8 @@ def read_model(
     path = folder / "config.json"
     theirs = read_object(path)
     found = architecture_of(theirs)
-    config, vocab_size = _config(path, theirs, found, fields)
-    for line in _settings_left_out({**found.defaults, **theirs}, config):
+    config, vocab_size, behind = _config(path, theirs, found, fields)
+    for line in _settings_left_out(found.settled(theirs), config):
         say(line)
     if (folder / _ADAPTER).is_file():  # which transformers would add to the weights
         raise ValueError(
@@ -66,6 +67,8 @@ def read_model(
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
     source = _tensors(folder, found)
+    for line in _layers_left_out(source, behind):
+        say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
         # The first BERTs' files have this head, though their config.json names a class without.
@@ -98,13 +101,14 @@ def read_model(
 
 def _config(
     path: Path, theirs: Json, found: Architecture, fields: Mapping[str, Any]
-) -> tuple[TrainConfig, int]:
-    """Our configuration of a config.json, with `fields` over it, and the vocabulary's rows."""
+) -> tuple[TrainConfig, int, range]:
+    """Of a config.json: ours, with `fields` over it, its vocabulary's rows, layers left out."""
     try:
         vocab_size = theirs["vocab_size"]
         if vocab_size < 1:
             raise ValueError(f"Expected {path} to have a vocab_size above 0, got {vocab_size}.")
-        return imported_config(found.read(theirs), vocab_size, **fields), vocab_size
+        config = imported_config(found.read(theirs), vocab_size, **fields)
+        return config, vocab_size, found.layers_left_out(theirs)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
@@ -167,6 +171,14 @@ def _tensors(folder: Path, found: Architecture) -> TensorFolder:
                 )
             source.leave_out(re.escape(copy))
     return source
+
+
+def _layers_left_out(source: TensorFolder, behind: range) -> Iterator[str]:
+    """Leave out what there is of layers behind the last, a line on each."""
+    numbers = {int(found[1]) for found in map(_LAYER.match, source) if found is not None}
+    for number in sorted(n for n in numbers if n in behind):
+        source.leave_out(rf"model\.layers\.{number}\..*")
+        yield f"its layer {number} is left out: it guesses tokens beyond the next, ours do not"
 
 
 def import_model(

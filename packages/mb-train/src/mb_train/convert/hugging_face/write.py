@@ -39,7 +39,10 @@ def export_model(
     found = architecture_for(config)
     rules = found.rules(config, trained.model.config)
     names = [name for rule in rules for name in rule.sources]
-    weights = {name: t.to(dtype) for name, t in translate_back(state, rules, names).items()}
+    # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
+    exact = {name for name, _ in trained.model.named_buffers()}
+    state = {name: t if name in exact else t.to(dtype) for name, t in state.items()}
+    weights = translate_back(state, rules, names)
     weights = {
         name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
         for name, tensor in weights.items()

@@ -5,7 +5,9 @@
 Norms are tensors of their own (local layers) or of the map behind them (Transformer Engine's). The
 experts of a layer are modules (`local_experts.K`), the numbered weights of one (`weightK`), or two
 tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], as ours
-are; those of a gated linear_fc1 are gate over up, in each rank.
+are; those of a gated linear_fc1 are gate over up, in each rank. Maps of latent attention have our
+rows too, but for the rotated ones (`rotated_rows`); those down to a latent are on each rank, or, in
+local layers, a share of their rows.
 
 Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
 """
@@ -26,18 +28,21 @@ from mb_train.convert.megatron.core_arguments import config_of
 from mb_train.convert.megatron.layout import Layout
 from mb_train.convert.megatron.safe_pickle import Opaque
 from mb_train.convert.new_run import shapes_of
+from mb_train.convert.rotated_rows import in_halves
 
 # Names of the several kinds of layers, and the one of each tensor here.
 _NAMES = (
     (r"^decoder\.", ""),
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
+    (r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm."),
     (r"mlp\.experts\.local_experts\.", "mlp.experts."),
     (r"mlp\.experts\.(linear_fc\d\.(?:weight|bias))(\d+)$", r"mlp.experts.\2.\1"),
 )
 _JOINED = (
     (r"(word_embeddings|output_layer)\.weight", 0),
     (r"linear_(qkv|gate|up)\.(weight|bias)", 0),
+    (r"linear_(q|q_up|kv_up|q_down|kv_down)_proj\.weight", 0),
     (r"linear_(proj|fc2)\.weight", 1),
 )
 # Ours, and what it is there; then those of a layer.
@@ -50,10 +55,19 @@ _LAYER = {
     "attention.qkv": "self_attention.linear_qkv", "attention.out": "self_attention.linear_proj",
     "attention.norm_q": "self_attention.q_layernorm",
     "attention.norm_k": "self_attention.k_layernorm",
+    "attention.q": "self_attention.linear_q_proj",
+    "attention.q_down": "self_attention.linear_q_down_proj",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.q_up": "self_attention.linear_q_up_proj",
+    "attention.kv_down": "self_attention.linear_kv_down_proj",
+    "attention.kv_norm": "self_attention.kv_layernorm",
+    "attention.kv_up": "self_attention.linear_kv_up_proj",
     "mlp.gate": "mlp.linear_gate", "mlp.up": "mlp.linear_up", "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router", "mlp.experts": "mlp.experts.{}",
     "mlp.shared_expert": "mlp.shared_experts",
 }  # fmt: skip
+# Of these the last rows are rotated: of each head's, or the one key that all heads share.
+_ROTATED = {"attention.q": True, "attention.q_up": True, "attention.kv_down": False}
 _BY_THEMSELVES = {"balancing_bias": "expert_bias", "gate": "gate_weight"}
 
 
@@ -157,6 +171,10 @@ def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
     match = re.fullmatch(r"stack\.blocks\.(\d+)\.(.+)", ours)
     module, _, kind = (match[2] if match else ours).rpartition(".")
     prefix = f"layers.{match[1]}.{_LAYER[module]}" if match else _TOP[module]
+    if module in _ROTATED:
+        groups = whole(config.num_attention_heads) if _ROTATED[module] else 1
+        rotated = config.qk_pos_emb_head_dim
+        return Rule(ours, (f"{prefix}.{kind}",), lambda rows: in_halves(rows, groups, rotated))
     if kind not in ("w1", "w2", "b1", "b2"):
         return Rule(ours, (f"{prefix}.{_BY_THEMSELVES.get(kind, kind)}",))
     ups = ("gate", "up") if config.is_glu else ("up",)
@@ -177,6 +195,6 @@ def _stacked(tensors: Sequence[Tensor], parts: int) -> Tensor:
 
 LAYOUT = Layout(
     kind="expert", parts=("decoder.", "embedding."), sizes=_sizes, rank=_rank, flat=_flat,
-    joined=_JOINED, own=r"\.mlp\.experts\.", kept=".mlp.experts.", head="output_layer.weight",
-    config=config_of, renamed=_renamed,
+    joined=_JOINED, or_whole=r"linear_(q|kv)_down_proj\.weight", own=r"\.mlp\.experts\.",
+    kept=".mlp.experts.", head="output_layer.weight", config=config_of, renamed=_renamed,
 )  # fmt: skip

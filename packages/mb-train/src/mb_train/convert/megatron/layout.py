@@ -25,6 +25,7 @@ class Layout:
             number among `kind` ranks.
         joined: patterns of names, and whether tensor-parallel ranks have rows (0) or columns (1);
             all else is held by all.
+        or_whole: pattern of what some layers join and others hold on all ranks.
         own: pattern of what a `kind` rank alone has; all else is held by all.
         kept: a part of the names that are kept of each `kind` rank, not of the first alone.
         head: name of the last stage's copy of the embedding, or of an untied head.
@@ -43,6 +44,7 @@ class Layout:
     head: str
     config: Callable[[Namespace, Collection[str], str], TrainConfig]
     renamed: Callable[[Sequence[Mapping[str, Tensor]], TrainConfig, int], dict[str, Tensor]]
+    or_whole: str = "(?!)"
 
 
 @dataclass(frozen=True)

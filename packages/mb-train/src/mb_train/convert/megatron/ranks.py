@@ -184,10 +184,13 @@ def _join(
     name: str, shares: Sequence[Mapping[str, Tensor]], layout: Layout, folder: Path
 ) -> Tensor:
     """A tensor of all tensor-parallel ranks."""
+    first = shares[0][name]
+    maybe_whole = re.search(layout.or_whole + "$", name)
+    if maybe_whole and not any(_differ(share[name], first) for share in shares):
+        return first
     for pattern, dim in layout.joined:
         if re.search(pattern + "$", name):
             return torch.cat([share[name] for share in shares], dim=dim)
-    first = shares[0][name]
     for tensor, share in enumerate(shares[1:], 1):
         if _differ(share[name], first):
             why = " Experts become so under --sequence-parallel." * bool(

@@ -1,6 +1,7 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
-    python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [paper:MoE ...]
+    python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
+                                                [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
 
@@ -9,7 +10,8 @@
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
 factor 1. `step`: the same models in the recipes' steps of 512 sequences, of several micro-batches,
 so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of
-OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under torchrun, tokens of all GPUs, beside
+OLMoE-1B-7B, 16 sequences of 1024 a step. `deepseek`: the same of DeepSeek-V2-Lite, whose first
+layer is dense, with GPT-2's vocabulary. `scaling`: under torchrun, tokens of all GPUs, beside
 what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
 and experts with a capacity.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
@@ -252,6 +254,17 @@ def olmoe() -> nn.Module:
     return OlmoeForCausalLM(OlmoeConfig(**shape))
 
 
+def deepseek() -> nn.Module:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=V, hidden_size=2048, intermediate_size=10_944, moe_intermediate_size=1408,
+        num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None,
+        first_k_dense_replace=1, num_experts_per_tok=6, use_cache=False,
+    )  # fmt: skip
+    return DeepseekV2ForCausalLM(config)
+
+
 def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
     """A model of transformers' in bf16, compiled whole."""
     with torch.device("cuda"):
@@ -261,9 +274,16 @@ def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
     return plain(model, lambda tokens, _: model(tokens, labels=tokens).loss, 16, masters=masters)
 
 
-def our_olmoe(**change: object) -> dict[str, float]:
-    shallow = {"num_layers": 4, "seq_length": S}
-    return ours(16, compiled=True, name="olmoe-1b-7b", **shallow, **change)
+def shallow(name: str, **change: object) -> dict[str, float]:
+    """Four layers of a published model."""
+    sizes = {"num_layers": 4, "seq_length": S}
+    return ours(16, compiled=True, name=name, **sizes, **change)
+
+
+our_olmoe = functools.partial(shallow, "olmoe-1b-7b")
+our_deepseek = functools.partial(
+    shallow, "deepseek-v2-lite", make_vocab_size_divisible_by=128, moe_loss_weight=0.003
+)
 
 
 MOE = {
@@ -318,6 +338,12 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "mb-train --compile, bf16 moments": lambda: our_olmoe(optimizer_state_dtype="bf16"),
         "transformers, fp32 masters": lambda: theirs(olmoe, masters=True),
         "transformers, bf16": lambda: theirs(olmoe, masters=False),
+    },
+    "deepseek": {
+        "mb-train --compile": our_deepseek,
+        "mb-train --compile, bf16 moments": lambda: our_deepseek(optimizer_state_dtype="bf16"),
+        "transformers, fp32 masters": lambda: theirs(deepseek, masters=True),
+        "transformers, bf16": lambda: theirs(deepseek, masters=False),
     },
     "scaling": {
         "dMoE ep, peer": lambda: by_experts("peer"),

@@ -9,6 +9,7 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
+from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config
 
 RUN = {
@@ -228,22 +229,18 @@ def test_every_recipe_is_a_whole_run(name):
 
 @pytest.mark.parametrize(
     ("name", "total", "for_a_token"),
-    [("olmoe-1b-7b", 6.919e9, 1.282e9), ("qwen3-30b-a3b", 30.53e9, 3.35e9)],
+    [
+        ("olmoe-1b-7b", 6.919e9, 1.282e9),
+        ("deepseek-v2-lite", 15.71e9, 2.66e9),
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+    ],
 )
 def test_published_models_have_their_size(name, total, for_a_token):
     config = TrainConfig(**recipe(name))
     rows = -(-50257 // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
-    hidden, width = config.hidden_size, config.num_attention_heads * config.head_size
-    attention = 2 * hidden * (width + config.kv_heads * config.head_size)
-    expert = 3 * hidden * config.expert_ffn_size
-    layer = attention + hidden * config.moe_num_experts
-    layers = config.num_layers
-    assert 2 * rows * hidden + layers * (layer + config.moe_num_experts * expert) == (
-        pytest.approx(total, rel=1e-3)
-    )
-    assert 2 * rows * hidden + layers * (layer + config.moe_top_k * expert) == (
-        pytest.approx(for_a_token, rel=1e-2)
-    )
+    found = sizes(config, rows, 1, "H200")
+    assert found.parameters == pytest.approx(total, rel=1e-3)
+    assert found.active == pytest.approx(for_a_token, rel=1e-2)
 
 
 def test_an_unknown_recipe_names_the_nearest():

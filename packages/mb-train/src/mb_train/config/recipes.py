@@ -8,9 +8,10 @@ every layer, shared out over the data-parallel ranks, dropless or with capacity 
 says fp16, or Adafactor, the recipe says bf16 and Adam. `17m` is a size below theirs, for frontiers
 of a few minutes (`runs/frontier.sh`).
 
-`olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
-2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.
-`--num-layers 2` makes either fit on one GPU.
+`olmoe-1b-7b`, `deepseek-v2-lite` and `qwen3-30b-a3b` have the shapes of the published models
+(Muennighoff et al., arXiv 2409.02060; DeepSeek-AI, arXiv 2405.04434; Yang et al., arXiv
+2505.09388), all but the last their rates as well; Qwen's are not published. `--num-layers 2` makes
+each fit on one GPU.
 
 `bert-`, `t5-` and `ict-` are Megatron-LM's other models with the settings of its example scripts.
 """
@@ -139,6 +140,24 @@ def olmoe() -> Recipe:
     }  # fmt: skip
 
 
+def deepseek_v2_lite() -> Recipe:
+    """DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B of them for a token, latent attention.
+
+    Its rate falls as a cosine to where DeepSeek's two steps of 0.316 end.
+    """
+    return _modern("deepseek-v2-lite") | {
+        "num_layers": 27, "num_attention_heads": 16, "ffn_hidden_size": 10_944,
+        "multi_latent_attention": True, "kv_lora_rank": 512, "layernorm_epsilon": 1e-6,
+        "make_vocab_size_divisible_by": 102_400,  # rows of its vocabulary, as for Qwen's
+        "moe_num_experts": 64, "moe_top_k": 6, "moe_ffn_hidden_size": 1408, "moe_first_k_dense": 1,
+        "moe_shared_expert_intermediate_size": 2816,
+        # 0.001 in each layer; ours is a mean over the 26 with experts.
+        "moe_loss_weight": 0.026, "moe_balance_over": "sequence",
+        "micro_batch_size": 2, "global_batch_size": 4608, "train_iters": 302_000,
+        "lr": 4.2e-4, "min_lr": 4.2e-5, "lr_warmup_iters": 2000, "init_method_std": 0.006,
+    }  # fmt: skip
+
+
 def qwen3() -> Recipe:
     """Qwen3-30B-A3B: 30.5 B parameters, 3.3 B of them for a token."""
     return _modern("qwen3-30b-a3b") | {
@@ -225,7 +244,9 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
         "t5-220m": t5_220m,
         "ict-bert": ict_bert,
     }
-    return named | {"olmoe-1b-7b": olmoe, "qwen3-30b-a3b": qwen3}
+    return named | {
+        "olmoe-1b-7b": olmoe, "deepseek-v2-lite": deepseek_v2_lite, "qwen3-30b-a3b": qwen3,
+    }  # fmt: skip
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = _registry()

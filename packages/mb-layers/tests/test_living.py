@@ -11,7 +11,16 @@ import layers_workers
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import AsMLP, MoE, MoEConfig, add_lora, attach_aux_loss, dMoE, freeze_in_bits
+from mb_layers import (
+    AsMLP,
+    MoE,
+    MoEConfig,
+    RouterOutput,
+    add_lora,
+    attach_aux_loss,
+    dMoE,
+    freeze_in_bits,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -96,6 +105,27 @@ def test_exports_with_a_dynamic_batch_and_saves(kind: str) -> None:
     got, expected = loaded(x), layer(x)
     assert_close("y", got.y, expected.y)
     assert got.metrics.keys() == expected.metrics.keys()
+
+
+def test_a_program_that_takes_a_routing_saves() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = build()
+
+        def forward(self, x: Tensor, routing: RouterOutput) -> tuple[Tensor, RouterOutput]:
+            return self.layer(x, routing=routing).y, self.layer.route(x)
+
+    model = Routed()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    routing = model.layer.route(x.flip(0))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x, routing)), file)
+    file.seek(0)
+    got, expected = torch.export.load(file).module()(x, routing), model(x, routing)
+    assert_close("y", got[0], expected[0])
+    assert isinstance(got[1], RouterOutput)
+    assert_close("weights", got[1].weights_TK, expected[1].weights_TK)
 
 
 def test_layers_that_recompute_are_exported_too() -> None:

@@ -50,8 +50,10 @@ class MoEOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-# So that torch.export can save a program that returns one.
+# So that torch.export can save a program that takes or returns one.
 _register_namedtuple(MoEOutput, serialized_type_name="mb_layers.MoEOutput")
+_register_namedtuple(RouterOutput, serialized_type_name="mb_layers.RouterOutput")
+torch.serialization.add_safe_globals([RouterOutput])  # the inputs are saved with the program
 
 
 class MoELayer(nn.Module):

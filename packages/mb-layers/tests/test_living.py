@@ -452,6 +452,18 @@ print({"transformers", "torch.distributed.tensor"} & sys.modules.keys())
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_experts_that_any_hook_watches_return_their_output() -> None:
+    experts = build().experts
+    assert experts.stores_home()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not experts.stores_home()
+    finally:
+        hook.remove()
+    experts.register_forward_hook(lambda *_: None)
+    assert not experts.stores_home()
+
+
 def test_repr_names_the_sizes() -> None:
     text = repr(build())
     assert "16 -> 5, top_k=2" in text

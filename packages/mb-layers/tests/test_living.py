@@ -275,6 +275,16 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
         torch.func.grad(lambda x: layer(x).y.sum())(x.detach())
 
 
+@pytest.mark.parametrize("kind", ["dMoE", "sparse", "lora"])
+def test_a_trace_is_refused_by_name(kind: str) -> None:
+    layer = build(**KINDS.get(kind, {})).eval()
+    if kind == "lora":
+        add_lora(layer.experts, rank=2, alpha=2)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"got torch\.jit\.trace"):
+        torch.jit.trace(AsMLP(layer, aux_scale=None), (x,))
+
+
 def test_functional_call_uses_the_given_weights() -> None:
     layer = build()
     other = {name: torch.randn_like(p) for name, p in layer.named_parameters()}

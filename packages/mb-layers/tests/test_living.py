@@ -11,7 +11,16 @@ import layers_workers
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import AsMLP, MoE, MoEConfig, add_lora, attach_aux_loss, dMoE, freeze_in_bits
+from mb_layers import (
+    AsMLP,
+    MoE,
+    MoEConfig,
+    RouterOutput,
+    add_lora,
+    attach_aux_loss,
+    dMoE,
+    freeze_in_bits,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -96,6 +105,27 @@ def test_exports_with_a_dynamic_batch_and_saves(kind: str) -> None:
     got, expected = loaded(x), layer(x)
     assert_close("y", got.y, expected.y)
     assert got.metrics.keys() == expected.metrics.keys()
+
+
+def test_a_program_that_takes_a_routing_saves() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = build()
+
+        def forward(self, x: Tensor, routing: RouterOutput) -> tuple[Tensor, RouterOutput]:
+            return self.layer(x, routing=routing).y, self.layer.route(x)
+
+    model = Routed()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    routing = model.layer.route(x.flip(0))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x, routing)), file)
+    file.seek(0)
+    got, expected = torch.export.load(file).module()(x, routing), model(x, routing)
+    assert_close("y", got[0], expected[0])
+    assert isinstance(got[1], RouterOutput)
+    assert_close("weights", got[1].weights_TK, expected[1].weights_TK)
 
 
 def test_layers_that_recompute_are_exported_too() -> None:
@@ -243,6 +273,16 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
         torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(NotImplementedError, match="a transform of torch"):
         torch.func.grad(lambda x: layer(x).y.sum())(x.detach())
+
+
+@pytest.mark.parametrize("kind", ["dMoE", "sparse", "lora"])
+def test_a_trace_is_refused_by_name(kind: str) -> None:
+    layer = build(**KINDS.get(kind, {})).eval()
+    if kind == "lora":
+        add_lora(layer.experts, rank=2, alpha=2)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"got torch\.jit\.trace"):
+        torch.jit.trace(AsMLP(layer, aux_scale=None), (x,))
 
 
 def test_functional_call_uses_the_given_weights() -> None:
@@ -420,6 +460,18 @@ print({"transformers", "torch.distributed.tensor"} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_experts_that_any_hook_watches_return_their_output() -> None:
+    experts = build().experts
+    assert experts.stores_home()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not experts.stores_home()
+    finally:
+        hook.remove()
+    experts.register_forward_hook(lambda *_: None)
+    assert not experts.stores_home()
 
 
 def test_repr_names_the_sizes() -> None:

@@ -76,6 +76,17 @@ def test_adapters_equal_merged_weights(overrides: dict, rank: int) -> None:
         assert_close(name, got, expected)
 
 
+def test_a_vectorized_jacobian_is_that_of_its_rows() -> None:
+    layer = with_adapters(build(), 3)
+    x = torch.randn(3, 32, dtype=torch.float64)
+    row_by_row, at_once = (
+        torch.autograd.functional.jacobian(lambda x: layer(x).y, x, vectorize=vectorize)
+        for vectorize in (False, True)
+    )
+    assert row_by_row.abs().max() > 0
+    assert_close("jacobian", at_once, row_by_row)
+
+
 def test_no_copy_of_the_weights_is_kept_or_made() -> None:
     layer = with_adapters(build(torch.float32, hidden_size=256, ffn_hidden_size=256), rank=4)
     x = torch.randn(4, 256)

@@ -160,6 +160,21 @@ def test_a_layer_left_out_of_a_pass_moves_its_bias_by_the_others() -> None:
     assert torch.equal(model[2].layer.router.balancing_bias, before)
 
 
+@pytest.mark.parametrize("wrap", [lambda router: router, torch.compile], ids=["plain", "wrapped"])
+def test_a_shared_routers_bias_moves_once_by_the_counts_of_its_layers(wrap) -> None:
+    shared = config(balancing_bias=True)
+    first = dMoE(shared)
+    second = dMoE(shared, router=first.router)
+    model = nn.Sequential(*(AsMLP(layer, aux_scale=None) for layer in (first, second)))
+    with collect(model) as moe:
+        model(torch.randn(11, 16))
+    expected = dMoE(shared).router
+    update_balancing_bias(expected, sum(moe.tokens_per_expert().values()), rate=0.1)
+    first.router, second.router = wrap(first.router), wrap(second.router)
+    update_balancing_biases([moe], rate=0.1)
+    assert_close("bias", second.router.balancing_bias, expected.balancing_bias)
+
+
 def test_layers_may_have_different_numbers_of_experts() -> None:
     configs = [config(num_experts=n, balancing_bias=True) for n in (2, 5)]
     model = nn.Sequential(*(AsMLP(dMoE(c), aux_scale=None) for c in configs))

@@ -351,3 +351,17 @@ def test_routing_that_no_router_made_cannot_be_recorded() -> None:
         pytest.raises(ValueError, match="router of '' to run, got a call with a RouterOutput"),
     ):
         layer(x, routing=routed)
+
+
+def test_what_a_shared_router_chose_for_one_layer_is_not_recorded_for_another() -> None:
+    first = dMoE(MoEConfig(**SIZES))
+    second = dMoE(MoEConfig(**SIZES), router=first.router)
+    x = torch.randn(3, 16)
+    routed = second.route(-x)
+    with record_routing(nn.ModuleList([first, second])) as routing:
+        first(x)
+        second(-x)
+        assert torch.equal(routing.expert_ids()["1"], routed.expert_ids_TK)
+        first(x)
+        with pytest.raises(ValueError, match="router of '1' to run, got a call with a RouterOut"):
+            second(x, routing=routed)

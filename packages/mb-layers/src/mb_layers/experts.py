@@ -30,6 +30,9 @@ from mb_layers.frozen import FrozenWeight
 from mb_layers.steps import expert_mlp_in_steps
 from mb_layers.tensors import at_least_fp32, cast_alike, draw, to_plain
 
+# A private name of torch, whose public calls set such hooks but do not tell of them.
+_all_modules_are_watched = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+
 
 class _StackedMLP(nn.Module):
     """Parameters `w1`, `w2` and, with `bias`, `b1`, `b2` of `num_experts` networks.
@@ -127,9 +130,10 @@ class _StackedMLP(nn.Module):
     def stores_home(self) -> bool:
         """Whether `run` takes `home_P`: it calls `mb_kernels.expert_mlp`, and nothing after it.
 
-        Hooks rule it out, because they would see NaN as the output.
+        Hooks, its own or those of all modules, rule it out: they would see NaN as the output.
         """
         watched = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+        watched = watched or _all_modules_are_watched()
         fused = self.config.mlp_impl == "grouped" and not self._in_parts() and not watched
         return fused and self.config.hidden_size % 16 == 0
 

@@ -26,7 +26,7 @@ from mb_layers import arguments
 from mb_layers.balance import reduced
 from mb_layers.losses import attach_aux_loss
 from mb_layers.moe import MoELayer, MoEOutput
-from mb_layers.router import Router, update_balancing_bias
+from mb_layers.router import balancing_bias_of, update_balancing_bias
 
 
 class Collected:
@@ -168,7 +168,9 @@ def update_balancing_biases(
     rate: float,
     reduce_counts: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Move every layer's balancing bias by one step; once per optimizer step.
+    """Move every router's balancing bias by one step; once per optimizer step.
+
+    That of a router which several layers share moves by the counts of all of them.
 
     Args:
         passes: what was collected from each of the step's micro-batches.
@@ -192,26 +194,28 @@ def update_balancing_biases(
                 "expected what collect(model) yields for each micro-batch, got "
                 f"{arguments.described(collected)} among passes"
             )
-    routers = {
-        name: layer.router
-        for name, layer in (passes[0].layers if passes else {}).items()
-        if isinstance(layer.router, Router) and layer.router.balancing_bias is not None
-    }
+    routers: dict[Tensor, nn.Module] = {}  # by their biases: layers may share one
+    names: dict[Tensor, list[str]] = {}
+    for name, layer in (passes[0].layers if passes else {}).items():
+        bias_E = balancing_bias_of(layer.router)
+        if bias_E is not None:
+            routers[bias_E] = layer.router
+            names.setdefault(bias_E, []).append(name)
     if not routers:
         raise ValueError(
             "expected collected passes of layers with MoEConfig(balancing_bias=True), got none"
         )
     by_pass = [collected.tokens_per_expert() for collected in passes]
 
-    def summed(name: str, router: Router) -> Tensor:
-        assert router.balancing_bias is not None
-        counts_E = torch.zeros_like(router.balancing_bias, dtype=torch.int64)
+    def summed(bias_E: Tensor) -> Tensor:
+        counts_E = torch.zeros_like(bias_E, dtype=torch.int64)
         for counts in by_pass:
-            if name in counts:  # a layer may be left out of a pass
-                counts_E = counts_E + counts[name]
+            for name in names[bias_E]:
+                if name in counts:  # a layer may be left out of a pass
+                    counts_E = counts_E + counts[name]
         return counts_E
 
-    counts = [summed(name, router) for name, router in routers.items()]
+    counts = [summed(bias_E) for bias_E in routers]
     counts_LE = _rows(counts)
     if reduce_counts is not None:
         counts_LE = reduced(counts_LE, reduce_counts)

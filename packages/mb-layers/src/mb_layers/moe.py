@@ -50,8 +50,10 @@ class MoEOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-# So that torch.export can save a program that returns one.
+# So that torch.export can save a program that takes or returns one.
 _register_namedtuple(MoEOutput, serialized_type_name="mb_layers.MoEOutput")
+_register_namedtuple(RouterOutput, serialized_type_name="mb_layers.RouterOutput")
+torch.serialization.add_safe_globals([RouterOutput])  # the inputs are saved with the program
 
 
 class MoELayer(nn.Module):
@@ -178,6 +180,12 @@ class MoELayer(nn.Module):
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         hidden = self.config.hidden_size
+        if torch.jit.is_tracing():  # else it fails on an op's list of flags, which no trace holds
+            raise NotImplementedError(
+                "expected a call by Python, torch.compile or torch.export, got torch.jit.trace "
+                "(also in TensorBoard's add_graph and torch.onnx.export(dynamo=False)), which "
+                "cannot hold the layer's ops"
+            )
         is_plain = isinstance(x, Tensor) and not (x.is_nested or is_dtensor(x))
         is_matrix = is_plain and x.dim() > 0 and x.shape[-1] == hidden
         if not (is_matrix and x.is_floating_point()):

@@ -110,6 +110,7 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
 
     def keep(name: str, output: MoEOutput) -> None:
         ids_TK = chosen.pop(name, None)
+        chosen.clear()  # a router that layers share has chosen for this one alone
         if in_backward():
             return
         if ids_TK is None:

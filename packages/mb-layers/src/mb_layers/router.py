@@ -265,6 +265,12 @@ def is_ours(router: nn.Module, *methods: str) -> bool:
     return all(getattr(type(router), name, None) is getattr(Router, name) for name in methods)
 
 
+def balancing_bias_of(router: nn.Module) -> Tensor | None:
+    """A router's balancing bias, also of one inside a wrapper, as `torch.compile` and PEFT make."""
+    biases = (getattr(module, "balancing_bias", None) for module in router.modules())
+    return next((bias_E for bias_E in biases if bias_E is not None), None)
+
+
 @torch.no_grad()
 def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rate: float) -> None:
     """Move the balancing bias one step: overloaded experts down by `rate`, the others up.
@@ -282,7 +288,7 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
         ValueError: a router without a balancing bias, counts of another shape, or a rate that is
             no number of at least 0.
     """
-    bias_E = getattr(router, "balancing_bias", None)
+    bias_E = balancing_bias_of(router)
     if bias_E is None:
         raise ValueError(
             "expected a router with a balancing bias, got one without; "

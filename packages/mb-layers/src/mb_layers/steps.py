@@ -162,9 +162,9 @@ class _ToTokens(torch.autograd.Function):
                 rows_N = bins.inverse_N.long()
                 d_weights_TK = torch.where(rows_N < 0, 0, dots_N[rows_N]).view_as(weights_TK)
             if wants_h:
-                torch.mul(da_NF, weight_N1, out=da_NF)  # in fp32, rounded once
+                da_NF.mul_(weight_N1)  # in fp32, rounded once; vmap knows no `out=`
                 (dh_NM,) = torch.autograd.grad(a_NF, h_NM, da_NF)
-        dy_ND = torch.mul(do_ND, weight_N1, out=do_ND)
+        dy_ND = do_ND.mul_(weight_N1)
         if wants_bias:
             d_bias = _sums(dy_ND, bins)
         d_tensors = weight_gradients(

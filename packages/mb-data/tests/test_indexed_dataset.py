@@ -61,6 +61,30 @@ def test_bytes_equal_the_layout_table(tmp_path, monkeypatch, dtype, piece):
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
+def test_tokens_that_cannot_be_replaced_keep_the_old_dataset(tmp_path, monkeypatch):
+    def replace(source, target, replace=os.replace):
+        if str(target).endswith(".bin"):
+            raise PermissionError(13, "it is open elsewhere", str(target))
+        replace(source, target)
+
+    build(tmp_path / "a")
+    before = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
+    monkeypatch.setattr(mb_data.dataset_builder.os, "replace", replace)
+    for name in ("a", "new"):
+        with (
+            pytest.raises(PermissionError, match="open elsewhere"),
+            IndexedDatasetBuilder(tmp_path / name, "u2") as builder,
+        ):
+            builder.add_document([1])
+    assert before == ((tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes())
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+    monkeypatch.undo()
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        builder.add_document([1])
+    assert IndexedDataset(tmp_path / "a")[:][0].tolist() == [1]
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
 @pytest.mark.parametrize("dtype", CODES)
 def test_reads_back(tmp_path, dtype):
     build(tmp_path / "a", dtype)

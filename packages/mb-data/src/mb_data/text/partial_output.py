@@ -270,7 +270,7 @@ def is_unfinished(folder: str) -> bool:
     return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 
-_OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx)")
+_OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx|idx\.old)")
 
 
 def _map_int32(path: Path, count: int) -> np.ndarray:

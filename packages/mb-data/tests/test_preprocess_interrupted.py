@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import warnings
+from pathlib import Path
 
 import mb_data.text.bookkeeping
 import mb_data.text.partial_output
@@ -71,6 +72,20 @@ def test_disk_full(tmp_path, monkeypatch):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
     interrupted_run_goes_on(tmp_path, source, workers=2, block_bytes=5000)
+
+
+def test_output_that_a_worker_cannot_open(tmp_path, monkeypatch, capfd):
+    def too_many(path, *words, open=Path.open, **options):
+        if path.suffix == ".tokens":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return open(path, *words, **options)
+
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    monkeypatch.setattr(Path, "open", too_many)
+    with pytest.raises(OSError, match=r"Too many open files.*out\.partial"):
+        preprocess(source, tmp_path / "out", workers=1)
+    assert "Traceback" not in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
 def test_killed_worker(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """Bytes of the format, written and checked by two independent pieces of code; damaged files."""
 
+import errno
 import multiprocessing
 import os
 import pickle
 import random
+import stat
 import struct
 from functools import partial
 
@@ -261,6 +263,22 @@ def test_empty_dataset(tmp_path):
     dataset.expect_random_access()
     assert len(dataset) == dataset.num_documents == 0
     assert dataset[:] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there directories are not synced")
+def test_a_file_system_that_syncs_no_directories(tmp_path, monkeypatch):
+    def fsync(descriptor, fsync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    build(tmp_path / "a")
+    assert len(IndexedDataset(tmp_path / "a")) == 6
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        build(tmp_path / "a")
 
 
 def test_append_joins_as_one_run_would(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -78,11 +79,17 @@ def replaced_folder(folder: Path) -> Generator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable. Windows opens no folder: its file system sees to that."""
+    """Make renames inside `path` durable, where the file system can.
+
+    Windows opens no folder: its file system sees to that.
+    """
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems, and folders of a virtual machine's host
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

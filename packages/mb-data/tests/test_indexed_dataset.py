@@ -15,6 +15,7 @@ import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder
 from mb_data.dataset_builder import write_index
 from mb_data.indexed_dataset import best_dtype
+from mb_data.samples.index_cache import read_index_file
 
 DOCUMENTS = [[[5, 0, 7]], [[]], [[1], [2, 3], [4]], [], [[100, 101, 102, 103, 104]]]
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
@@ -402,6 +403,18 @@ def test_missing_files(tmp_path):
     (tmp_path / "a.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.bin: no such file"):
         IndexedDataset(tmp_path / "a")
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):  # as on some network file systems, and without a name
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    build(tmp_path / "a")
+    monkeypatch.setattr("mb_data.indexed_dataset.mmap.mmap", refuse)
+    with pytest.raises(OSError, match=r"a\.idx"):
+        IndexedDataset(tmp_path / "a")
+    with pytest.raises(OSError, match=r"a\.bin"):
+        read_index_file(tmp_path / "a.bin")
 
 
 def test_best_dtype():

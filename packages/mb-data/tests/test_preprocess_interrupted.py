@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -200,6 +201,25 @@ def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
     summary = preprocess(kept, tmp_path / "out", restart=True, **options)
     assert summary.resumed_text_bytes == 0
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("state.json", lambda text: re.sub(rb'"places": \[\[\d+', b'"places": [[7', text)),
+        ("state.json", lambda text: text.replace(b'"units": ', b'"units": 1')),
+        ("state.json", lambda text: text.replace(b'"careful": 0', b'"careful": [0]')),
+        ("settings.json", lambda text: b"[]"),
+        ("settings.json", lambda text: text.replace(b'"sources"', b'"\xffources"')),
+    ],
+)
+def test_a_damaged_state_is_none(tmp_path, kept, name, damage):
+    path = tmp_path / "out.partial" / name
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    options = {"workers": 1, "block_bytes": 5000, "on_error": "skip"}
+    assert interrupted_run_goes_on(tmp_path, kept, **options).resumed_text_bytes == 0
 
 
 def test_a_longer_line_limit_goes_on(tmp_path):

@@ -29,8 +29,7 @@ def replaced(path: Path) -> Generator[Path]:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield draft
-        with draft.open("rb+") as file:
-            os.fsync(file.fileno())
+        _sync_file(draft)
         os.replace(draft, path)
     except BaseException as error:
         draft.unlink(missing_ok=True)
@@ -54,7 +53,7 @@ def replaceable(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder to fill, which replaces `folder` if nothing fails.
+    """Yield an empty folder to fill, which replaces `folder`, and is on the disk, if nothing fails.
 
     It is filled beside `folder`, under a name that nobody else has.
 
@@ -68,6 +67,12 @@ def replaced_folder(folder: Path) -> Generator[Path]:
     try:
         draft.mkdir()
         yield draft
+        for path in draft.rglob("*"):
+            if path.is_file():
+                _sync_file(path)
+            else:
+                sync_directory(path)
+        sync_directory(draft)
         if folder.exists():
             os.rename(folder, earlier)
         os.rename(draft, folder)
@@ -76,6 +81,11 @@ def replaced_folder(folder: Path) -> Generator[Path]:
         if earlier.exists() and not folder.exists():  # an error, or a Ctrl-C, between the two
             os.rename(earlier, folder)
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

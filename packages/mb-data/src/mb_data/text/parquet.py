@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mb_data.system import naming
+
 
 class DamagedParquetError(ValueError):
     """Row groups that cannot be read; ``rows`` is how many rows they have."""
@@ -31,7 +33,7 @@ def read_columns(path: str, groups: range, keys: Sequence[str]) -> list[list[Any
 
     Raises ValueError for a column that is not there, or not of text; DamagedParquetError.
     """
-    with _open(path) as file:
+    with naming(path), _open(path) as file:
         schema = file.schema_arrow
         for key in keys:
             if key not in schema.names:

@@ -1,9 +1,11 @@
 """Bytes of the format, written and checked by two independent pieces of code; damaged files."""
 
+import errno
 import multiprocessing
 import os
 import pickle
 import random
+import stat
 import struct
 from functools import partial
 
@@ -13,6 +15,7 @@ import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder
 from mb_data.dataset_builder import write_index
 from mb_data.indexed_dataset import best_dtype
+from mb_data.samples.index_cache import read_index_file
 
 DOCUMENTS = [[[5, 0, 7]], [[]], [[1], [2, 3], [4]], [], [[100, 101, 102, 103, 104]]]
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
@@ -58,6 +61,30 @@ def test_bytes_equal_the_layout_table(tmp_path, monkeypatch, dtype, piece):
     data, index = golden(dtype)
     assert (tmp_path / "a.bin").read_bytes() == data
     assert (tmp_path / "a.idx").read_bytes() == index
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_tokens_that_cannot_be_replaced_keep_the_old_dataset(tmp_path, monkeypatch):
+    def replace(source, target, replace=os.replace):
+        if str(target).endswith(".bin"):
+            raise PermissionError(13, "it is open elsewhere", str(target))
+        replace(source, target)
+
+    build(tmp_path / "a")
+    before = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
+    monkeypatch.setattr(mb_data.dataset_builder.os, "replace", replace)
+    for name in ("a", "new"):
+        with (
+            pytest.raises(PermissionError, match="open elsewhere"),
+            IndexedDatasetBuilder(tmp_path / name, "u2") as builder,
+        ):
+            builder.add_document([1])
+    assert before == ((tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes())
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+    monkeypatch.undo()
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        builder.add_document([1])
+    assert IndexedDataset(tmp_path / "a")[:][0].tolist() == [1]
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
@@ -239,6 +266,22 @@ def test_empty_dataset(tmp_path):
     assert dataset[:] == []
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there directories are not synced")
+def test_a_file_system_that_syncs_no_directories(tmp_path, monkeypatch):
+    def fsync(descriptor, fsync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    build(tmp_path / "a")
+    assert len(IndexedDataset(tmp_path / "a")) == 6
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        build(tmp_path / "a")
+
+
 def test_append_joins_as_one_run_would(tmp_path):
     build(tmp_path / "a")
     build(tmp_path / "b", documents=DOCUMENTS[::-1])
@@ -360,6 +403,18 @@ def test_missing_files(tmp_path):
     (tmp_path / "a.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.bin: no such file"):
         IndexedDataset(tmp_path / "a")
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):  # as on some network file systems, and without a name
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    build(tmp_path / "a")
+    monkeypatch.setattr("mb_data.indexed_dataset.mmap.mmap", refuse)
+    with pytest.raises(OSError, match=r"a\.idx"):
+        IndexedDataset(tmp_path / "a")
+    with pytest.raises(OSError, match=r"a\.bin"):
+        read_index_file(tmp_path / "a.bin")
 
 
 def test_best_dtype():

@@ -273,6 +273,20 @@ def test_bad_rows_of_parquet(tmp_path):
         preprocess(path, tmp_path / "out", workers=1, max_line_bytes=100)
 
 
+def test_sums_of_parquet_pages_are_checked(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"{i} is whole" for i in range(40)]})
+    kept = {"use_dictionary": False, "compression": "none", "write_statistics": False}
+    parquet.write_table(table, path, row_group_size=20, write_page_checksum=True, **kept)
+    path.write_bytes(path.read_bytes().replace(b"33 is whole", b"33 is whale"))
+    with pytest.raises(ValueError, match=r"row 21: damaged Parquet data: .*the 20 rows of its row"):
+        preprocess(path, tmp_path / "out", workers=1)
+    assert preprocess(path, tmp_path / "out", workers=1, on_error="skip").documents == 20
+
+
 def test_an_object_store(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     source = write(tmp_path / "in.jsonl", random_records(3, 60))

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 import warnings
+from pathlib import Path
 
 import mb_data.text.bookkeeping
 import mb_data.text.partial_output
@@ -71,6 +73,20 @@ def test_disk_full(tmp_path, monkeypatch):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
     interrupted_run_goes_on(tmp_path, source, workers=2, block_bytes=5000)
+
+
+def test_output_that_a_worker_cannot_open(tmp_path, monkeypatch, capfd):
+    def too_many(path, *words, open=Path.open, **options):
+        if path.suffix == ".tokens":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return open(path, *words, **options)
+
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    monkeypatch.setattr(Path, "open", too_many)
+    with pytest.raises(OSError, match=r"Too many open files.*out\.partial"):
+        preprocess(source, tmp_path / "out", workers=1)
+    assert "Traceback" not in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
 def test_killed_worker(tmp_path, monkeypatch):
@@ -185,6 +201,25 @@ def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
     summary = preprocess(kept, tmp_path / "out", restart=True, **options)
     assert summary.resumed_text_bytes == 0
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("state.json", lambda text: re.sub(rb'"places": \[\[\d+', b'"places": [[7', text)),
+        ("state.json", lambda text: text.replace(b'"units": ', b'"units": 1')),
+        ("state.json", lambda text: text.replace(b'"careful": 0', b'"careful": [0]')),
+        ("settings.json", lambda text: b"[]"),
+        ("settings.json", lambda text: text.replace(b'"sources"', b'"\xffources"')),
+    ],
+)
+def test_a_damaged_state_is_none(tmp_path, kept, name, damage):
+    path = tmp_path / "out.partial" / name
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    options = {"workers": 1, "block_bytes": 5000, "on_error": "skip"}
+    assert interrupted_run_goes_on(tmp_path, kept, **options).resumed_text_bytes == 0
 
 
 def test_a_longer_line_limit_goes_on(tmp_path):

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 from mb_data.text.compression import compression
-from mb_data.text.reading import Archive, blocks, read_lines
-from mb_data.text.sources import find_sources
+from mb_data.text.reading import Archive, Block, blocks, count_lines, read_lines
+from mb_data.text.sources import Source, find_sources
 
 LIMIT = 10_000
 
@@ -250,3 +250,16 @@ def test_archives_are_unpacked_by_workers_where_none_outweighs_the_others(tmp_pa
     parts = [unit for unit in found if not isinstance(unit, Archive)]
     parts += [part for archive in archives for part in archive.blocks()]
     assert sum(len(read_lines(part, LIMIT)) for part in parts) == 100 * sum(shares) + 5000
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="a file that cannot be read")
+def test_input_that_the_disk_does_not_give_is_named():
+    path = "/proc/self/mem"
+    for read in (
+        lambda: find_sources([path]),
+        lambda: read_lines(Block(path, 0, 9, None, 9), LIMIT),
+        lambda: count_lines(path, 9),
+        lambda: list(blocks([Source(path, 9, 0, False, "json")], 9, LIMIT)),
+    ):
+        with pytest.raises(OSError, match=f"error: '{path}'"):
+            read()

@@ -26,7 +26,13 @@ from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder import checksums
 from mb_train.folder.checksums import SummedFile, format_sums, sum_of, summed_file
-from mb_train.folder.run_folder import SavedRun, checkpoints, find_checkpoint, read_saved_run
+from mb_train.folder.run_folder import (
+    LATEST,
+    SavedRun,
+    checkpoints,
+    find_checkpoint,
+    read_saved_run,
+)
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -565,6 +571,11 @@ def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch
     assert not saver.wait()
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
     saver.close()
+
+
+def test_which_checkpoint_is_in_force_cannot_always_be_read(tmp_path):
+    (tmp_path / LATEST).mkdir()  # as a failing disk, an OSError
+    assert Saver(tmp_path).in_force().startswith(f"Cannot read {tmp_path / LATEST}: ")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -204,3 +204,14 @@ def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):
     monkeypatch.setitem(COMMANDS, "eval", interrupted)
     assert main(["eval"]) == 130
     assert capsys.readouterr().err == "mb-train: interrupted\n"
+
+
+def test_a_copy_that_fails_names_both_files(monkeypatch, capsys):
+    def full(parser, arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "here/words", None, "there/words")
+
+    monkeypatch.setitem(COMMANDS, "eval", full)
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err == (
+        "mb-train: here/words -> there/words: No space left on device\n"
+    )

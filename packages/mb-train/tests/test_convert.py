@@ -1,6 +1,7 @@
 """Hugging Face models in and out: equal logits in fp32; runs and folders that are made of them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
+from mb_train.folder.run_folder import find_checkpoint
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
@@ -283,6 +285,23 @@ def test_a_model_that_is_refused_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"Expected numbers in stack\.norm\.bias, got NaN"):
         import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_cannot_be_copied_leaves_no_run(tmp_path, monkeypatch):
+    def full(source, target):
+        Path(target).touch()
+        raise OSError(28, "No space left on device", str(target))
+
+    theirs("gpt2").save_pretrained(tmp_path / "hf")
+    words = {"type": "BPE", "vocab": {chr(33 + i): i for i in range(70)}, "merges": []}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps({"model": words}))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        with pytest.raises(OSError, match="No space left"):
+            import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    assert find_checkpoint(tmp_path / "run") is None
+    import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    assert load_trained(tmp_path / "run").tokenizer.vocab_size == 70
 
 
 def test_weights_too_large_for_fp16_are_refused(tmp_path):

@@ -335,6 +335,18 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
     assert not list(run.folder.glob("*.partial"))
 
 
+def test_a_folder_that_cannot_be_listed_does_not_end_the_run(run, monkeypatch, capsys):
+    def lost(folder):
+        raise OSError(5, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mb_train.checkpoint.saver.checkpoints", lost)
+        assert run("--train-iters", 2, "--save-interval", 1, "--keep-checkpoints", 1) == 0
+    assert names(run.folder) == ["iter_0000001", "iter_0000002"]
+    assert go_on(run.folder, "--train-iters", 3) == 0
+    assert names(run.folder) == ["iter_0000003"]  # what was too many has gone with the next
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["saved", "full"])
 def test_an_error_beside_a_save_leaves_its_outcome_told(run, monkeypatch, capsys, full):
     from mb_train.checkpoint.writer import Writer

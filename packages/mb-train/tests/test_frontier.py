@@ -288,9 +288,12 @@ def test_nothing_to_draw(tmp_path, capsys):
     write(tmp_path / "short", start(), train(10, 9.0))
     write(tmp_path / "going", start(), train(10, 9.0), evaluation(10, 5.0))
     write(tmp_path / "other", start(), {"event": "train", "iteration": 10})
+    damaged = start() | {"iterations": 10, "tokens_per_sample": [5]}
+    write(tmp_path / "damaged", damaged, train(10, 9.0), evaluation(10, 5.0))
     for name, problem in (
         ("no", "found none"), ("short", "found none"), ("going", "end of its schedule"),
         ("other", "log.jsonl is not a log that this mb-train can read: KeyError"),
+        ("damaged", "log.jsonl is not a log that this mb-train can read: TypeError"),
     ):  # fmt: skip
         output = ["--output", str(tmp_path / "out")]
         assert main(["report", "--frontier", str(tmp_path / name), *output]) == 2

@@ -235,6 +235,8 @@ def test_what_a_log_tells_does_not_command_the_terminal(tmp_path, capsys):
         ("train", {"tokens_per_expert": [["a"]]}),
         ("train", {"tokens_per_expert": [[1], [1, 2]]}),
         ("start", {"iteration": "a"}),
+        ("start", {"notes": [None]}),
+        ("start", {"config": ["a"]}),
         ("eval", {"lm_loss": "a"}),
         ("measured", {"recall": "a"}),
         ("profile", {"step_ms": 0.0, "kinds": {"a": {"busy": 1.0, "alone": 1.0}}}),

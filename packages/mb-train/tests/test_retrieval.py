@@ -135,7 +135,10 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
         whole = (index / file).read_bytes()
         for kept in (0, len(whole) // 2):
             (index / file).write_bytes(whole[:kept])
-            refused(f"{index} is damaged: ", "retrieve", run, "w1", "--index", index)
+            refused(f"{index / file} is damaged: ", "retrieve", run, "w1", "--index", index)
+        other = bytes([*whole[:-1], whole[-1] ^ 1])  # as of a disk that returns another bit
+        (index / file).write_bytes(other)
+        refused(f"{index / file} is damaged: ", "retrieve", run, "w1", "--index", index)
         (index / file).write_bytes(whole)
     about = json.loads((index / "index.json").read_text())
     for change, says in (
@@ -144,8 +147,9 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     ):  # fmt: skip
         (index / "index.json").write_text(json.dumps(about | change))
         refused(says, "retrieve", run, "w1", "--index", index)
-    (index / "index.json").write_text("{}")
-    refused("index.json is damaged", "retrieve", run, "w1", "--index", index)
+    for damaged in ({}, about | {"titles": 5}, about | {"sums": None}):
+        (index / "index.json").write_text(json.dumps(damaged))
+        refused("index.json is damaged", "retrieve", run, "w1", "--index", index)
 
 
 def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, monkeypatch):

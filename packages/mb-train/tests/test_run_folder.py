@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -40,6 +41,43 @@ def test_setting_aside_keeps_data_and_counts_up(tmp_path):
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
     assert (tmp_path / "data").is_dir()
     assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, files = set(), []
+
+    def fsync(descriptor, fsync=os.fsync):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def rename(source, target, rename=os.rename):
+        files.extend(path for path in source.rglob("*") if path.is_file())
+        assert synced >= {path.stat().st_ino for path in files}
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    with replaced_folder(tmp_path / "model") as draft:
+        (draft / "words").mkdir()
+        for name in ("weights", "words/list"):
+            (draft / name).write_text("whole")
+    assert len(files) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there folders are not synced")
+def test_a_file_system_that_syncs_no_folders(tmp_path, monkeypatch):
+    def fsync(descriptor, fsync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    write_text(tmp_path / "file", "whole")
+    assert (tmp_path / "file").read_text() == "whole"
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_text(tmp_path / "file", "lost")
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -206,11 +206,23 @@ class IndexedDatasetBuilder:
 
 
 def name_files(tokens: str | Path, index: str | Path, prefix: str) -> None:
-    """Give synced files the names of a dataset, in place of an earlier one of that prefix."""
+    """Give synced files the names of a dataset, in place of an earlier one of that prefix.
+
+    An OSError, as of tokens that another program keeps from being replaced, leaves the earlier one.
+    """
     # Without its index a .bin is no dataset: an old index must never meet new tokens.
-    idx_path(prefix).unlink(missing_ok=True)
-    os.replace(tokens, bin_path(prefix))
-    os.replace(index, idx_path(prefix))
+    final, aside = idx_path(prefix), Path(f"{index}.old")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(final, aside)
+    try:
+        os.replace(tokens, bin_path(prefix))
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(aside, final)
+        raise
+    os.replace(index, final)
+    with contextlib.suppress(OSError):  # the dataset is whole
+        aside.unlink(missing_ok=True)
 
 
 def write_index(

@@ -37,6 +37,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.system import naming
+
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
@@ -317,5 +319,5 @@ def _map(path: Path) -> memoryview:
     """The file as read-only memory; an empty file, which cannot be mapped, as no bytes."""
     if path.stat().st_size == 0:
         return memoryview(b"")
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:  # a file system that maps nothing names none
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -4,6 +4,7 @@ file, locks, syncing, counting cores, the memory of a process and its end."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sys
@@ -105,12 +106,15 @@ def sync_file(descriptor: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
+    """Make renames in a directory survive a power cut, where the file system can."""
     if WINDOWS:  # where directories cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems, and folders of a virtual machine's host
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.system import lock, written_whole
+from mb_data.system import lock, naming, written_whole
 
 MAGIC = b"MBINDEX\x00"
 FIXED = struct.Struct("<8sQI")
@@ -172,7 +172,7 @@ def read_index_file(path: Path, key: Key | None = None, *, verify: bool = True) 
         FileNotFoundError: there is none.
         DamagedIndexError: it is cut off, altered, or belongs to another key.
     """
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     if size < FIXED.size:

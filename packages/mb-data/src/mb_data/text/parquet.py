@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mb_data.system import naming
+
 
 class DamagedParquetError(ValueError):
     """Row groups that cannot be read; ``rows`` is how many rows they have."""
@@ -31,7 +33,7 @@ def read_columns(path: str, groups: range, keys: Sequence[str]) -> list[list[Any
 
     Raises ValueError for a column that is not there, or not of text; DamagedParquetError.
     """
-    with _open(path) as file:
+    with naming(path), _open(path) as file:
         schema = file.schema_arrow
         for key in keys:
             if key not in schema.names:
@@ -67,6 +69,7 @@ def _open(path: str) -> Any:
             f"{path} is a Parquet file: pip install 'mb-data[parquet]'", name="pyarrow"
         ) from error
     try:
-        return parquet.ParquetFile(path)
+        # Of files that have sums of their pages, as Spark's; it takes no time that can be measured.
+        return parquet.ParquetFile(path, page_checksum_verification=True)
     except (ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {error}") from error

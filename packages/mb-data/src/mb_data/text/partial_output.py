@@ -19,6 +19,7 @@ import os
 import re
 import time
 import warnings
+import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import numpy as np
 
 from mb_data.dataset_builder import name_files, write_index
 from mb_data.system import naming, sync_directory, sync_file, try_lock
+from mb_data.untrusted import json_of
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
 
@@ -149,7 +151,7 @@ class PartialOutput:
             self._report.flush()
             for file in self._files:
                 sync_file(file.fileno())
-        _write_synced(self.directory / "state.json", state._asdict())
+        _write_synced(self.directory / "state.json", _to_json(state))
         self.kept = state.blocks
 
     def finish(self, state: State) -> None:
@@ -194,13 +196,19 @@ class PartialOutput:
             )
 
     def _load(self) -> State | None:
-        """The saved state; None if there is none, or its files are shorter than it says.
+        """The saved state; None if there is none, or a damaged one, or its files are shorter than
+        it says.
 
         Raises ValueError if it has other settings.
         """
         try:
-            settings = json.loads((self.directory / "settings.json").read_bytes())
-            state = _from_json(json.loads((self.directory / "state.json").read_bytes()))
+            settings = json_of((self.directory / "settings.json").read_bytes())
+            state = _from_json(json_of((self.directory / "state.json").read_bytes()))
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        if not isinstance(settings, dict):
+            return None
+        try:
             if settings != self._settings and self.resume:
                 names = {*settings, *self._settings}
                 other = [n for n in sorted(names) if settings.get(n) != self._settings.get(n)]
@@ -216,7 +224,7 @@ class PartialOutput:
                         return None
             if (self.directory / "bad").stat().st_size < state.reported:
                 return None
-        except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
+        except FileNotFoundError:
             return None
         return state
 
@@ -270,7 +278,7 @@ def is_unfinished(folder: str) -> bool:
     return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 
-_OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx)")
+_OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx|idx\.old)")
 
 
 def _map_int32(path: Path, count: int) -> np.ndarray:
@@ -289,6 +297,15 @@ def _write_synced(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def _to_json(state: State) -> dict[str, Any]:
+    fields = state._asdict()
+    # Where to go on stands in a few numbers, and another one would be another output.
+    return {**fields, "crc32": zlib.crc32(json.dumps(fields).encode())}
+
+
 def _from_json(fields: dict[str, Any]) -> State:
+    """Raises KeyError, TypeError, ValueError or AttributeError for what is no state."""
+    if fields.pop("crc32") != zlib.crc32(json.dumps(fields).encode()):
+        raise ValueError("it is not what was written")
     fields["places"] = tuple(Place(*place) for place in fields["places"])
     return State(**fields)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, cast
 
+from mb_data.system import naming
 from mb_data.text.compression import decoding_errors, decompress
 from mb_data.text.parquet import row_groups
 from mb_data.text.sources import STDIN, Source, open_remote, reached
@@ -104,7 +105,8 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
     longer than that. They are views: copying all lines would cost as much as parsing them."""
     if block.data is not None:
         return [memoryview(block.data)] if block.unit == "file" else _split(block.data)
-    with open(block.path, "rb") as file:  # whose reads are never short, as a raw file's may be
+    # Reads of a buffered file are never short, as a raw one's may be.
+    with naming(block.path), open(block.path, "rb") as file:
         if block.unit == "file":
             return [memoryview(file.read(min(block.stop, max_line_bytes + BEYOND)))]
         whole = True
@@ -132,7 +134,7 @@ def count_lines(path: str, stop: int) -> int:
     """Lines that start in the first ``stop`` bytes of a plain file, ``stop`` at least 1."""
     count = 1
     stop -= 1  # a newline that is the last of them starts none
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while stop > 0 and (data := file.read(min(stop, 1 << 24))):
             count += data.count(b"\n")
             stop -= len(data)
@@ -154,7 +156,7 @@ def _stream_blocks(
 ) -> Iterator[Block]:
     whole_file = source.unit == "file"
     limit = max_line_bytes + BEYOND if whole_file else block_bytes
-    with contextlib.ExitStack() as stack:
+    with naming(source.path), contextlib.ExitStack() as stack:
         with reached(source.path):
             raw = _open(source, stack)
             kind, file = decompress(raw, source.path)

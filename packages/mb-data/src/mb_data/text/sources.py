@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from mb_data.system import naming
 from mb_data.text.compression import MAGIC_NUMBERS, START, compression
 from mb_data.text.partial_output import is_unfinished
 
@@ -171,7 +172,7 @@ def _describe(path: str, text_unit: str) -> Source:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # a pipe, or process substitution's /dev/fd/63
         return Source(path, 0, 0, False, unit)
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         start = file.read(START)
     if start.startswith(b"PAR1"):
         return Source(path, status.st_size, status.st_mtime_ns, True, "parquet")

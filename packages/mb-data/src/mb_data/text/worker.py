@@ -49,14 +49,17 @@ def serve(
     for other in inherited:  # or the end of the parent would go unnoticed
         other.close()
     with contextlib.ExitStack() as stack:
-        targets = [stack.enter_context(path.open("r+b", buffering=0)) for path in chain(*files)]
-        server = _Server(connection, job, targets, directory)
+        server = None
         while True:
             try:
                 command, key, value = connection.recv()
             except (EOFError, OSError):
                 return
             try:
+                if server is None:  # here: that a file cannot be opened is told like all errors
+                    paths = chain(*files)
+                    targets = [stack.enter_context(p.open("r+b", buffering=0)) for p in paths]
+                    server = _Server(connection, job, targets, directory)
                 server.obey(command, key, value)
                 continue
             except (ValueError, OSError, ModuleNotFoundError) as error:

@@ -244,14 +244,18 @@ class Saver:
         self.latest = iteration
         self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:
-            for old in surplus(self._folder, self._keep):
-                with contextlib.suppress(OSError):
-                    withdrawn = withdraw(old)
-                    if self._thread is None:
-                        shutil.rmtree(withdrawn)
-                    else:
-                        self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what cannot be listed now goes with a later save
+                self._remove(surplus(self._folder, self._keep))
         return True
+
+    def _remove(self, checkpoints: list[Path]) -> None:
+        for old in checkpoints:
+            with contextlib.suppress(OSError):
+                withdrawn = withdraw(old)
+                if self._thread is None:
+                    shutil.rmtree(withdrawn)
+                else:
+                    self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
 
     def _now(self) -> float:
         """The time, later than that of the checkpoints that are there: by it the last are known.
@@ -259,7 +263,10 @@ class Saver:
         The clock that those are of may have been put back, or another host's.
         """
         if self._written is None:
-            here = checkpoints(self._folder) if rank() == 0 else []
+            here: list[Path] = []
+            if rank() == 0:
+                with contextlib.suppress(OSError):  # what cannot be listed is no reason not to save
+                    here = checkpoints(self._folder)
             self._written = max(map(_written, here), default=0.0)
         self._written = max(time.time(), math.nextafter(self._written, math.inf))
         return self._written
@@ -276,9 +283,12 @@ class Saver:
     def in_force(self) -> str:
         """Which checkpoint a run would go on from, in words."""
         latest = self._folder / LATEST
-        if not latest.is_file():
+        try:
+            return f"The latest checkpoint is that of iteration {latest.read_text().strip()}."
+        except (FileNotFoundError, NotADirectoryError):
             return "There is no checkpoint yet."
-        return f"The latest checkpoint is that of iteration {latest.read_text().strip()}."
+        except OSError as error:  # the disk that takes no checkpoint may give none either
+            return f"Cannot read {latest}: {error.strerror}."
 
 
 def surplus(folder: Path, keep: int) -> list[Path]:

@@ -122,9 +122,11 @@ def write_run(
     }
     with locked(target):
         refuse_run(target)  # of another, while the weights were read
-        saver = Saver(target, say=say)
-        if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
-            raise OSError(f"Cannot write {target}.")
+        # Before the checkpoint, with which the folder is a run's: one without its tokenizer would
+        # pass for whole, and be in the way of another try.
         keep_tokenizer(config, target, run)
         for path, copy in copies.items():
             shutil.copyfile(path, copy)
+        saver = Saver(target, say=say)
+        if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
+            raise OSError(f"Cannot write {target}.")

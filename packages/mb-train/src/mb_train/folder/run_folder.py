@@ -12,6 +12,7 @@ RUN/previous-1/                          what an earlier run, or a branch left b
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.config.resume import inherited
-from mb_train.folder.checksums import SUMS_FILE, read_sums, sum_of
+from mb_train.folder.checksums import SUMS_FILE, read_sums
 from mb_train.untrusted import json_of
 
 # 1 had no checksums.
@@ -180,7 +181,8 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     """
     path = checkpoint / RUN_FILE
     try:
-        content = json_of(path.read_text())
+        text = path.read_bytes()
+        content = json_of(text)
         found = content["format"]
     except OSError as error:
         raise ValueError(
@@ -210,7 +212,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         saved = SavedRun(**content)
     except TypeError as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
-    if not _is_as_written(path):  # said before anything is made of the sizes in it
+    if not _is_as_written(path, text):  # said before anything is made of the sizes in it
         raise ValueError(
             f"{path} is damaged: it is not what was written."
             + _others(checkpoint.parent, checkpoint)
@@ -218,10 +220,10 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     return saved
 
 
-def _is_as_written(path: Path) -> bool:
-    """Whether a file is what its folder's checksums say; True where they do not say."""
+def _is_as_written(path: Path, content: bytes) -> bool:
+    """Whether a file's content is what its folder's checksums say; True where they do not say."""
     try:
         sums = read_sums(path.with_name(SUMS_FILE))
     except (OSError, ValueError):  # `load_checkpoint` tells of these
         return True
-    return sums.get(path.name) in (None, sum_of(path))
+    return sums.get(path.name) in (None, hashlib.sha256(content).hexdigest())

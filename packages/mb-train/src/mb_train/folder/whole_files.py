@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -28,8 +29,7 @@ def replaced(path: Path) -> Generator[Path]:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield draft
-        with draft.open("rb+") as file:
-            os.fsync(file.fileno())
+        _sync_file(draft)
         os.replace(draft, path)
     except BaseException as error:
         draft.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ def replaceable(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder to fill, which replaces `folder` if nothing fails.
+    """Yield an empty folder to fill, which replaces `folder`, and is on the disk, if nothing fails.
 
     It is filled beside `folder`, under a name that nobody else has.
 
@@ -67,6 +67,12 @@ def replaced_folder(folder: Path) -> Generator[Path]:
     try:
         draft.mkdir()
         yield draft
+        for path in draft.rglob("*"):
+            if path.is_file():
+                _sync_file(path)
+            else:
+                sync_directory(path)
+        sync_directory(draft)
         if folder.exists():
             os.rename(folder, earlier)
         os.rename(draft, folder)
@@ -77,12 +83,23 @@ def replaced_folder(folder: Path) -> Generator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable. Windows opens no folder: its file system sees to that."""
+    """Make renames inside `path` durable, where the file system can.
+
+    Windows opens no folder: its file system sees to that.
+    """
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems, and folders of a virtual machine's host
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

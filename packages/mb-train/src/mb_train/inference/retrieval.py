@@ -2,10 +2,12 @@
 
     INDEX/vectors.faiss   the blocks' embeddings, searched by inner product
     INDEX/blocks.npy      int64 [A, 4]: first sentence, sentence after the last, document, number
-    INDEX/index.json      what it was made of: the checkpoint, the corpus, the kind of index
+    INDEX/index.json      what it was made of: the checkpoint, the corpus, the kind of index; and
+                          the SHA-256 of the two files
 
 The folder gets its name once it is whole. Texts are not copied: an answer is read from the corpus,
-and an index is refused whose checkpoint or corpus is not what it was made of.
+and an index is refused whose checkpoint or corpus is not what it was made of, or whose files are
+not what was written: a vector or a row with a flipped bit is another, and answers are too.
 
 Letters: A blocks, B of them at a time, D embedding width, S tokens of a block.
 """
@@ -26,6 +28,7 @@ import torch
 from mb_train.config import TrainConfig, whole
 from mb_train.data.batches import check_tokens
 from mb_train.data.named import Named
+from mb_train.folder.checksums import damage, sum_of
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
 from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
@@ -112,6 +115,7 @@ def build_index(
     with replaced_folder(output) as draft:
         faiss.write_index(vectors, str(draft / VECTORS))
         np.save(draft / BLOCKS, rows_AX)
+        about["sums"] = {name: sum_of(draft / name) for name in (VECTORS, BLOCKS)}
         (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
     return trained.task.evaluate_more(trained.model, dataset, min(queries, len(dataset)))
 
@@ -173,6 +177,8 @@ class Retriever:
                 f"{about['iteration']}; {run} is another, or was trained anew, iteration "
                 f"{saved.iteration}. Make it again with mb-train index."
             )
+        if wrong := damage(index, about["sums"], about["sums"]):
+            raise ValueError(f"{wrong[0]}. Make the index again with mb-train index.")
         corpus = about["corpus"]
         file = Path(f"{corpus}.bin")
         if not file.is_file() or file.stat().st_size != about["corpus_bytes"]:
@@ -223,9 +229,12 @@ def _about(index: Path) -> dict[str, Any]:
     """What an index was made of."""
     try:
         about = json_of((index / ABOUT).read_text())
+        if not isinstance(about["titles"], (str, type(None))):
+            raise TypeError
         return {
-            name: about[name]
-            for name in ("checkpoint", "iteration", "written", "corpus", "corpus_bytes", "titles")
+            **{name: about[name] for name in ("checkpoint", "iteration", "written")},
+            **{name: about[name] for name in ("corpus", "corpus_bytes", "titles")},
+            "sums": {name: about["sums"][name] for name in (VECTORS, BLOCKS)},
         }
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(

@@ -88,7 +88,9 @@ class Console:
 def in_a_line(error: Exception) -> str:
     """What is said of an error that ends the program, or a part of its work."""
     if isinstance(error, OSError) and error.filename is not None:
-        return printable(f"{error.filename}: {error.strerror}")
+        # Of a copy, where the disk is full at the second.
+        names = [error.filename, *([] if error.filename2 is None else [error.filename2])]
+        return printable(f"{' -> '.join(map(str, names))}: {error.strerror}")
     said = str(error)
     if out_of_memory(error):
         said = said[max(said.find(_OF_THE_HOST), 0) :]  # before it stands a line of torch's source

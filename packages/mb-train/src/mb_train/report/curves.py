@@ -95,6 +95,8 @@ def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
         curves.torn += 1
     elif kind == "start":
         curves.start, curves.steps_redone = event, 0
+        _decided(event)
+        settings(event)
     elif kind == "train":
         _add_interval(curves, event, until)
     elif kind == "profile":
@@ -145,6 +147,16 @@ def _value(value: Any) -> Any:
     return value if value is None or math.isfinite(value) else None
 
 
+def _decided(start: dict[str, Any]) -> str:
+    """What a start's notes say."""
+    return "; ".join(start.get("notes") or [])
+
+
+def settings(start: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a start."""
+    return {} | (start.get("config") or {})
+
+
 def _shares(profile: dict[str, Any]) -> str:
     """What a profile's step went into, in words."""
     step_ms = profile["step_ms"]
@@ -186,8 +198,8 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         middle = median(series.values())
         if not math.isnan(middle):
             lines.append((name, f"{middle:.{digits}f}, the median"))
-    if curves.start.get("notes"):
-        lines.append(("decided at the start", "; ".join(curves.start["notes"])))
+    if decided := _decided(curves.start):
+        lines.append(("decided at the start", decided))
     if curves.steps_redone:
         lines.append(("steps run again", f"{curves.steps_redone}, for rows beyond the budget"))
     if curves.profile:

@@ -122,7 +122,9 @@ def read_run(folder: Path) -> FrontierRun:
     """
     path = log_of(folder)
     try:
-        return _run_of(path)
+        run = _run_of(path)
+        hash((run.settings, run.tokens))  # points are found by them: no list stands for a number
+        return run
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a log that this mb-train can read: {error!r}.") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.folder.whole_files import write_text
-from mb_train.report.curves import Curves, summary
+from mb_train.report.curves import Curves, settings, summary
 from mb_train.report.panels import Panel, figure_of, panels_of
 
 _PAGE_HEAD = """<!DOCTYPE html>
@@ -57,9 +57,7 @@ def _summary_rows(runs: Sequence[Curves]) -> list[list[str]]:
 
 def _config_rows(runs: Sequence[Curves]) -> list[list[str]]:
     about = ("device", "ranks", "torch", "parameters")
-    found = [
-        {name: c.start.get(name) for name in about} | (c.start.get("config") or {}) for c in runs
-    ]
+    found = [{name: c.start.get(name) for name in about} | settings(c.start) for c in runs]
     names = dict.fromkeys(name for one in found for name in one)
     rows = [[name, *(_shown(one.get(name)) for one in found)] for name in names]
     if len(runs) == 1:

@@ -6,8 +6,9 @@ import platform
 import subprocess
 import sys
 
+import mb_data.system
 import pytest
-from mb_train.folder.whole_files import sync_directory
+from mb_data.system import sync_directory
 from mb_train.machine.doctor import _check_memory
 from mb_train.machine.host import keep_freed_memory, open_many_files
 from mb_train.machine.memory import host_memory, memory_limit
@@ -64,6 +65,7 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
         raise TypeError("not on Windows")
 
     monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(mb_data.system, "WINDOWS", True)
     monkeypatch.setattr(ctypes, "CDLL", lacking)
     monkeypatch.setattr(os, "open", lacking)
     monkeypatch.delattr(os, "sysconf")

@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from mb_data.system import sync_directory
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mb_train.checkpoint.host_copy import HostCopier, use_stream
 from mb_train.folder.checksums import SUMS_FILE, format_sums, sum_of, summed_file
 from mb_train.folder.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
-from mb_train.folder.whole_files import sync_directory, write_text
+from mb_train.folder.whole_files import write_text
 
 # Bytes of a rank's state that go into one file, or a tensor that has more.
 _FILE_BYTES = 2**30

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mb_data.system import sync_directory
+
 from mb_train.folder.run_folder import (
     CONFIG_FILE,
     LATEST,
@@ -26,7 +28,7 @@ from mb_train.folder.run_folder import (
     checkpoints,
     iteration_of,
 )
-from mb_train.folder.whole_files import sync_directory, write_text
+from mb_train.folder.whole_files import write_text
 from mb_train.untrusted import json_of
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+
+from mb_data.system import sync_directory
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,20 +86,3 @@ def replaced_folder(folder: Path) -> Generator[Path]:
 def _sync_file(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable, where the file system can.
-
-    Windows opens no folder: its file system sees to that.
-    """
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network file systems, and folders of a virtual machine's host
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

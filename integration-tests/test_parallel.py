@@ -55,8 +55,13 @@ PLACES = "--moe-rebalance-interval 2"
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 FOUR = "--num-layers 4"  # for four stages; the others make do with two
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample's, not the rank's
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --q-lora-rank 12 --kv-lora-rank 10 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
+    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1"
+)
 # What a layout's run of one process needs too.
-ALONE = {"deep": FOUR, "dropout": DROPOUT}
+ALONE = {"deep": FOUR, "dropout": DROPOUT, "latent": LATENT}
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero0": (2, "--zero-stage 0", True),
@@ -69,6 +74,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
     "tp2": (2, f"{TP} 2", True),
     "tp2 sp": (2, f"{TP} 2 {SP}", True),
+    "latent tp2 sp": (2, f"{TP} 2 {SP} {LATENT}", True),
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
@@ -89,6 +95,12 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "ep4": (4, f"{EP} 4", True),
     "dp4 ep2 zero0": (4, f"{EP} 2 --zero-stage 0 {A2A}", True),
     "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
+    "latent tp2 sp zero3, recompute": (
+        4,
+        f"{TP} 2 {SP} --zero-stage 3 --recompute-granularity selective {LATENT}",
+        True,
+    ),
+    "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 pp2 ep2, places changed": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP} {PLACES}", True),

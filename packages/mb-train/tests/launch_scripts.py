@@ -492,4 +492,5 @@ CORE_FLAGS = """
     --exit-signal-handler-for-dataloader | --enable-experimental | --logging-level 20
     --persistent-save-interval 5 | --num-distributed-optimizer-instances 2 | --optimizer dist_muon
     --torch-fsdp2-no-reshard-after-forward | --pipeline-model-parallel-layout Et
+    --mla-down-proj-fusion | --cache-mla-latents | --recompute-modules mla_up_proj moe
 """

@@ -51,8 +51,11 @@ def segments_of(ends_BS):
     return torch.from_numpy(np.cumsum(ends_BS, axis=1) - ends_BS)
 
 
-def check(ends, heads, groups, width, scale, *, dtype, device):
-    """Output and gradients are as near to those in fp64 as torch's own under a mask."""
+def check(ends, heads, groups, width, scale, *, dtype, device, value=None):
+    """Output and gradients are as near to those in fp64 as torch's own under a mask.
+
+    value: width of values, if another.
+    """
     ends_BS = np.array(ends)
     B, S = ends_BS.shape
     torch.manual_seed(0)
@@ -63,10 +66,9 @@ def check(ends, heads, groups, width, scale, *, dtype, device):
         edges = torch.arange(0, B * S + 1, S, device=device).int()
         found = segments.Bounds(edges, edges, S, S, segments.flash_kernel())
     mask = segment_mask(segments_of(ends_BS).to(device), causal=True)
-    q, k, v = (
-        torch.randn(B, S, n, width, dtype=dtype, device=device) for n in (heads, groups, groups)
-    )
-    dy = torch.randn(B, S, heads, width, dtype=dtype, device=device)
+    wide = value or width
+    shapes = (heads, width), (groups, width), (groups, wide), (heads, wide)
+    q, k, v, dy = (torch.randn(B, S, *shape, dtype=dtype, device=device) for shape in shapes)
 
     def run(call, dtype=dtype):
         inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
@@ -91,18 +93,19 @@ def check(ends, heads, groups, width, scale, *, dtype, device):
 @pytest.mark.parametrize(("heads", "groups", "scale"), [(2, 2, None), (4, 2, 0.7), (3, 1, 1.0)])
 def test_documents_attend_as_under_a_mask(monkeypatch, kind, heads, groups, scale):
     monkeypatch.setattr(segments, "flash_kernel", lambda: by_document)
-    check(ENDS[kind], heads, groups, 8, scale, dtype=torch.float32, device="cpu")
+    for value in (8, 6, 12):
+        check(ENDS[kind], heads, groups, 8, scale, dtype=torch.float32, device="cpu", value=value)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize(("heads", "groups", "scale"), [(2, 2, None), (4, 2, 0.2)])
-@pytest.mark.parametrize("width", [64, 128, 24])
-def test_the_kernel_attends_as_under_a_mask(kind, heads, groups, scale, width):
+@pytest.mark.parametrize(("width", "value"), [(64, 64), (128, 128), (24, 24), (192, 128)])
+def test_the_kernel_attends_as_under_a_mask(kind, heads, groups, scale, width, value):
     ends = np.tile(ENDS[kind], (1, 40))
     where = torch.device("cuda")
     assert flash_takes(_config(head_size=width), torch.bfloat16, where, training=True)
-    check(ends, heads, groups, width, scale, dtype=torch.bfloat16, device="cuda")
+    check(ends, heads, groups, width, scale, dtype=torch.bfloat16, device="cuda", value=value)
 
 
 def _config(**change):

@@ -127,15 +127,15 @@ class ModelFields:
         in_force="rope_scaling", needs=(("multi_latent_attention", "rope_type"),),
     )  # fmt: skip
     original_max_position_embeddings: int = flag(
-        "YaRN: the length trained on", 4096, bounds=POSITIVE, on_load="said",
+        "YaRN: the length trained on (ours)", 4096, bounds=POSITIVE, on_load="said",
         in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     beta_fast: float = flag(
-        "YaRN: turns within the length trained on from which on a frequency is not slowed", 32.0,
+        "YaRN: turns within that length from which on a frequency is not slowed (ours)", 32.0,
         bounds=POSITIVE, on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     beta_slow: float = flag(
-        "YaRN: turns up to which it is slowed by the whole factor", 1.0, bounds=POSITIVE,
+        "YaRN: turns up to which it is slowed by the whole factor (ours)", 1.0, bounds=POSITIVE,
         on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     mscale: float = flag(

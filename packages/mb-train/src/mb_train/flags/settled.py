@@ -44,7 +44,7 @@ _ANSWERS: Mapping[str, str] = {
         --use-transformer-engine-op-fuser --disable-jit-fuser --moe-router-aux-loss-fusion
         --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
         --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
-        --scaled-upper-triang-masked-softmax-fusion=?
+        --scaled-upper-triang-masked-softmax-fusion=? --mla-down-proj-fusion
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
@@ -77,7 +77,7 @@ _ANSWERS: Mapping[str, str] = {
     "the experts are always computed together": "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
     "there is one implementation": "--use-mcore-models --transformer-impl=1 --use-legacy-models",
     "it belongs to Megatron's text server, not to training": """
-        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
+        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1 --cache-mla-latents
     """,
     _NORMAL: "--init-method-xavier-uniform",
     "all ranks begin from one initialization": "--data-parallel-random-init",

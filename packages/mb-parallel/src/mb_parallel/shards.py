@@ -199,7 +199,7 @@ def one_for_same_ranks(groups: Iterable[tuple[dist.ProcessGroup, ...]]) -> list[
 def all_reduce_together(
     parts: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]]
 ) -> list[Tensor]:
-    """Sum each fp32 tensor over each of its groups; one collective per group and round.
+    """Sum each tensor, all of one dtype, over each of its groups; a collective a group and round.
 
     Every rank of a group passes the tensors that it shares with the others in the same order.
     """

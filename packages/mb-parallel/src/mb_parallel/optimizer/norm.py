@@ -9,7 +9,7 @@ take different steps. Nothing is read back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import mb_kernels
@@ -63,7 +63,7 @@ def grad_norm(
     """
     parameters = tensors(parameters)
     refuse_apart(parameters)
-    return _joint_norm(parameters, _grad, mesh, uncounted)
+    return _joint_norm(_grads(parameters), mesh, uncounted)
 
 
 @torch.no_grad()
@@ -74,7 +74,8 @@ def weight_norm(
     uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """The L2 norm of the parameters themselves, frozen ones too; else as `grad_norm`."""
-    return _joint_norm(parameters, lambda parameter: local(parameter).detach(), mesh, uncounted)
+    weights = {parameter: local(parameter).detach() for parameter in tensors(parameters)}
+    return _joint_norm(weights, mesh, uncounted)
 
 
 @torch.no_grad()
@@ -97,56 +98,51 @@ def zeros_in_grad(
     """
     parameters = tensors(parameters)
     refuse_apart(parameters)
-    zeros = _joint_sum(parameters, _grad, _count_zeros, mesh, uncounted)
-    if mesh is not None and mesh.dense is not None:
-        mesh.all_reduce(zeros, "pp")
-    return zeros
+    return _joint_sum(_grads(parameters), _count_zeros, mesh, uncounted)
 
 
-def _grad(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else local_grad(parameter)
+def _grads(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor | None]:
+    return {p: None if p.grad is None else local_grad(p) for p in parameters}
 
 
 def _joint_norm(
-    parameters: Iterable[Tensor],
-    shard_of: Callable[[Tensor], Tensor | None],
-    mesh: ParallelMesh | None,
-    uncounted: Iterable[Tensor],
+    shards: Mapping[Tensor, Tensor | None], mesh: ParallelMesh | None, uncounted: Iterable[Tensor]
 ) -> Tensor:
-    """The norm of what `shard_of` gives of each parameter, None counting as zero."""
-    total = _joint_sum(parameters, shard_of, _sum_of_squares, mesh, uncounted)
+    """The norm of all ranks' shards, which are given as to `_joint_sum`."""
+    total = _joint_sum(shards, _sum_of_squares, mesh, uncounted)
     # A maximum is not bound to keep NaN; an infinity it keeps.
     total = torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf)
     if mesh is not None and mesh.dense is not None:
-        mesh.all_reduce(total, "pp")
         dist.all_reduce(total, op=dist.ReduceOp.MAX)
     return total.sqrt()
 
 
 def _joint_sum(
-    parameters: Iterable[Tensor],
-    shard_of: Callable[[Tensor], Tensor | None],
+    shards: Mapping[Tensor, Tensor | None],
     measure: Callable[[list[Tensor], torch.device], Tensor],
     mesh: ParallelMesh | None,
     uncounted: Iterable[Tensor],
 ) -> Tensor:
-    """What `measure` finds in the shards, summed over the ranks of this stage."""
+    """What `measure` finds in the shards, summed over the ranks of all stages.
+
+    Args:
+        shards: by their parameters, which say over which ranks to add up; None counts as nothing.
+            The ranks of a stage pass the same parameters, whatever a rank has of their shards.
+    """
     if mesh is not None:
         check_mesh(mesh)
-    parameters, left_out = tensors(parameters), {id(p) for p in tensors(uncounted)}
-    device = parameters[0].device if parameters else _device(mesh)
-    if shard_of is _grad:  # a step moves what was frozen after its gradient came, as torch's do
-        parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
+    left_out = {id(p) for p in tensors(uncounted)}
+    device = next(iter(shards)).device if shards else _device(mesh)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    groups = one_for_same_ranks(shard_groups(parameter) for parameter in parameters)
-    for parameter, lying in zip(parameters, groups, strict=True):
+    groups = one_for_same_ranks(map(shard_groups, shards))
+    for (parameter, shard), lying in zip(shards.items(), groups, strict=True):
         alike = by_groups.setdefault(lying, [])
-        shard = shard_of(parameter)
         if shard is not None and id(parameter) not in left_out:
             alike.append(shard)
-    parts = [measure(shards, device) for shards in by_groups.values()]
+    parts = [measure(found, device) for found in by_groups.values()]
     summed = all_reduce_together(parts, list(by_groups))
-    return torch.stack(summed).sum() if summed else measure([], device)
+    total = torch.stack(summed).sum() if summed else measure([], device)
+    return total if mesh is None else mesh.all_reduce(total, "pp")
 
 
 def _device(mesh: ParallelMesh | None) -> torch.device:
@@ -244,7 +240,7 @@ def clip_and_step(
             "and make the optimizer after what replaces parameters: parallelize_tensors, "
             "parallelize_experts, apply_data_parallel."
         )
-    norm = _joint_norm(parameters, _grad, mesh, uncounted)
+    norm = _joint_norm(_grads(parameters), mesh, uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)
     if scale is not None:
         norm = norm / scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -78,9 +79,7 @@ def draw(weight: Tensor, init: Callable[[Tensor], Any]) -> None:
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether x is a tensor spread over a mesh."""
-    if type(x) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
+    if type(x) in (Tensor, nn.Parameter):
         return False
-    # Imported late: it takes as long to import as torch itself.
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
+    # Not imported: that takes as long as torch itself, and a DTensor is there only if it was.
+    return isinstance(x, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))

@@ -12,16 +12,11 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from mb_layers.tensors import is_dtensor as is_dtensor
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether this is a DTensor."""
-    return isinstance(tensor, _classes("torch.distributed.tensor", "DTensor"))
 
 
 def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, put_in, translate, translate_back
+from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import IMPLEMENTATION, glu_name, refuse_offloaded
 
@@ -198,11 +199,10 @@ def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
 
 def _unstack(stacked: Tensor) -> Sequence[Tensor]:
     """The matrices of a stack. Of one that FSDP2 shards, each rank gets all of it."""
-    if type(stacked) not in (Tensor, nn.Parameter):
-        from torch.distributed.tensor import DTensor, Replicate
+    if is_dtensor(stacked):  # which cannot be taken apart where it is sharded
+        from torch.distributed.tensor import Replicate
 
-        if isinstance(stacked, DTensor):  # which cannot be taken apart where it is sharded
-            stacked = stacked.redistribute(placements=[Replicate()] * stacked.device_mesh.ndim)
+        stacked = stacked.redistribute(placements=[Replicate()] * stacked.device_mesh.ndim)
     return stacked.unbind()
 
 

@@ -57,7 +57,8 @@ class Dispatched(NamedTuple):
 class TokenDispatcher(Protocol):
     """Moves tokens to the experts and back. Both methods are differentiable.
 
-    They are called with positional arguments, so an implementation may name them as it likes.
+    They are called with positional arguments, so an implementation may name them as it likes. One
+    that is around another has that as `inner`.
     """
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, /) -> Dispatched:
@@ -114,6 +115,13 @@ class LocalDispatcher:
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return y_RD as it is: `expert_mlp` has combined already."""
         return y_RD
+
+
+def innermost(dispatcher: Any) -> Any:
+    """What moves the rows inside of whatever is around it; likewise of a `state`."""
+    while hasattr(dispatcher, "inner"):
+        dispatcher = dispatcher.inner
+    return dispatcher
 
 
 def replaced(values: Values, **changes: Any) -> Values:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mb_kernels.uncompiled import uncompiled
-from mb_layers.dispatch import Dispatched
+from mb_layers.dispatch import Dispatched, innermost
 from mb_layers.experts import Experts
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -137,9 +137,7 @@ def compute_in_chunks(experts: Experts) -> None:
 
 
 def _in_chunks(forward: Callable[[Dispatched], Tensor], dispatched: Dispatched) -> Any:
-    state = dispatched.state
-    while not isinstance(state, Chunks) and hasattr(state, "inner"):
-        state = state.inner
+    state = innermost(dispatched.state)
     if not isinstance(state, Chunks):
         return forward(dispatched)
     first, *later = state.chunks

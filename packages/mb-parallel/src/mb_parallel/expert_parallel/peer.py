@@ -26,7 +26,7 @@ import torch
 from mb_kernels import Bins
 from mb_kernels.exchange import PeerMemory, unpack_routing_backward
 from mb_kernels.uncompiled import uncompiled
-from mb_layers.dispatch import Dispatched
+from mb_layers.dispatch import Dispatched, innermost
 from mb_layers.tensors import cast_alike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -214,10 +214,7 @@ def _as_payload(numbers: Tensor) -> Tensor:
 
 def reached_by_peers(module: nn.Module) -> bool:
     """Whether a layer's dispatcher is a `PeerDispatcher`, whatever is around it."""
-    dispatcher = getattr(module, "dispatcher", None)
-    while dispatcher is not None and not isinstance(dispatcher, PeerDispatcher):
-        dispatcher = getattr(dispatcher, "inner", None)
-    return dispatcher is not None
+    return isinstance(innermost(getattr(module, "dispatcher", None)), PeerDispatcher)
 
 
 class _Send(torch.autograd.Function):

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from mb_kernels import Bins
 from mb_kernels.uncompiled import uncompiled
+from mb_layers.dispatch import innermost
 from torch import Tensor, nn
 
 from mb_parallel.arguments import one_of, several
@@ -184,13 +185,6 @@ def _most_of_all_ranks(rows: Iterable[Rows], device: torch.device) -> float:
 
 def budgets_of(parts: Iterable[nn.Module]) -> set[Rows]:
     """The `Rows` of the layers in `parts` that have the policy "budget"."""
-    found = (_rows_of(module) for part in parts for module in part.modules())
-    return {rows for rows in found if rows is not None and rows.policy == "budget"}
-
-
-def _rows_of(module: nn.Module) -> Rows | None:
-    """The policy of a layer's dispatcher, whatever is around it."""
-    dispatcher = getattr(module, "dispatcher", None)
-    while dispatcher is not None and not isinstance(getattr(dispatcher, "rows", None), Rows):
-        dispatcher = getattr(dispatcher, "inner", None)
-    return None if dispatcher is None else dispatcher.rows
+    dispatchers = (getattr(m, "dispatcher", None) for part in parts for m in part.modules())
+    found = (getattr(innermost(dispatcher), "rows", None) for dispatcher in dispatchers)
+    return {rows for rows in found if isinstance(rows, Rows) and rows.policy == "budget"}

@@ -129,9 +129,10 @@ def apply_data_parallel(
             )
     if zero_stage == 0:
         inner = _inner(model)
-        setattr(inner, REPLICAS, replicate(inner, mesh))
+        setattr(inner, REPLICAS, replicate(inner, mesh))  # which watches it
+    else:
+        watch(_sharded(model))
     setattr(model, _STAGE, zero_stage)
-    watch(_sharded(model))
     keep_sizes(mesh, model)
 
 
@@ -216,13 +217,13 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     one_module(model)
     if (replicas := getattr(model, REPLICAS, None)) is not None:
         replicas.expect(last=enabled)
-    stage, sharded = zero_stage_of(model), _sharded(model)
-    if stage is None or not is_fsdp(sharded):
+    if not (stage := zero_stage_of(model)):
         return
+    sharded = _sharded(model)
     sharded.set_requires_gradient_sync(enabled or stage > 1)
     sharded.set_requires_all_reduce(enabled)
     sharded.set_reshard_after_backward(enabled or stage == 3)
-    keep_apart(_sharded(model), not enabled)
+    keep_apart(sharded, not enabled)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def watch(model: nn.Module) -> None:
-    """Let optimizers, this package's and torch's, know what FSDP2 keeps of a sharded model."""
+    """Let optimizers, this package's and torch's, know what is kept of a model between passes."""
     if model in _WATCHED:
         return
     _watch_torch()

@@ -187,10 +187,10 @@ def test_ranks_that_share_an_expert_compute_with_copies_of_their_parts():
         assert (plain, kept) == (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "by hand", "data"])
+@pytest.mark.parametrize("how", ["load_state_dict", "by hand", "data", "uncounted"])
 def test_a_written_parameter_is_cast_again(how):
     model, other = _Model(), _Model()
-    hold_working_copies([model], torch.bfloat16)
+    copies = hold_working_copies([model], torch.bfloat16)
     x = torch.randn(5, 16).bfloat16()
     model(x)
     with torch.no_grad():
@@ -203,6 +203,10 @@ def test_a_written_parameter_is_cast_again(how):
                 mine.copy_(new)
             if how == "data":
                 mine.data = new.clone()
+            if how == "uncounted":
+                mine.data.copy_(new)
+    if how == "uncounted":
+        copies.refresh(everything=True)
     assert torch.equal(model(x)[0], other(x)[0])
 
 

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 
 from mb_layers import arguments
 from mb_layers.frozen import FrozenWeight
-from mb_layers.tensors import draw
+from mb_layers.tensors import draw, is_dtensor
 
 
 class LowRank(NamedTuple):
@@ -104,7 +104,7 @@ def add_lora(
             "expected mlp_impl='grouped' and saved_activation_bits=None for adapters, got "
             f"{config.mlp_impl!r} and {config.saved_activation_bits}; recompute=True saves memory"
         )
-    if any(hasattr(weight, "device_mesh") for weight in experts.parameters()):
+    if any(map(is_dtensor, experts.parameters())):
         raise ValueError(
             "expected experts that are not spread over ranks, got DTensors; add adapters first, "
             "which are then spread with the experts"

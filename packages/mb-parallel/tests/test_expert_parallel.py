@@ -457,7 +457,7 @@ def _ask_for_peers(rank: int, _ranks: int) -> list[str | None]:
         with contextlib.ExitStack() as stack:
             for patch in (*fine, *patches):
                 stack.enter_context(patch)
-            return peer_memory.peer_problem(place, "cuda", width)
+            return peer_memory.peer_problem(place, "cuda", (HIDDEN, width))
 
     return [
         problem(12),

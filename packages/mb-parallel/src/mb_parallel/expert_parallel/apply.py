@@ -120,7 +120,8 @@ def parallelize_experts(
         at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
         above_0(timeout_s=timeout_s)
         rows = Rows(row_policy, row_budget)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+    modules = model.named_modules()
+    layers = {name or "the layer": m for name, m in modules if isinstance(m, MoELayer)}
     ep = mesh.axis("ep")
     with refused_alike(mesh):
         in_parts = {name: _in_parts(name, m, mesh, sequence_parallel) for name, m in layers.items()}
@@ -135,19 +136,16 @@ def parallelize_experts(
             _refuse(name, layer, in_parts[name], dispatcher)
         if ep is not None:
             _refuse_held(model, layers, ep)
-    meshes: Mapping[int, DeviceMesh] = {}
-    if ep is not None:  # also for a stage without layers
-        meshes = experts_meshes(mesh, {layer.config.num_experts for layer in layers.values()})
+    meshes = experts_meshes(mesh, {layer.config.num_experts for layer in layers.values()})
     if not layers:
         return "expert parallelism: no MoE layers of mb_layers in the model, nothing to spread"
     told: Counter[str] = Counter()
     if ep is not None:
-        widths = {layer.config.hidden_size for layer in layers.values()}
         everywhere = Place(ep.get_group(), "the model")
         problem = None
         if dispatcher in ("auto", "peer"):
-            found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
-            problem = next((text for text in found if text), None)
+            widths = sorted({layer.config.hidden_size for layer in layers.values()})
+            problem = peer_problem(everywhere, ep.device_type, widths)
         buffers = PeerBuffers(
             everywhere, max_tokens=max_tokens, equal_tokens=equal_tokens, timeout_s=timeout_s
         )
@@ -156,11 +154,11 @@ def parallelize_experts(
             top_k = layer.config.top_k
             bounded = row_policy != "worst" or layer.config.capacity_factor is not None
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            held = spreading.spread(layer, name or "the layer", chosen)
+            held = spreading.spread(layer, name, chosen)
             pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
             told[f"{held} by {chosen}{pieces}, {why}"] += 1
     for name, layer in layers.items():
-        surround(layer, mesh, name or "the layer", in_parts[name], equal_tokens)
+        surround(layer, mesh, name, in_parts[name], equal_tokens)
     keep_sizes(mesh, model)
     if ep is None:
         return f"expert parallelism: ep = 1, all experts of {_layers(len(layers))} on every rank"
@@ -208,7 +206,7 @@ def choose_dispatcher(
 def _alike(layers: Mapping[str, MoELayer], **arguments: Any) -> dict[str, Any]:
     """What ranks that exchange tokens have in common; else they would wait for each other."""
     sizes = {
-        f"{name or 'the layer'}.{field}": getattr(layer.config, field)
+        f"{name}.{field}": getattr(layer.config, field)
         for name, layer in layers.items()
         for field in _SIZES
     }
@@ -222,31 +220,30 @@ def _in_parts(name: str, layer: MoELayer, mesh: ParallelMesh, given: bool | None
     noted = kept_sequence_parallel(layer) if given is None else given
     if noted is None:
         raise ValueError(
-            f"Expected sequence_parallel=True or False for {name or 'the layer'} with tp = "
-            f"{mesh.tp_size}, got neither. Say whether each tensor-parallel rank brings its own "
-            "part of the sequence, or call parallelize_tensors before."
+            f"Expected sequence_parallel=True or False for {name} with tp = {mesh.tp_size}, got "
+            "neither. Say whether each tensor-parallel rank brings its own part of the sequence, "
+            "or call parallelize_tensors before."
         )
     return noted
 
 
 def _refuse(name: str, layer: MoELayer, in_parts: bool, dispatcher: str) -> None:
-    where = f"in {name or 'the layer'}"
     if is_surrounded(layer):
         local = isinstance(layer.dispatcher, LocalDispatcher)
         got = "an earlier call's" if local else type(layer.dispatcher).__name__
         raise ValueError(
-            f"Expected a LocalDispatcher {where}, got {got}. Call parallelize_experts once, on a "
+            f"Expected a LocalDispatcher in {name}, got {got}. Call parallelize_experts once, on a "
             "model whose experts are not spread yet."
         )
     if dispatcher == "fixed" and layer.config.capacity_factor is None:
         raise ValueError(
-            f"Expected a capacity for dispatcher='fixed' {where}, got a dMoE, which drops no "
+            f"Expected a capacity for dispatcher='fixed' in {name}, got a dMoE, which drops no "
             "token. Take another dispatcher, or MoE."
         )
     check_sequence_parallel(layer, in_parts)
     if in_parts and layer.config.balance_over == "sequence":
         raise ValueError(
-            f"Expected whole sequences for balance_over='sequence' {where}, got sequence "
+            f"Expected whole sequences for balance_over='sequence' in {name}, got sequence "
             "parallelism, where a rank sees a part of each. Balance over micro_batch or "
             "global_batch, or pass sequence_parallel=False."
         )
@@ -261,27 +258,27 @@ def _refuse_held(model: nn.Module, layers: dict[str, MoELayer], ep: DeviceMesh) 
     for name, layer in layers.items():
         if not isinstance(layer.experts, Experts):
             raise ValueError(
-                f"Expected mb_layers' Experts in {name or 'the layer'}, got "
-                f"{type(layer.experts).__name__}, which cannot be split. What wraps them, adapters "
-                "say, comes after parallelize_experts; adapters of mb_layers.add_lora wrap nothing."
+                f"Expected mb_layers' Experts in {name}, got {type(layer.experts).__name__}, which "
+                "cannot be split. What wraps them, adapters say, comes after parallelize_experts; "
+                "adapters of mb_layers.add_lora wrap nothing."
             )
         if is_spread(layer.experts):
             raise ValueError(
-                f"Expected plain parameters in {name or 'the layer'}, got DTensors. Call "
-                "parallelize_experts before apply_data_parallel or fully_shard."
+                f"Expected plain parameters in {name}, got DTensors. Call parallelize_experts "
+                "before apply_data_parallel or fully_shard."
             )
         if layer.experts.working_copies:
             raise ValueError(
-                f"Expected the experts of {name or 'the layer'} without working copies, which "
-                "would stay behind. Call hold_working_copies last."
+                f"Expected the experts of {name} without working copies, which would stay behind. "
+                "Call hold_working_copies last."
             )
         if not others.isdisjoint(layer.experts.parameters()):
             raise ValueError(
-                f"Expected the experts of {name or 'the layer'} to share parameters with other "
-                "experts alone, got one that is some other module's too. Give that its own."
+                f"Expected the experts of {name} to share parameters with other experts alone, got "
+                "one that is some other module's too. Give that its own."
             )
         placement = Placement(layer.config.num_experts, ep.size(), ep.get_local_rank())
-        check_splits(layer.experts, placement, name or "the layer")
+        check_splits(layer.experts, placement, name)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -176,7 +176,7 @@ def symmetric_arena(nbytes: int, place: Place) -> tuple[Tensor, Tensor, Tensor, 
     return arena, table, error, handle
 
 
-def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None:
+def peer_problem(place: Place, device_type: str, hidden_sizes: Iterable[int]) -> str | None:
     """Why peers cannot write each other's memory here; None if they can. Equal on all ranks.
 
     Tries to allocate a few bytes. Collective over the ranks of `place`.
@@ -185,8 +185,9 @@ def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None
         return "the model is not on a GPU"
     if torch.version.hip is not None:
         return "on AMD it is compiled but not measured yet"
-    if hidden_size % 8:
-        return f"hidden_size = {hidden_size} is no multiple of 8"
+    for hidden_size in hidden_sizes:
+        if hidden_size % 8:
+            return f"hidden_size = {hidden_size} is no multiple of 8"
     mine = torch.cuda.current_device()
     where = of_all_ranks((socket.gethostname(), mine), place.group)
     if len({host for host, _ in where}) > 1:

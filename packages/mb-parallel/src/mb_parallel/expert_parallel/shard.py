@@ -33,10 +33,11 @@ def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, Devi
 
     This is the ep axis or, if there are more ranks than experts, a mesh (experts, width). That
     needs new groups, which all ranks have to make in the same order. So the pipeline's stages tell
-    each other what their layers need.
+    each other what their layers need, also those without layers. There is none where ep = 1.
     """
     ep, pp = mesh.axis("ep"), mesh.axis("pp")
-    assert ep is not None
+    if ep is None:
+        return {}
     here = set(numbers)
     everywhere = here if pp is None else set().union(*of_all_ranks(here, pp.get_group()))
     found = {}

@@ -32,6 +32,8 @@ from mb_parallel.expert_parallel.global_capacity import GlobalCapacity
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
+_SURROUNDED = "_mb_surrounded"  # on a layer that several ranks share
+
 
 def surround(
     layer: MoELayer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
@@ -63,6 +65,7 @@ def surround(
         return inner
 
     if shared:
+        setattr(layer, _SURROUNDED, True)
         layer.dispatcher = around(moves, config.capacity_factor)
         if layer.eval_dispatcher is not None:
             fixed = isinstance(layer.eval_dispatcher, FixedDispatcher)
@@ -81,9 +84,8 @@ def surround(
 
 
 def is_surrounded(layer: MoELayer) -> bool:
-    """Whether `surround` or its caller has made the layer one of several ranks'."""
-    here = isinstance(layer.dispatcher, LocalDispatcher)  # which may be left, under hooks
-    return not here or _count_sequences in layer._forward_pre_hooks.values()
+    """Whether the layer is one of several ranks', by `surround` or a dispatcher of the user's."""
+    return hasattr(layer, _SURROUNDED) or not isinstance(layer.dispatcher, LocalDispatcher)
 
 
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:

@@ -51,7 +51,7 @@ def shard_units(
         for unit in _units(keep_fp32, reshard, again=recomputed(model)):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
-    experts = _experts(model)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
     if mesh.dims.edp > 1:
         for sharing in _sharing(experts):
             _shard_experts(sharing, mesh, compute_dtype, reshard)
@@ -106,10 +106,6 @@ def _sharing(
         groups = [group for group in groups if group not in tied]
         groups.append([*(m for group in tied for m in group), module])
     return groups
-
-
-def _experts(model: nn.Module) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

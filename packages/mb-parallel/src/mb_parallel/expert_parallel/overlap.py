@@ -14,7 +14,6 @@ Letters: S rows to send, R received rows, D columns.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +23,11 @@ import torch.distributed as dist
 from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched, innermost
 from mb_layers.experts import Experts
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mb_parallel.expert_parallel.collectives import Place
+from mb_parallel.forwards import wrap_forward
 
 
 class Exchange:
@@ -133,10 +133,12 @@ def compute_in_chunks(experts: Experts) -> None:
 
     They then return a list of what `Exchange.begin` of each chunk's way home returned.
     """
-    experts.forward = functools.partial(_in_chunks, experts.forward)
+    wrap_forward(experts, _in_chunks)
 
 
-def _in_chunks(forward: Callable[[Dispatched], Tensor], dispatched: Dispatched) -> Any:
+def _in_chunks(
+    experts: nn.Module, forward: Callable[[Dispatched], Tensor], dispatched: Dispatched
+) -> Any:
     state = innermost(dispatched.state)
     if not isinstance(state, Chunks):
         return forward(dispatched)

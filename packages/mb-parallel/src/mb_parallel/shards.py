@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mb_parallel.engines import is_dtensor, is_under_way
 
@@ -32,36 +31,6 @@ def local(tensor: Tensor) -> Tensor:
 def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A stand-in for this rank's shard, in its order of elements, without memory."""
     return torch.empty_like(local(tensor).detach(), dtype=dtype, device="meta")
-
-
-class Unwritten:
-    """Set of parameters that were not written since they were noted, by autograd's count."""
-
-    def __init__(self) -> None:
-        self._versions: dict[Tensor, tuple[Any, ...]] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Unwritten, ()  # copies of the parameters were not noted
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        return self._versions.get(parameter) == _version(parameter)
-
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """From here on."""
-        self._versions |= {parameter: _version(parameter) for parameter in parameters}
-
-    def clear(self) -> None:
-        """Contain none."""
-        self._versions.clear()
-
-
-def _version(parameter: Tensor) -> tuple[Any, ...]:
-    """Changes with each write to a DTensor or its shard, and with storage."""
-    shard = local(parameter)
-    # An address alone would not do: of data that is replaced twice the second may lie where the
-    # first lay. The storage itself stays apart from all that come later while it is referred to.
-    storage = StorageWeakRef(shard.untyped_storage())
-    return parameter._version, shard._version, storage, shard.data_ptr()
 
 
 def local_grad(parameter: Tensor) -> Tensor:

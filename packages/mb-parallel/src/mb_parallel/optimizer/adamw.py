@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mb_parallel.arguments import above_0, is_pair
 from mb_parallel.optimizer.sharded import ShardedOptimizer
+from mb_parallel.optimizer.unwritten import Unwritten
 from mb_parallel.optimizer.working_copies import HALVES, WorkingCopies
-from mb_parallel.shards import Unwritten, local, local_grad, on_meta, zeros_like
+from mb_parallel.shards import local, local_grad, on_meta, zeros_like
 
 
 class AdamW(ShardedOptimizer):

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import floating, several
 from mb_parallel.engines import is_fsdp
-from mb_parallel.shards import Unwritten, local, shaped_like
+from mb_parallel.optimizer.unwritten import Unwritten
+from mb_parallel.shards import local, shaped_like
 
 HALVES = (torch.bfloat16, torch.float16)
 

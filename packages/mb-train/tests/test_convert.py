@@ -139,6 +139,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
             },
         ),
         ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("deepseek_v3", {"qk_rope_head_dim": 2}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),

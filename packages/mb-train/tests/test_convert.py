@@ -166,6 +166,20 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_without_a_shared_expert(tmp_path, kind):
+    """transformers has one of no width then, and saves it."""
+    model = theirs(kind, n_shared_experts=0)
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    for other in (load_trained(tmp_path / "run").model, back):
+        torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 def test_a_routers_bias_keeps_its_bits(tmp_path):
     """In bf16 it would be another choice of experts; transformers keeps it in fp32 too."""
     model = theirs("glm4_moe")

@@ -100,6 +100,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1}}, "mscale_all_dim of"),
         ("deepseek_v3", {"rope_parameters": LLAMA3}, "got --use-rope-scaling"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave of"),  # the same to their class
         ("deepseek_v3", {"attention_bias": True}, "attention_bias of"),
         ("deepseek_v3", {"head_dim": 16}, "head_dim of"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads of"),

@@ -84,7 +84,7 @@ def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 def deepseek_v3_fields(config: Json) -> dict[str, Any]:
     """V3, R1 and whoever has their class: latent attention."""
-    refuse(config, rope_interleave=(True, None))
+    refuse(config, rope_interleave=(True,))
     return decoder_fields(config) | _latent_fields(config) | _v3_experts(config)
 
 

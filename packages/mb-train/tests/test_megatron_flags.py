@@ -23,6 +23,8 @@ def test_settled_flags_are_answered_in_one_note():
         assert re.search(rf"{name}[,\w _-]* \({re.escape(answer)}\)", note), name
     assert parse(["--seed", "1"]).notes == ()
     assert not parse(arguments).values
+    (note,) = parse(["--mla-down-proj-fusion", "--multi-latent-attention"]).notes
+    assert note.endswith("here: --mla-down-proj-fusion (fusion is the kernels' own matter)")
 
 
 @pytest.mark.parametrize(

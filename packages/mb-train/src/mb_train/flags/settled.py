@@ -44,7 +44,7 @@ _ANSWERS: Mapping[str, str] = {
         --use-transformer-engine-op-fuser --disable-jit-fuser --moe-router-aux-loss-fusion
         --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
         --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
-        --scaled-upper-triang-masked-softmax-fusion=?
+        --scaled-upper-triang-masked-softmax-fusion=? --mla-down-proj-fusion
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline

@@ -77,7 +77,7 @@ _ANSWERS: Mapping[str, str] = {
     "the experts are always computed together": "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
     "there is one implementation": "--use-mcore-models --transformer-impl=1 --use-legacy-models",
     "it belongs to Megatron's text server, not to training": """
-        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
+        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1 --cache-mla-latents
     """,
     _NORMAL: "--init-method-xavier-uniform",
     "all ranks begin from one initialization": "--data-parallel-random-init",

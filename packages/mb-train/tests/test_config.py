@@ -333,7 +333,11 @@ REFUSED = [
     # What follows from these, the rows of a table and the width of a feed-forward, nobody has said.
     ({"position_embedding_type": "rope"}, "its --position-embedding-type is learned", False),
     ({"swiglu": True}, "its --swiglu is gelu_tanh, this run's is swiglu", False),
-    (LATENT | {"hidden_size": 32}, "its --multi-latent-attention is None, this run's is ", False),
+    (
+        LATENT | {"hidden_size": 32},
+        "its --multi-latent-attention is False, this run's is True",
+        False,
+    ),
     ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
     ({"optimizer": "sgd"}, "Expected --optimizer adam, with .* with --no-load-optim, or", True),
     ({"seq_length": 4}, "Expected --seq-length 8, with which the run", True),
@@ -347,6 +351,21 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     lines = check_changes(SAVED, config)
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
+
+
+def test_a_flag_is_named_with_its_own_value():
+    """Not with what it says together with others: widths of latents, numbers of YaRN."""
+    run = RUN | LATENT | {"rotary_scaling_factor": 4.0}
+    saved = dataclasses.asdict(TrainConfig(**run))
+    changed = TrainConfig(**run | {"rotary_scaling_factor": 8.0, "beta_fast": 16.0})
+    (line,) = check_changes(saved, changed)
+    assert line == (
+        "--rotary-scaling-factor / --beta-fast was 4.0 / 32.0 until now, and is 8.0 / 16.0 from "
+        "here on"
+    )
+    other = TrainConfig(**run | {"q_lora_rank": 12})
+    with pytest.raises(ValueError, match="its --q-lora-rank is None, this run's is 12"):
+        check_changes(saved, other)
 
 
 def test_the_micro_batch_is_what_a_retriever_learns_from():

@@ -141,6 +141,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
             },
         ),
         ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("deepseek_v3", {"qk_rope_head_dim": 2}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
@@ -165,6 +166,20 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert type(back) is type(model)
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_without_a_shared_expert(tmp_path, kind):
+    """transformers has one of no width then, and saves it."""
+    model = theirs(kind, n_shared_experts=0)
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    for other in (load_trained(tmp_path / "run").model, back):
+        torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
 def test_a_routers_bias_keeps_its_bits(tmp_path):

@@ -100,6 +100,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1}}, "mscale_all_dim of"),
         ("deepseek_v3", {"rope_parameters": LLAMA3}, "got --use-rope-scaling"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave of"),  # the same to their class
         ("deepseek_v3", {"attention_bias": True}, "attention_bias of"),
         ("deepseek_v3", {"head_dim": 16}, "head_dim of"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads of"),
@@ -208,6 +209,7 @@ def run_config(**fields):
         ({**DEEPSEEK, "qk_layernorm_epsilon": None}, "--qk-layernorm-epsilon 1e-05"),
         ({**DEEPSEEK, "qk_layernorm": False}, "--qk-layernorm False"),
         ({**DEEPSEEK, "moe_renormalize": True}, "--moe-renormalize True"),
+        ({**DEEPSEEK, "hidden_size": 30, "num_attention_heads": 4}, "--hidden-size to be a mult"),
         (
             {**DEEPSEEK, "rotary_scaling_factor": 4.0, "mscale": 0.5},
             r"--mscale-all-dim \('yarn', 4.0,",
@@ -241,6 +243,7 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     assert kind(**DEEPSEEK) == "deepseek_v2"
     assert kind(**DEEPSEEK, **biased) == "deepseek_v3"
+    assert kind(**DEEPSEEK, **biased, hidden_size=30, num_attention_heads=4) == "deepseek_v3"
     assert kind(**{**DEEPSEEK, "moe_num_experts": None}) == "deepseek_v3"
     assert kind(**GLM4_MOE) == kind(**GLM4_MOE, **one, num_layers=2) == "glm4_moe"
 

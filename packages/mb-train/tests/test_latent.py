@@ -193,7 +193,14 @@ def test_it_is_deepseeks_attention(case, interleave):
 
 @pytest.mark.parametrize(
     ("factor", "mscale", "all_dim", "trained_on"),
-    [(40.0, 1.0, 1.0, 4096), (40.0, 0.707, 1.3, 4096), (4.0, 1.0, 0.0, 512), (0.5, 1.0, 0.0, 64)],
+    [
+        (40.0, 1.0, 1.0, 4096),
+        (40.0, 0.707, 1.3, 4096),
+        (4.0, 1.0, 0.0, 512),
+        (0.5, 1.0, 0.0, 64),
+        (4.0, 1.0, 0.0, 4),  # no pair turns once
+        (4.0, 1.0, 0.0, 10**11),  # all pairs turn often
+    ],
 )
 def test_yarns_tables_are_those_of_transformers(factor, mscale, all_dim, trained_on):
     width = 64

@@ -23,6 +23,10 @@ def test_settled_flags_are_answered_in_one_note():
         assert re.search(rf"{name}[,\w _-]* \({re.escape(answer)}\)", note), name
     assert parse(["--seed", "1"]).notes == ()
     assert not parse(arguments).values
+    latent = ["--mla-down-proj-fusion", "--multi-latent-attention", "--cache-mla-latents"]
+    (note,) = parse(latent).notes
+    assert "here: --mla-down-proj-fusion (fusion is the kernels' own matter);" in note
+    assert "--cache-mla-latents (it belongs to Megatron's text server, not to training)" in note
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,9 @@ def _differences(
             continue
         # Of several fields behind one value, name those that differ.
         moved = [n for n in field_names if getattr(before, n) != getattr(now, n)]
+        if moved and any(isinstance(value, (list, tuple)) for value in (there, here)):
+            # What several flags say together is not what any of them says.
+            there, here = (" / ".join(str(getattr(r, n)) for n in moved) for r in (before, now))
         difference = " / ".join(map(flag_name, moved or field_names)), there, here
         if moved:
             yield difference

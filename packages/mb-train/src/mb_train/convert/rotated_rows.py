@@ -6,6 +6,7 @@ half with one of the second.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,6 @@ def as_neighbours(rows: Tensor, groups: int, rotated: int) -> Tensor:
 
 
 def _rearranged(rows: Tensor, groups: int, rotated: int, sizes: tuple[int, int]) -> Tensor:
-    found = rows.unflatten(0, (groups, -1)).clone()
-    found[:, -rotated:] = found[:, -rotated:].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
-    return found.flatten(0, 1)
+    by_group = rows.unflatten(0, (groups, -1))
+    turned = by_group[:, -rotated:].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+    return torch.cat([by_group[:, :-rotated], turned], dim=1).flatten(0, 1)

@@ -80,7 +80,9 @@ def _share_of_slow(pairs: int, scaling: RopeScaling, base: float, like: Tensor) 
     first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
     steps_W = torch.arange(pairs, device=like.device, dtype=like.dtype)
-    return ((steps_W - first) / max(last - first, 1e-3)).clamp(0, 1)
+    # Within a few tokens, or with a small base, the last may come before the first: none is slowed
+    # then, or all are, as everywhere else.
+    return ((steps_W - first) / (last - first or 1e-3)).clamp(0, 1)
 
 
 def rotate(x_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

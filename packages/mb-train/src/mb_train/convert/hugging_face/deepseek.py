@@ -84,7 +84,7 @@ def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 def deepseek_v3_fields(config: Json) -> dict[str, Any]:
     """V3, R1 and whoever has their class: latent attention."""
-    refuse(config, rope_interleave=(True, None))
+    refuse(config, rope_interleave=(True,))
     return decoder_fields(config) | _latent_fields(config) | _v3_experts(config)
 
 
@@ -112,7 +112,18 @@ def deepseek_v2_fields(config: Json) -> dict[str, Any]:
 
 
 def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
-    """Back."""
+    """Back.
+
+    Raises:
+        ValueError: sizes that V2's class refuses, needless as that is: V3's does not.
+    """
+    hidden, heads = whole(config.hidden_size), whole(config.num_attention_heads)
+    if hidden % heads:
+        raise ValueError(
+            "Hugging Face has no architecture for this model: the nearest, DeepseekV2ForCausalLM, "
+            f"wants --hidden-size to be a multiple of --num-attention-heads, got {hidden} and "
+            f"{heads}."
+        )
     limited = config.moe_router_num_groups is not None
     layers = whole(config.num_layers) - config.moe_first_k_dense
     return (

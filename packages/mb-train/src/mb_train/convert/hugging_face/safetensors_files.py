@@ -24,6 +24,9 @@ _POINTER = b"version https://git-lfs"
 class TensorFolder(OnDemand[tuple[Path, str]]):
     """The tensors of a folder by name, each read from its file when it is asked for.
 
+    Those without a single number are not among them: transformers writes such of maps that a model
+    has not, GLM-4.5's shared expert for one.
+
     Args:
         folder: holds model.safetensors, which comes first as for transformers, or shards with their
             index.
@@ -54,13 +57,13 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
                 raise ValueError(f"Expected {path}, found none.{why}")
             try:
                 with safe_open(path, "pt") as file:
-                    names = list(file.keys())
+                    shapes = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
             except Exception as error:  # the library has an exception of its own
                 with path.open("rb") as file:
                     pointer = file.read(len(_POINTER)) == _POINTER
                 why = "git-lfs has not fetched it: git lfs pull" if pointer else error
                 raise ValueError(f"{path} is damaged: {why}.") from None
-            for name in names:
+            for name in (name for name, shape in shapes.items() if 0 not in shape):
                 place = self.places.setdefault(name.removeprefix(prefix), (path, name))
                 if place != (path, name):
                     raise ValueError(f"{path} holds {name}, which {place[0]} holds as {place[1]}.")

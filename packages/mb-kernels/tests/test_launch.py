@@ -200,7 +200,8 @@ def later(launches, monkeypatch):
     """A kernel being compiled for ``X``, 17 and ``{"E": 4}``, and the thread that is at it."""
     kernel = Later()
     monkeypatch.setattr(direct.driver.active, "launcher_cls", kernel.launcher, raising=False)
-    listed = [launching.Launch(kernel, (3, 2), (X.to("meta"), 17), {"E": 4})]
+    with record() as listed:
+        launching.launch(kernel, (3, 2), X.to("meta"), 17, E=4)
     ahead = threading.Thread(target=direct.compile_beside, args=(listed, 2))
     ahead.start()
     while not direct._under_way:
@@ -399,3 +400,11 @@ def test_a_table_is_made_on_the_host_whatever_the_default_device_is():
     with torch.device("meta"):
         made = tables.table([[16, 5], [32, 6], [48, 7]], [1, 2, 3], torch.device("cpu"))
     assert made.tolist() == [[16, 32, 48, 0], [5, 6, 7, 0], [1, 3, 6, 2**62]]
+
+
+def test_products_and_sums_become_one_instruction_with_any_triton():
+    """Of which Triton 3.9 warns that 3.10 does not do it by itself."""
+    with record() as listed:
+        sum_of_squares([torch.empty(64, device="meta")])
+    assert all(launch.constants["enable_fp_fusion"] for launch in listed)
+    assert listed

@@ -436,6 +436,32 @@ def test_ranks_may_use_other_parameters_if_the_model_is_told(zero_stage):
             assert torch.equal(grads[name], torch.full((WIDTH, WIDTH), value))
 
 
+def in_turn(rank, world_size, zero_stage):
+    """Gradients of two branches of one size, each used by all ranks in one of two micro-batches."""
+    model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
+    model.forward = lambda x, name: model[name](x)
+    mesh = ParallelDims(dp_replicate=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+    try:
+        for m, name in enumerate("ab"):
+            set_gradient_sync(model, m == 1)
+            model(torch.full((2, WIDTH), rank + m + 1.0), name).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return {name: full(model[name].weight.grad) for name in model}
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_micro_batches_of_replicas_do_not_mix_up_branches(zero_stage):
+    """Torch before 2.15 gave the second branch the first one's gradient too, without an error."""
+    for grads in run_ranks(in_turn, 2, zero_stage):
+        if zero_stage > 1 and torch_release() < (2, 15):
+            assert "use the same parameters of ModuleDict" in grads
+            continue
+        for name, value in {"a": 2 * (1 + 2.0), "b": 2 * (2 + 3.0)}.items():
+            assert torch.equal(grads[name], torch.full((WIDTH, WIDTH), value))
+
+
 def gives_up(rank, world_size, zero_stage, dtype, replicas):
     """The norms of a step alone, and after one whose gradients were dropped, in several ways."""
     dims = ParallelDims(dp_replicate=replicas, dp_shard=world_size // replicas)

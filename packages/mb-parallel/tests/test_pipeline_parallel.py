@@ -2,6 +2,7 @@
 
 import gc
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -10,6 +11,7 @@ import tiny_gpt
 import torch
 from mb_layers.moe import MoELayer
 from mb_parallel import ParallelDims, apply_data_parallel
+from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher, Place
 from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.pipeline_parallel import (
@@ -352,6 +354,47 @@ def test_a_stage_without_states_for_the_next_is_told_so():
     stage.stage_index, stage.leaving = 0, (torch.empty(2, 8, 16, device="meta"),)
     with _refused("stage 0 to return x [2, 8, 16] in torch.float32, by the pipeline's hidden_size"):
         stage._checked(None)
+
+
+class Twice(torch.nn.Module):
+    """A stage that uses its weights twice."""
+
+    def __init__(self, index):
+        super().__init__()
+        torch.manual_seed(index)
+        self.first, self.last = index == 0, index == 3
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.layer(self.layer(x).tanh())
+        return tiny_gpt.Output(x, {"loss": x.square().sum()} if self.last else {}, None, {})
+
+
+def _uses_twice(rank, world_size):
+    mesh = ParallelDims(pp=2).build("cpu")
+    schedule = "interleaved-zero-bubble"
+    indices = stage_indices(schedule, pp_size=2, pp_rank=rank, stages_per_rank=2)
+    stages = [Twice(index) for index in indices]
+    pipeline = Pipeline(stages, mesh, schedule=schedule, first_input="x", hidden_size=4)
+    batches = [{"x": torch.full((1, 2, 4), m + 1.0)} for m in range(2)]
+    pipeline.step(batches)
+    whole = [Twice(index) for index in range(4)]
+    for batch in batches:
+        x = batch["x"]
+        for stage in whole:
+            x = stage(x).x
+        x.square().sum().backward()
+    for index, stage in zip(indices, stages, strict=True):
+        for p, alone in zip(stage.parameters(), whole[index].parameters(), strict=True):
+            torch.testing.assert_close(p.grad, alone.grad)
+
+
+def test_weights_used_twice_in_a_schedule_of_halves():
+    """Torch 2.11 counted the gradient through both uses twice, without an error."""
+    old = torch_release() < (2, 13)
+    wanted = pytest.raises(RuntimeError, match="weights that a stage's pass uses once")
+    with wanted if old else nullcontext():
+        run_ranks(_uses_twice, 2)
 
 
 def test_a_sequence_that_the_tp_ranks_cannot_share_is_refused():

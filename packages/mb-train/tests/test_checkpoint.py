@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import host_copy, read, snapshot, writer
+from mb_train.checkpoint.metadata import read_metadata
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder import checksums
@@ -34,7 +35,7 @@ from mb_train.folder.run_folder import (
     read_saved_run,
 )
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 
 def make(width=5, seed=0):
@@ -393,6 +394,26 @@ def test_a_foreign_metadata_file_runs_nothing(tmp_path, content):
     with pytest.raises(CheckpointError, match=says):
         load_checkpoint(path, *make())
     assert not hasattr(Metadata, "changed")
+
+
+def test_what_torch_2_15_wrote_is_read_by_any_torch(tmp_path, monkeypatch):
+    known = TensorProperties.__getstate__
+    model, optimizer = make()
+    step(model, optimizer)
+    with monkeypatch.context() as later:  # it adds strides
+        later.setattr(TensorProperties, "__getstate__", lambda self: (*known(self)[:5], (3, 1)))
+        path = save(tmp_path, model, optimizer)
+    other, other_optimizer = make(seed=1)
+    load_checkpoint(path, other, other_optimizer)
+    assert torch.equal(model[0].weight, other[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["pathlib._local\nPosixPath", "pathlib\nWindowsPath"])
+def test_a_place_on_another_python_or_system_is_no_damage(tmp_path, kind):
+    """Python 3.13 calls its paths so; a checkpoint's metadata says where it was written."""
+    (tmp_path / ".metadata").write_bytes(f"c{kind}\n(S'there'\ntR.".encode())
+    with pytest.raises(CheckpointError, match="is no checkpoint's metadata"):
+        read_metadata(tmp_path / ".metadata")
 
 
 def test_tensors_that_cannot_be_read_are_no_checkpoint(tmp_path):

@@ -76,9 +76,12 @@ def test_gpus_need_shared_memory_to_exchange_through(monkeypatch, size, gpus, fo
 
 @pytest.mark.parametrize("lacking", [None, "compiler", "cache"])
 def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
-    pytest.importorskip("triton")
+    build = pytest.importorskip("triton.runtime.build")
     if shutil.which("gcc") is None:
         pytest.skip("needs a C compiler")
+    find = getattr(build, "_find_compiler", None)
+    if find is not None:  # Triton 3.8 looks at CC once in a process
+        monkeypatch.setattr(build, "_find_compiler", find.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cache = tmp_path / "cache"

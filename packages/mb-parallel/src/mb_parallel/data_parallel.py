@@ -73,7 +73,9 @@ def apply_data_parallel(
     All ranks have to use the same parameters between two reductions of gradients, because FSDP2
     sends those that there are, in order. For a model whose branches depend on the data call
     `model.set_reduce_scatter_unused_params(True)` afterwards (from torch 2.13 on): a gradient that
-    a rank lacks then counts as zero. In stage 0 a backward pass says so (ValueError).
+    a rank lacks then counts as zero. In stage 0 a backward pass says so (ValueError), and with
+    `dp_replicate` > 1 also in stages 2 and 3, before torch 2.15, where the micro-batches of a step
+    use different ones.
 
     All ranks of the mesh call this together, and what one refuses all refuse.
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointFunction
 
 from mb_parallel.engines import torch_release
+from mb_parallel.gradient_sync import groups_of, has_gradient
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.recompute import recomputed
 from mb_parallel.shards import local
@@ -130,9 +131,42 @@ def _shard(
         if not parameter.is_contiguous():  # a transposed weight, which `fully_shard` refuses
             parameter.data = parameter.data.contiguous()
     fully_shard(unit, ignored_params=set(ignored_params), **options)
+    if options["mesh"].ndim > 1 and torch_release() < (2, 15):
+        for group in groups_of(unit[0]):
+            group.post_backward = _SameParameters(group)
     look = _Reentrant()
     for module in unit:
         module.register_forward_pre_hook(look, prepend=True)
+
+
+class _SameParameters:
+    """A group's `post_backward`, which refuses micro-batches that FSDP2 would mix up.
+
+    Among replicas of sharded groups a group keeps what its ranks have added up of the micro-batches
+    before the last: one tensor of the parameters that had gradients, end to end. Before torch 2.15
+    the next micro-batch is added to it as it is, even if it has gradients of other parameters.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._reduce = group, group.post_backward
+        self._kept: list[int] = []
+
+    def __call__(self, *args: Any) -> None:
+        group = self._group
+        used = [i for i, held in enumerate(group.fsdp_params) if has_gradient(held)]
+        unused_too = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
+        if used and group.reduce_grads and not unused_too:
+            if group._partial_reduce_output is not None and used != self._kept:
+                names = (type(module).__name__.removeprefix("FSDP") for module in group.modules)
+                raise ValueError(
+                    "Expected all micro-batches of a step to use the same parameters of "
+                    f"{', '.join(names)}, got one that uses others than the one before: torch "
+                    f"{torch.__version__} would mix their gradients up. Call the model's "
+                    "set_reduce_scatter_unused_params(True) (from torch 2.13 on), or take "
+                    "zero_stage 0 or 1, or torch 2.15."
+                )
+            self._kept = used
+        self._reduce(*args)
 
 
 class _Reentrant:

@@ -125,18 +125,25 @@ def _groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters in a module."""
     found: Any = getattr(module, _UNITS, None)
     for unit in filter(is_fsdp, module.modules()) if found is None else found:
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-        yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+        yield from groups_of(unit)
+
+
+def groups_of(unit: Any) -> Iterator[Any]:
+    """FSDP2's groups of parameters of a module that it shards, without those further in."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+    yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
 
 def _holds(group: Any) -> bool:
     """Whether a group has gradients that ranks have not added up."""
-    return group._partial_reduce_output is not None or any(
-        held.unsharded_accumulated_grad is not None
-        or getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
-        for held in group.fsdp_params
-    )
+    return group._partial_reduce_output is not None or any(map(has_gradient, group.fsdp_params))
+
+
+def has_gradient(held: Any) -> bool:
+    """Whether a parameter of a group has a gradient that was not reduced at all."""
+    whole = getattr(held, "_unsharded_param", None)
+    return held.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Launches Triton kernels, or lists them so that they can be compiled without a GPU."""
 
+import os
 import warnings
 from typing import Any
 
@@ -12,6 +13,10 @@ except (ImportError, AttributeError) as missing:  # a name that Triton keeps for
         f"mb_kernels launches by Triton's public call, some 10 us slower: {missing}.", stacklevel=2
     )
     direct = None
+
+# Products and sums become one instruction, as they did where kernels were measured and compared:
+# Triton 3.10 no longer does so by itself, and 3.9 warns of it. Triton's own variable goes first.
+_OPTIONS = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -29,6 +34,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     By the shorter path of ``runtime.direct`` if it can, else by Triton's ``kernel[grid]``.
     """
+    constants |= _OPTIONS
     if (listed := recorded()) is not None:
         listed.append(Launch(kernel, grid, args, constants))
     elif direct is None or not direct.launch(kernel, grid, args, constants):

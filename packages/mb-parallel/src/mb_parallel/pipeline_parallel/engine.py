@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from mb_layers.losses import attach_aux_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel.counts import step_counts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
@@ -70,7 +73,8 @@ class Stage(PipelineStage):
         rest = {name: value for name, value in batch.items() if name != passing.first_input}
         received = args[0] if len(args) == 1 else args
         x = batch[passing.first_input] if self.is_first else received
-        output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
+        with _each_weight_once() if self.in_halves else nullcontext():
+            output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
         passing.reported[self.stage_index, "metric"].append(_kept(output.metrics))
         if self.is_last:
             passing.reported[self.stage_index, "loss"].append(_kept(output.losses))
@@ -181,3 +185,32 @@ class Stage(PipelineStage):
 def _kept(reported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies: the next micro-batch may write into these, such as a counter or a graph's output."""
     return {name: value.detach().clone() for name, value in reported.items()}
+
+
+@contextmanager
+def _each_weight_once() -> Generator[None]:
+    """Within: a module whose weights this pass has used is refused, before torch 2.13.
+
+    The halves of its backward passes count what goes through both uses twice, without an error.
+    """
+    used: set[int] = set()
+
+    def note(module: nn.Module, _: Any) -> None:
+        mine = {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
+        if torch.is_grad_enabled() and not used.isdisjoint(mine):
+            raise ValueError(
+                "Expected weights that a stage's pass uses once, in a schedule of backward passes "
+                f"in halves, got those of a {type(module).__name__} a second time, whose gradient "
+                f"would be wrong with torch {torch.__version__}. Take interleaved-1f1b or torch "
+                "2.13."
+            )
+        used.update(mine)
+
+    if torch_release() >= (2, 13):
+        yield
+        return
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,10 +24,16 @@ _METADATA_CLASSES = {
     },
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+
+# Where the checkpoint lay when it was written. Pure paths stand for it: those of another system
+# cannot be made here, and Python 3.13 names a module of which 3.12 knows nothing.
+_PATHS = {
+    f"{pure}{name}": path
+    for name, path in (("PosixPath", PurePosixPath), ("WindowsPath", PureWindowsPath))
+    for pure in ("", "Pure")
+}
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -70,7 +77,14 @@ def read_metadata(path: Path, also: Callable[[str, str], Any] = lambda *_: None)
     return metadata
 
 
+# What torch 2.11 to 2.14 write of a tensor in TensorProperties: dtype, layout and three more. Torch
+# 2.15 adds strides behind them, of which earlier releases make an error, and no reader asks.
+_PROPERTIES = 5
+
+
 class _MetadataUnpickler(Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = dict(Unpickler.dispatch)
+
     def __init__(self, file: Any, also: Callable[[str, str], Any]) -> None:
         super().__init__(file)
         self._also = also
@@ -78,9 +92,20 @@ class _MetadataUnpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return _PATHS[name]
         if (found := dtype_named(module, name) or self._also(module, name)) is not None:
             return found
         raise CheckpointError(
             f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
             "it may be meant to run code. Refusing to load it."
         )
+
+    def load_build(self) -> None:
+        """As the original's, also of what a later torch wrote."""
+        made, state = self.stack[-2:]
+        if type(made).__name__ == "TensorProperties" and isinstance(state, tuple):
+            self.stack[-1] = state[:_PROPERTIES]
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build

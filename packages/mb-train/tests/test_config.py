@@ -81,6 +81,12 @@ def test_defaults_derive_from_sizes():
         ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
         ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
+        ({"squared_relu": True, "glu": True}, r"one activation, got --glu and --squared-relu\.$"),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+            "--use-rope-scaling or --rotary-seq-len-interpolation-factor, got both",
+        ),
+        ({"use_rope_scaling": True}, "rope with slowed rotations, got learned"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         (
             {"post_layernorm": True, "apply_residual_connection_post_layernorm": True},
@@ -158,6 +164,8 @@ def test_defaults_derive_from_sizes():
         ({"valid_data_path": ["a"]}, "--train-data-path with --valid-data-path, got none"),
         ({"merge_file": "merges.txt"}, "--vocab-file with --merge-file, got none"),
         ({"vocab_file": "v.txt", "tokenizer": "gpt2"}, "--tokenizer or Megatron's tokenizer"),
+        ({"tokenizer_model": "t", "tokenizer": "gpt2"}, "tokenizer flags, got 'gpt2' and 't'"),
+        ({"vocab_file": "v", "tokenizer_model": "t"}, "Expected --tokenizer-type with --vocab"),
         ({"model": "t5"}, "--decoder-seq-length with --model t5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -202,6 +210,15 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
 def test_what_latent_attention_cannot_have_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         TrainConfig(**{**RUN, **LATENT, **change})
+
+
+def test_what_can_work_beside_another_is_not_refused():
+    config = TrainConfig(**RUN | {"hidden_size": 33, "kv_channels": 6}, squared_relu=True)
+    assert (config.head_size, config.activation_name) == (6, "squared_relu")
+    both = {"vocab_file": "v", "tokenizer_model": "t", "tokenizer_type": "TikTokenizer"}
+    assert TrainConfig(**RUN, **both, glu=True, activation="reglu").is_glu
+    assert TrainConfig(**RUN | LATENT, rope_type="rope").rope_scaling is None
+    assert TrainConfig(**RUN, apply_residual_connection_post_layernorm=True)
 
 
 def test_yarn_is_the_default_of_latent_attention_alone():

@@ -223,6 +223,8 @@ def test_words_are_joined_again():
     cut = " King , Jr . , said ? ! ( ) . ; ' so ' ( [ a ] ( b ) ) \n = = = = = A \n . . . 5 \xb0 C "
     whole = " King, Jr., said ?! () .;'so' ([a] ( b) )\n===== A\n. .. 5\xb0C "
     assert detokenized(cut) == whole
+    cut = "( a ) \n = = = = B = = = = \n = = = C = = = \n"
+    assert detokenized(cut) == "(a)\n==== B ====\n=== C ===\n"
 
 
 def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
@@ -383,6 +385,9 @@ def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harne
     (greedy,) = asked(max_gen_toks=6)
     for length in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert asked(2, **{length: 6}, do_sample=False, temperature=0.7) == [greedy, greedy]
+    short = greedy[: greedy.index(greedy[3])]
+    for until in (greedy[3], ["no such", greedy[3]]):
+        assert asked(max_gen_toks=6, until=until) == [short]
     drawn = asked(8, max_gen_toks=6, do_sample=True, temperature=2.0)
     assert len(set(drawn)) > 4
     assert drawn == asked(8, max_gen_toks=6, temperature=2.0, num_beams=1)

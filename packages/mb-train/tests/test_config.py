@@ -10,7 +10,7 @@ from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
 from mb_train.plan.sizing import sizes
-from mb_train.tasks.architecture import expert_config
+from mb_train.tasks.architecture import expert_config, transformer_config
 
 RUN = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8,
@@ -81,6 +81,12 @@ def test_defaults_derive_from_sizes():
         ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
         ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
+        ({"squared_relu": True, "glu": True}, r"one activation, got --glu and --squared-relu\.$"),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+            "--use-rope-scaling or --rotary-seq-len-interpolation-factor, got both",
+        ),
+        ({"use_rope_scaling": True}, "rope with slowed rotations, got learned"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         (
             {"post_layernorm": True, "apply_residual_connection_post_layernorm": True},
@@ -158,6 +164,8 @@ def test_defaults_derive_from_sizes():
         ({"valid_data_path": ["a"]}, "--train-data-path with --valid-data-path, got none"),
         ({"merge_file": "merges.txt"}, "--vocab-file with --merge-file, got none"),
         ({"vocab_file": "v.txt", "tokenizer": "gpt2"}, "--tokenizer or Megatron's tokenizer"),
+        ({"tokenizer_model": "t", "tokenizer": "gpt2"}, "tokenizer flags, got 'gpt2' and 't'"),
+        ({"vocab_file": "v", "tokenizer_model": "t"}, "Expected --tokenizer-type with --vocab"),
         ({"model": "t5"}, "--decoder-seq-length with --model t5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -204,6 +212,15 @@ def test_what_latent_attention_cannot_have_is_refused(change, says):
         TrainConfig(**{**RUN, **LATENT, **change})
 
 
+def test_what_can_work_beside_another_is_not_refused():
+    config = TrainConfig(**RUN | {"hidden_size": 33, "kv_channels": 6}, squared_relu=True)
+    assert (config.head_size, config.activation_name) == (6, "squared_relu")
+    both = {"vocab_file": "v", "tokenizer_model": "t", "tokenizer_type": "TikTokenizer"}
+    assert TrainConfig(**RUN, **both, glu=True, activation="reglu").is_glu
+    assert TrainConfig(**RUN | LATENT, rope_type="rope").rope_scaling is None
+    assert TrainConfig(**RUN, apply_residual_connection_post_layernorm=True)
+
+
 def test_yarn_is_the_default_of_latent_attention_alone():
     latent, rope = TrainConfig(**RUN | LATENT), {"position_embedding_type": "rope"}
     assert (latent.latent_sizes, latent.head_size) == ([None, 32, 128, 64, 128], 192)
@@ -216,6 +233,33 @@ def test_yarn_is_the_default_of_latent_attention_alone():
     assert TrainConfig(**RUN | rope | longer).rope_scaling is None
     ordinary = TrainConfig(**RUN | rope | longer, rope_type="yarn")
     assert (ordinary.rope_scaling, ordinary.latent_sizes) == (numbers, None)
+
+
+def test_every_choice_of_a_model_reaches_it():
+    values = {
+        "layernorm_epsilon": (1e-3, "norm_eps"), "qk_layernorm_epsilon": (1e-4, "qk_norm_eps"),
+        "rotary_base": (5e3, "rope_base"), "rotary_percent": (0.5, "rope_fraction"),
+        "attention_scale": (0.3, "attention_scale"), "init_method_std": (0.5, "init_std"),
+        "attention_dropout": (0.2, "attention_dropout"), "hidden_dropout": (0.4, "hidden_dropout"),
+        "post_layernorm": (True, "post_norm"), "fp32_residual_connection": (True, "fp32_residual"),
+        "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
+        "position_embedding_type": ("rope", "positions"),
+    }  # fmt: skip
+    others = {
+        "normalization": "RMSNorm", "qk_layernorm": True, "use_rope_scaling": True, "swiglu": True,
+        "untie_embeddings_and_output_weights": True, "moe_num_experts": 2, "moe_first_k_dense": 1,
+    }  # fmt: skip
+    said = {name: value for name, (value, _) in values.items()}
+    made = transformer_config(TrainConfig(**RUN | said | others), 64)
+    assert {name: getattr(made, name) for _, name in values.values()} == {
+        name: value for value, name in values.values()
+    }
+    after = {"apply_residual_connection_post_layernorm": True}
+    every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, after))]
+    defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
+    alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
+    assert not alike  # a new field wants its choice above
+    assert transformer_config(TrainConfig(**RUN), 64).qkv_bias
 
 
 @pytest.mark.parametrize("name", RECIPES)

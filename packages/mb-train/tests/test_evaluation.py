@@ -143,6 +143,32 @@ def test_a_last_word_is_encoded_as_it_stands_in_its_text(trained, tmp_path):
     assert found[0]["loss"] == pytest.approx(-log_prob(trained, [4, 3], 5)[0], abs=1e-5)
 
 
+def test_a_strict_last_word_is_all_of_its_tokens(trained, tmp_path):
+    letters = SimpleNamespace(encode=lambda text: [ord(c) % 31 for c in text], prepend_bos=False)
+    model = SimpleNamespace(**vars(trained) | {"tokenizer": letters})
+    path = lines(tmp_path / "lambada.jsonl", "ab cd", "fg  h ")
+    words = [(letters.encode("ab"), letters.encode(" cd")), (letters.encode("fg"), [1, 11])]
+    total = 0.0
+    for before, tokens in words:
+        for token in tokens:
+            total -= log_prob(trained, before, token)[0]
+            before = [*before, token]
+    found = task_of("lambada")(model, path, EvalOptions(strict=True))
+    assert found["loss"] == pytest.approx(total / 5, abs=1e-5)
+    path = lines(path, "ab cd", "fgh")
+    total = -sum(
+        log_prob(trained, letters.encode(before), letters.encode(last)[0])[0]
+        for before, last in (("ab c", "d"), ("fg", "h"))
+    )
+    found = task_of("lambada")(model, path, EvalOptions())
+    assert found["loss"] == pytest.approx(total / 2, abs=1e-5)
+    for text, encode in (("alone", letters.encode), ("two words", lambda _: [])):
+        path.write_text(text)
+        model.tokenizer = SimpleNamespace(encode=encode, prepend_bos=False)
+        with pytest.raises(ValueError, match="Expected at least two words in"):
+            task_of("wikitext")(model, path, EvalOptions())
+
+
 def test_texts_begin_as_documents_do(trained, tmp_path, harness):
     begun = Words()
     begun.prepend_bos, begun.bos = True, 29
@@ -197,6 +223,8 @@ def test_words_are_joined_again():
     cut = " King , Jr . , said ? ! ( ) . ; ' so ' ( [ a ] ( b ) ) \n = = = = = A \n . . . 5 \xb0 C "
     whole = " King, Jr., said ?! () .;'so' ([a] ( b) )\n===== A\n. .. 5\xb0C "
     assert detokenized(cut) == whole
+    cut = "( a ) \n = = = = B = = = = \n = = = C = = = \n"
+    assert detokenized(cut) == "(a)\n==== B ====\n=== C ===\n"
 
 
 def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
@@ -249,6 +277,8 @@ def test_wrong_input_is_said(trained, tmp_path):
             task_of("lambada")(model, lines(path, text), EvalOptions())
     with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):
         task_of("hellaswag")
+    with pytest.raises(ValueError, match="Expected a batch of at least 1, got 0"):
+        EvalOptions(batch_size=0)
     path.write_text("")
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"holds no text|at least two"):
@@ -355,6 +385,9 @@ def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harne
     (greedy,) = asked(max_gen_toks=6)
     for length in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert asked(2, **{length: 6}, do_sample=False, temperature=0.7) == [greedy, greedy]
+    short = greedy[: greedy.index(greedy[3])]
+    for until in (greedy[3], ["no such", greedy[3]]):
+        assert asked(max_gen_toks=6, until=until) == [short]
     drawn = asked(8, max_gen_toks=6, do_sample=True, temperature=2.0)
     assert len(set(drawn)) > 4
     assert drawn == asked(8, max_gen_toks=6, temperature=2.0, num_beams=1)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import mb_data
 import numpy as np
@@ -18,6 +19,7 @@ from mb_train.inference.generate import (
     continue_tokens,
     text_behind,
 )
+from mb_train.loading import load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -196,11 +198,15 @@ def test_the_cache_changes_no_token(kind):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
     model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
     prompts = [[3], [5, 6, 7, 8, 9], [1, 2]]
-    options = {"vocab_size": 30, "context": 12, "ends": [4]}
+    ended = 0
     for seed in range(3):  # beyond the context, and with rows that end
+        options = {"vocab_size": 30, "context": 12, "ends": range(0, 30, 5) if seed else [4]}
+        options["seeds"] = range(seed, seed + 3)  # of one seed they would end together
         how = Sampling(seed=seed, temperature=2.0)
         plain = first(continue_tokens(model, prompts, how, **options, cached=False), 20)
         assert first(continue_tokens(model, prompts, how, **options), 20) == plain
+        ended += sum(None in step for step in plain[:7])
+    assert ended  # while the others go on from the cache
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +238,21 @@ def test_text_moves_no_random_numbers_of_the_callers(run):
     generator = Generator.of_run(run, "cpu")
     generator.complete(["def f("], Sampling(top_k=5), max_new_tokens=3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.0])
+def test_prompts_go_on_together_unless_one_takes_the_others_places(run, capacity):
+    trained = load_trained(run, "cpu")
+    config = replace(trained.config, moe_capacity_factor=capacity)
+    generator = Generator(replace(trained, config=config))
+    steps = generator.stream([[0, 7], "a"], Sampling(), max_new_tokens=2, likeliest=1)
+    told = list(steps)  # what was told is no longer changed
+    lengths = [[(len(one.tokens), len(one.likelihoods)) for one in step] for step in told]
+    together, apart = [(1, 1), (2, 2)], [[(1, 1), (0, 0)], [(2, 2), (0, 0)]]
+    expected = [[n, n] for n in together]
+    if capacity:
+        expected = apart + [[(2, 2), n] for n in together]
+    assert lengths == expected
 
 
 def test_several_prompts_print_what_each_would(run, capsys):

@@ -78,6 +78,12 @@ def test_answers_are_the_nearest_blocks(corpus, tmp_path, kind, capsys):
         assert [answer.title for answer in answers] == [title for title, _ in best]
         want = [score for _, score in best]
         assert [answer.score for answer in answers] == pytest.approx(want, abs=1e-4)
+        documents = [json.loads(line) for line in (folder / "text.jsonl").open()]
+        whole = {one["title"]: one["text"].lower().replace(".", " ") for one in documents}
+        for answer in answers:
+            words = answer.text.replace("[UNK]", "").split()  # the full stops
+            assert len(words) >= 2
+            assert " ".join(words) in " ".join(whole[answer.title].split())
     else:
         assert len(answers) <= 2
         assert answers[0].score <= best[0][1] + 1e-4
@@ -153,15 +159,21 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
 
 
 def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, monkeypatch):
-    folder, _, _ = corpus
+    folder, _, tokenizer = corpus
     index = tmp_path / "index"
     monkeypatch.chdir(folder)
+    with mb_data.IndexedDatasetBuilder("named", np.uint16) as builder:
+        for _ in range(12):
+            builder.add_document(tokenizer.encode("w5"))
     index.mkdir()
     for name in ("vectors.faiss", "blocks.npy", "index.json"):
         (index / name).touch()
-    build_index(
-        folder / "run", "x_text_sentence", index, titles="x_title_document", say=lambda line: None
-    )
+    build_index(folder / "run", "x_text_sentence", index, titles="named", say=lambda line: None)
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     monkeypatch.chdir(tmp_path)
-    assert Retriever(folder / "run", index).ask("w3", 1)[0].title
+    retriever = Retriever(folder / "run", index)
+    assert retriever.ask("w3", 1)[0].title == "w5"
+    # Of a long query as much as the model reads: 16 tokens, [CLS] and [SEP] among them.
+    assert retriever.ask("w3 w4 " * 20, 3) == retriever.ask("w3 w4 " * 7, 3)
+    with pytest.raises(ValueError, match="at least one answer to be asked for, got 0"):
+        retriever.ask("w3", 0)

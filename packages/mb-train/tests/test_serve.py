@@ -8,6 +8,7 @@ import random
 import socket
 import sys
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.inference.completions import Answer, Request, Told
-from mb_train.inference.generate import Generator
+from mb_train.inference.generate import Generator, Likelihood, Sampling
 from mb_train.inference.service import Service
 
 pytest.importorskip("httpx")
@@ -176,6 +177,25 @@ def test_likelihoods_of_a_long_text_decode_each_token_a_few_times():
     pieces = [token for token in range(256) if of([token]) == "\N{REPLACEMENT CHARACTER}"][:3]
     told = answer.choice(0, "", None, Told([*pieces, 64], [None] * 4, []))["logprobs"]
     assert told["text_offset"] == [0, 1, 2, 3]  # of no character, each is seen as one
+    # Streamed, in whole characters and behind other tokens.
+    told = Told(tokens[:60], [None] * 60, tokens[-5:])
+    whole = answer.choice(0, "", None, told)["logprobs"]
+    ends = [at for at in range(61) if not of(tokens[:at]).endswith("\N{REPLACEMENT CHARACTER}")]
+    parts = [
+        answer.choice(0, "", None, told._replace(tokens=tokens[:end]), begin)["logprobs"]
+        for begin, end in pairwise(ends)
+    ]
+    joined = {name: [one for part in parts for one in part[name]] for name in whole}
+    assert joined == {name: all_of[: ends[-1]] for name, all_of in whole.items()}
+
+
+def test_of_pieces_that_look_alike_the_likeliest_is_told():
+    tokenizer = load_tokenizer("gpt2")
+    first, second, third = [n for n in range(256) if tokenizer.decode([n]) == "\ufffd"][:3]
+    found = Likelihood(-1.0, {second: -0.5, third: -3.0})
+    answer = Answer(SimpleNamespace(logprobs=2), "run", tokenizer)
+    (top,) = answer.choice(0, "", None, Told([first], [found], []))["logprobs"]["top_logprobs"]
+    assert top == {"\ufffd": -0.5}
 
 
 def test_a_text_begins_as_documents_do(generator, monkeypatch):
@@ -228,6 +248,7 @@ def test_the_model_is_named(client):
         ([], "a JSON object"),
         ({"prompt": 3}, "prompt to be a text"),
         ({"prompt": [[97], [True]]}, "prompt to be a text, tokens"),
+        ({"prompt": [97, "b"]}, "prompt to be a text, tokens"),
         ({"prompt": [128]}, "tokens in [0, 128), got 128"),
         ({"prompt": "a" * 17, "echo": True, "max_tokens": 0}, "at most 16 tokens"),
         ({"prompt": ["a", "aaa"], "max_tokens": 14}, "at most 16 tokens together"),
@@ -240,7 +261,11 @@ def test_the_model_is_named(client):
         ({"temperature": True}, "temperature to be a number"),
         ({"temperature": 10**400}, "temperature to be a number, got one of 401 digits"),
         ({"top_p": 0}, "top-p"),
+        ({"top_k": -1}, "top-k"),
+        ({"n": 0}, "n of at least 1, got 0"),
         ({"stop": [""]}, "not empty"),
+        ({"stop": 3}, "stop to be a text or a list of texts"),
+        ({"stop": ["a", 3]}, "stop to be a text or a list of texts"),
         ({"logprobs": 21}, "logprobs of at least 0 and at most 20, got 21"),
         ({"best_of": 2}, "best_of is not supported"),
         ({"suffix": "b"}, "suffix is not supported"),
@@ -431,6 +456,15 @@ def test_defaults_are_openais():
         False,
         None,
     )
+
+
+def test_what_is_given_is_taken():
+    drawn = {"temperature": 2, "top_p": 0.5, "top_k": 3}
+    request = Request.of_json({"prompt": ["a", [98]], "n": 2, "seed": 5} | drawn)
+    assert request.seeds == [5, 6, 5, 6]
+    assert request.sampling == Sampling(temperature=2.0, top_p=0.5, top_k=3)
+    most = Request.of_json({"prompt": ["a"] * 64, "n": 2, "logprobs": 20})
+    assert (len(most.seeds), most.logprobs) == (128, 20)
 
 
 def test_a_place_that_cannot_be_listened_at_is_said():

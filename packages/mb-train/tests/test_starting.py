@@ -399,11 +399,25 @@ def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     (tmp_path / "parts.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"Expected JSON in .*parts\.json, got It is nested"):
         named.data_words()
+    for parts, says in (
+        ({"train": [], "valid": ["a"], "test": []}, "Expected data of train in"),
+        ({"train": ["a"], "valid": ["b", 1], "test": []}, "--per-split-data-args-path: .* got b 1"),
+        (["train", "valid", "test"], "Expected lists of train, valid and test in"),
+    ):
+        (tmp_path / "parts.json").write_text(json.dumps(parts))
+        with pytest.raises(ValueError, match=says):
+            named.data_words()
     with pytest.raises(ValueError, match="one of the ways to name data, got --data-path and --dat"):
         TrainConfig(**recipe("quickstart"), data_path=["a"], data_args_path="b")
-    (tmp_path / "words").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="words to be text, got 'utf-8' codec can't decode"):
-        TrainConfig(**recipe("quickstart"), data_args_path=f"{tmp_path}/words").data_words()
+    from_file = TrainConfig(**recipe("quickstart"), data_args_path=f"{tmp_path}/words")
+    for words, says in (
+        (b"\xff", "words to be text, got 'utf-8' codec can't decode"),
+        (b"\n", "Expected data paths in .*words, got an empty file"),
+        (b"a 1", "--data-args-path: .* got a 1"),
+    ):
+        (tmp_path / "words").write_bytes(words)
+        with pytest.raises(ValueError, match=says):
+            from_file.data_words()
 
 
 def test_whole_documents_with_their_middle_last(tmp_path, capsys):

@@ -29,6 +29,24 @@ def gpt(**change) -> GPTTask:
     return GPTTask(TrainConfig(**{**sizes, **run, **change}), vocab_size=16, eod=EOD)
 
 
+def test_a_retriever_is_made_of_what_was_asked_for(monkeypatch):
+    config = TrainConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=7, micro_batch_size=2,
+        train_iters=1, lr=1.0, model="ict", query_in_block_prob=0.3, use_one_sent_docs=True,
+        titles_data_path="titles", retriever_score_scaling=True, split="8,1,1",
+    )  # fmt: skip
+    task = one_process_task(config, SimpleNamespace(cls=1, sep=2, pad=0), vocab_size=16)
+    monkeypatch.setattr(mb_data, "build_ict_datasets", lambda prefix, **how: {"": prefix, **how})
+    found = task.build_datasets(["a"], (1, 2, None))
+    expected = {"": "a", "titles_prefix": "titles", "query_in_block_prob": 0.3, "seq_length": 7}
+    expected |= {"use_one_sent_docs": True, "num_samples": (1, 2, None), "split": "8,1,1"}
+    assert found | expected == found
+    for several in (["a", "b"], {"train": ["a"]}):
+        with pytest.raises(ValueError, match="one --data-path for --model ict, got several"):
+            task.build_datasets(several, (1, 2, None))
+    assert task.build_model(compute_dtype=torch.float32).scale == 1 / 4
+
+
 def test_labels_are_the_next_tokens():
     batch = gpt().collate(SAMPLES)
     assert batch.keys() == {"tokens_BS", "labels_BS", "weights_BS"}

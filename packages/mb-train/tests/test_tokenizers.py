@@ -81,7 +81,10 @@ def test_a_folder_is_kept_and_a_known_name_is_none(tmp_path, monkeypatch):
     keep_tokenizer(of_folder, tmp_path / "run")
     kept = tmp_path / "run" / "tokenizer" / "bytes"
     assert sorted(p.name for p in kept.iterdir()) == ["merges.txt", "vocab.json"]
+    (kept / "merges.txt").write_text("of another run")
+    keep_tokenizer(of_folder, tmp_path / "run")
     shutil.move("bytes", "gpt2")
+    keep_tokenizer(of_folder, tmp_path / "run", tmp_path / "run")  # the copies are the files
     assert load_tokenizer(of_folder, tmp_path / "run").fingerprint == before
     with pytest.raises(ValueError, match="bytes"):
         load_tokenizer(of_folder)

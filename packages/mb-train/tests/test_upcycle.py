@@ -73,7 +73,11 @@ def test_it_computes_what_the_dense_model_did(tmp_path, capsys, fields, flags):
 def test_a_mistral_becomes_a_mixtral(tmp_path):
     dense = dense_run(tmp_path / "dense", **GATED)
     words = ["--num-experts", "4", "--moe-aux-loss-coeff", "0.1", str(dense), str(tmp_path / "run")]
+    torch.manual_seed(7)
     assert main(["upcycle", *words]) == 0
+    assert torch.initial_seed() == 7
+    config = load_trained(tmp_path / "run").config
+    assert (config.moe_num_experts, config.moe_top_k) == (4, 2)
     said = []
     export_model(tmp_path / "run", tmp_path / "theirs", say=said.append)
     assert said[0].startswith("MixtralForCausalLM")
@@ -96,6 +100,19 @@ def test_what_computes_otherwise_is_said_and_what_has_no_copy_refused(tmp_path, 
         assert not run.exists()
     assert main([*four, "--no-moe-renormalize"]) == 0
     assert "it does not compute what the dense model did" in capsys.readouterr().out
+    others = (
+        ["--moe-renormalize-p", "2"],
+        ["--moe-router-topk-scaling-factor", "2"],
+        ["--moe-num-zero-experts", "1"],
+        ["--moe-capacity-factor", "1"],
+    )
+    for number, flags in enumerate(others):
+        torch.manual_seed(number)
+        assert main([*four[:2], str(tmp_path / f"{number}"), *four[3:], *flags]) == 0
+        assert "it does not compute what the dense model did" in capsys.readouterr().out
+    # New weights are of the run's own seed, whatever else was drawn in the process.
+    first, second = (load_trained(tmp_path / name).model.state_dict() for name in "01")
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
     idle = ["--moe-renormalize-p", "2", "--no-moe-renormalize", "--moe-grouped-gemm"]
     assert main([*four[:2], str(tmp_path / "more"), *four[3:], *idle]) == 0
     said = capsys.readouterr().out

@@ -154,7 +154,7 @@ def deepseek_v2_lite() -> Recipe:
         # 0.001 in each layer; ours is a mean over the 26 with experts.
         "moe_loss_weight": 0.026, "moe_balance_over": "sequence",
         "micro_batch_size": 2, "global_batch_size": 4608, "train_iters": 302_000,
-        "lr": 4.2e-4, "min_lr": 4.2e-5, "lr_warmup_iters": 2000, "init_method_std": 0.006,
+        "lr": 4.2e-4, "min_lr": 4.2e-5, "lr_warmup_fraction": 1 / 151, "init_method_std": 0.006,
     }  # fmt: skip
 
 

@@ -34,7 +34,6 @@ from mb_train.checkpoint.tensors import (
     named_parameters,
     named_tensors,
     optimizer_entries,
-    second_names,
     state_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
@@ -96,8 +95,6 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
     _check_sums(path, alone=alone)
     reader = SafeReader(path)
     shapes = _saved_shapes(path, reader.read_metadata())
-    for name in second_names(model):  # earlier checkpoints hold these too
-        shapes.pop(name, None)
     if optimizer is not None:
         _make_optimizer_state(optimizer)
         if not state_names(shapes) and any(optimizer_entries(model, optimizer)):

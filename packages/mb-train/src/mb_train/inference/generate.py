@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mb_train.data.tokenizers import beginning, further_ends
+from mb_train.data.tokenizers import beginning, further_ends, preceding
 from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
@@ -274,7 +274,7 @@ class Generator:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
-        return [*self.beginning(prompt), *tokens] or [self.tokenizer.eod]
+        return [*self.beginning(prompt), *tokens] or preceding(self.tokenizer)
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:

@@ -26,6 +26,7 @@ from mb_train.data.datasets import on_rank_zero_first
 from mb_train.data.same import check_same_data, identity
 from mb_train.data.sample import sample_corpus
 from mb_train.folder.run_folder import checkpoints, find_checkpoint
+from mb_train.logs.boards import Boards
 from mb_train.logs.run_log import read_log
 from mb_train.train import loop
 
@@ -136,9 +137,9 @@ def test_boards_are_closed_where_setting_up_fails(run, monkeypatch, what):
             raise OSError(28, "No space left on device")
         return "cpu"
 
-    def opened(config):
+    def opened(config, say):
         calls.append("opened")
-        return [board]
+        return Boards([board], config, say)
 
     monkeypatch.setattr(mb_train.train.run, "open_boards", opened)
     monkeypatch.setattr(mb_train.train.run, what, fail)

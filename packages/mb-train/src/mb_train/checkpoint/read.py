@@ -37,7 +37,7 @@ from mb_train.checkpoint.tensors import (
     state_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
-from mb_train.folder.run_folder import checkpoints, iteration_of
+from mb_train.folder.run_folder import checkpoints, iteration_of, others
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
@@ -80,10 +80,9 @@ def _removal_told(path: Path) -> Generator[None]:
     except CheckpointError as error:
         if path.is_dir():
             raise
-        there = checkpoints(path.parent)
-        hint = f" There is {there[-1]}: give that to --load." if there else ""
         raise CheckpointError(
-            f"{path} was removed while it was read, as a run with --keep-checkpoints does.{hint}"
+            f"{path} was removed while it was read, as a run with --keep-checkpoints does."
+            f"{others(path.parent)}"
         ) from error
 
 

@@ -20,6 +20,7 @@ import mb_data.text.worker
 import numpy as np
 import pytest
 from mb_data import WorkerDiedError
+from mb_data.system import try_lock
 from mb_data.text.sources import find_sources
 from preprocess_helpers import documents, output_bytes, preprocess, random_records, write
 
@@ -254,6 +255,24 @@ def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch, n
         warnings.catch_warnings(action="error"),
     ):
         preprocess(source, tmp_path / "out", workers=1)
+
+
+def test_a_run_that_ends_at_the_last_moment_is_no_lack_of_locks(tmp_path, monkeypatch):
+    module, held = "mb_data.text.partial_output", [True]
+
+    def taken(descriptor):
+        if held:
+            held.pop()
+            (tmp_path / "out.partial" / "lock").unlink()
+            return False
+        return try_lock(descriptor)
+
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    monkeypatch.setattr(f"{module}.LOCK_PATIENCE", -1.0)
+    monkeypatch.setattr(f"{module}.try_lock", taken)
+    with warnings.catch_warnings(action="error"):
+        preprocess(source, tmp_path / "out", workers=1)
+    assert documents(tmp_path / "out_text_document") == [[64]]
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):

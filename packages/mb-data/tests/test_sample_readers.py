@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def test_a_reader_heeds_no_signal_but_the_last(bert):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"ended by signal 9.*--num-workers"):
                 read([5])
+
+
+@pytest.mark.skipif(shutil.which("false") is None, reason="needs a program that ends at once")
+def test_a_reader_that_never_began_is_told_by_the_first_call(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    dataset = bytes(1 << 20)  # more than a pipe holds
+    ended = pytest.raises(WorkerDiedError, match=r"ended with exit code 1.*--num-workers")
+    with SampleReaders(dataset, 1) as read, ended:
+        read([5])
 
 
 def test_a_call_that_is_broken_off_leaves_no_answer_to_the_next(bert, monkeypatch):

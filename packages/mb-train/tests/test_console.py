@@ -107,7 +107,7 @@ def test_a_reader_that_has_gone_is_a_terminal_that_has_closed():
     with stop_signals() as stop:
         said = Console(stream=Failing(errno.EPIPE))
         said.say("one")
-        assert stop.name == "SIGHUP"
+        assert stop.reason == "SIGHUP"
         said.say("two")
 
 

@@ -22,12 +22,14 @@ from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import snapshot
 from mb_train.cli import main
 from mb_train.data.batches import DataError, check_tokens
-from mb_train.data.datasets import on_rank_zero_first
 from mb_train.data.same import check_same_data, identity
 from mb_train.data.sample import sample_corpus
 from mb_train.folder.run_folder import checkpoints, find_checkpoint
+from mb_train.logs.boards import Boards
 from mb_train.logs.run_log import read_log
+from mb_train.machine.rank_zero import on_rank_zero_first
 from mb_train.train import loop
+from mb_train.train.own_folder import only_writer
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -136,9 +138,9 @@ def test_boards_are_closed_where_setting_up_fails(run, monkeypatch, what):
             raise OSError(28, "No space left on device")
         return "cpu"
 
-    def opened(config):
+    def opened(config, say):
         calls.append("opened")
-        return [board]
+        return Boards([board], config, say)
 
     monkeypatch.setattr(mb_train.train.run, "open_boards", opened)
     monkeypatch.setattr(mb_train.train.run, what, fail)
@@ -526,9 +528,6 @@ def test_data_is_compared_by_what_was_saved_of_it():
     }  # fmt: skip
     said = []
     check_same_data(now, now, said.append)
-    before = dict(now)  # of a run that did not write these down
-    del before["sentence_samples"], before["shuffled_epochs"], before["cycle"]
-    check_same_data(before, now, said.append)
     assert said == []
     check_same_data(now | {"shuffled_epochs": [[2]]}, now, said.append)
     assert "shuffles [[1, 1]] passes through its data as one, not [[2]]" in said.pop()
@@ -611,20 +610,21 @@ def test_setting_up_is_part_of_the_time_a_run_has(run, monkeypatch, capsys):
     assert "stopping at iteration 1: --exit-duration-in-mins 0.01" in capsys.readouterr().out
 
 
-def _unforeseen(rank, _):
+def _heard(rank, _, checkpoint):
     def make():
         raise KeyError("of a library's")
 
-    try:
+    with pytest.raises(RuntimeError if rank else KeyError) as unforeseen:
         on_rank_zero_first(make)
-    except (KeyError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    with pytest.raises(ValueError, match="which is a checkpoint"), only_writer(checkpoint):
+        pass
+    return str(unforeseen.value)
 
 
-def test_other_ranks_do_not_wait_for_data_that_fails_unforeseen():
-    first, second = run_ranks(_unforeseen, 2, timeout_s=30)
-    assert first.startswith("KeyError")
-    assert second.startswith("RuntimeError: Making the data failed on rank 0: KeyError")
+def test_other_ranks_do_not_wait_for_what_fails_on_rank_zero(tmp_path):
+    (tmp_path / "run.json").touch()
+    first, second = run_ranks(_heard, 2, str(tmp_path), timeout_s=30)
+    assert second == f"Rank 0 failed: KeyError: {first}"
 
 
 def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):

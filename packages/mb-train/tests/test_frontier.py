@@ -32,6 +32,7 @@ def start(iteration=0, *, shape=(6, 512), seed=1, iters=100, device="H200", **ex
     return {
         "event": "start", "iteration": iteration, "ranks": 1, "device": device,
         "parameters": shape[0] * shape[1] ** 2 * 12, "iterations": iters, "config": config,
+        "tokens_per_sample": S,
     }  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import mb_data
 import numpy as np
@@ -89,15 +91,16 @@ def test_wrong_sampling_is_refused(wrong):
         Sampling(**wrong)
 
 
+SIZES = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 4,
+    "micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "moe_num_experts": 2,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
 def small_model(**fields):
     torch.manual_seed(0)
-    base = {
-        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 4,
-        "micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "moe_num_experts": 2,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0,
-    }  # fmt: skip
-    config = TrainConfig(**base | fields)
-    return GPT(transformer_config(config, 32)).eval()
+    return GPT(transformer_config(TrainConfig(**SIZES | fields), 32)).eval()
 
 
 def first(steps, count=10**6):
@@ -295,9 +298,11 @@ def spelling(monkeypatch):
     """A generator that goes on through the alphabet, and ends a document after "z"."""
     import mb_train.inference.generate as module
 
-    generator = Generator.__new__(Generator)
-    generator.model, generator.tokenizer, generator.context = None, Letters(), 8
-    generator._together, generator.ends = True, frozenset([Letters.eod])
+    config = TrainConfig(**SIZES)
+    checkpoint = Path("run") / "iter_0000001"
+    generator = Generator(
+        SimpleNamespace(model=None, tokenizer=Letters(), config=config, checkpoint=checkpoint)
+    )
 
     def alphabet(model, prompts, sampling, *, ends, **_):
         (eod,) = ends

@@ -61,7 +61,7 @@ def test_answers_are_the_nearest_blocks(corpus, tmp_path, kind, capsys):
     assert sorted(path.name for path in index.iterdir()) == [
         "blocks.npy", "index.json", "vectors.faiss",
     ]  # fmt: skip
-    retriever = Retriever(run, index)
+    retriever = Retriever(run, index, lists=64)
     query = "w3 w1 w20"
     answers = retriever.ask(query, 100 if kind == "Flat" else 2)
     rows = np.load(index / "blocks.npy").tolist()
@@ -97,7 +97,7 @@ def test_of_an_index_in_lists_as_many_are_searched_as_asked(corpus, tmp_path, ca
     found = {}
     for kind in ("Flat", "IVF4,Flat", "L2norm,IVF4,Flat"):
         build_index(run, prefix, tmp_path / kind, kind=kind, say=lambda line: None)
-        found[kind] = Retriever(run, tmp_path / kind).ask("w3 w1 w20", 100)
+        found[kind] = Retriever(run, tmp_path / kind, lists=64).ask("w3 w1 w20", 100)
     texts = {kind: {answer.text for answer in answers} for kind, answers in found.items()}
     assert texts["IVF4,Flat"] == texts["L2norm,IVF4,Flat"] == texts["Flat"]
     assert found["IVF4,Flat"][0].text == found["Flat"][0].text
@@ -171,7 +171,7 @@ def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, mo
     build_index(folder / "run", "x_text_sentence", index, titles="named", say=lambda line: None)
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     monkeypatch.chdir(tmp_path)
-    retriever = Retriever(folder / "run", index)
+    retriever = Retriever(folder / "run", index, lists=64)
     assert retriever.ask("w3", 1)[0].title == "w5"
     # Of a long query as much as the model reads: 16 tokens, [CLS] and [SEP] among them.
     assert retriever.ask("w3 w4 " * 20, 3) == retriever.ask("w3 w4 " * 7, 3)

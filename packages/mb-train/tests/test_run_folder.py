@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 
@@ -62,22 +61,6 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         for name in ("weights", "words/list"):
             (draft / name).write_text("whole")
     assert len(files) == 2
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there folders are not synced")
-def test_a_file_system_that_syncs_no_folders(tmp_path, monkeypatch):
-    def fsync(descriptor, fsync=os.fsync):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    number = errno.EINVAL
-    write_text(tmp_path / "file", "whole")
-    assert (tmp_path / "file").read_text() == "whole"
-    number = errno.EIO
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        write_text(tmp_path / "file", "lost")
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

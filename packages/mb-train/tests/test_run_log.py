@@ -7,7 +7,7 @@ import types
 import pytest
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
-from mb_train.logs.boards import open_boards
+from mb_train.logs.boards import Boards, open_boards
 from mb_train.logs.run_log import RunLog, read_log
 from mb_train.train import train
 
@@ -35,7 +35,7 @@ def board(monkeypatch, **switches):
     module.SummaryWriter = _Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     config = TrainConfig(**RUN, tensorboard_dir="boards", **switches)
-    log = RunLog(None, open_boards(config), config)
+    log = RunLog(None, open_boards(config, print))
     log.write("start", iteration=0)
     log.write(
         "train", iteration=5, consumed_samples=40, losses={"lm loss": 2.0}, lr=0.1, grad_norm=3.0,
@@ -91,7 +91,7 @@ def test_weights_and_biases(monkeypatch):
     config = TrainConfig(
         **RUN, wandb_project="moe", wandb_exp_name="a", save="runs/a", wandb_entity="us"
     )
-    log = RunLog(None, open_boards(config), config)
+    log = RunLog(None, open_boards(config, print))
     log.write("eval", iteration=5, place="iteration 5", losses={"lm loss": 2.5})
     log.close()
     assert points == [(5, {"lm loss validation": 2.5}), "end"]
@@ -100,16 +100,16 @@ def test_weights_and_biases(monkeypatch):
     assert started["config"]["hidden_size"] == 16
     module.init = lambda **settings: {}["no API key"]
     with pytest.raises(ValueError, match="--wandb-project moe: 'no API key'"):
-        open_boards(config)
+        open_boards(config, print)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
-        open_boards(config)
+        open_boards(config, print)
 
 
 def test_tensorboard_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
-        open_boards(TrainConfig(**RUN, tensorboard_dir="boards"))
+        open_boards(TrainConfig(**RUN, tensorboard_dir="boards"), print)
 
 
 @pytest.mark.parametrize(("module", "flag"), [
@@ -134,7 +134,8 @@ def test_a_board_that_fails_is_left_out_and_ends_no_run():
         name="A", add=lambda *_: {}["full"], close=lambda: points.append(0)
     )
     fine = types.SimpleNamespace(name="B", add=lambda *a: points.append(a), close=lambda: 1 / 0)
-    log = RunLog(None, [full, fine], None, said.append)
+    config = TrainConfig(**RUN, log_validation_ppl_to_tensorboard=True)
+    log = RunLog(None, Boards([full, fine], config, said.append))
     for iteration in (5, 6):
         log.write("eval", iteration=iteration, place="x", losses={"loss": 0.0})
     log.close()

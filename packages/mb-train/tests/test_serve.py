@@ -9,12 +9,14 @@ import socket
 import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from mb_data import load_tokenizer
 from mb_train.cli import main
+from mb_train.config import TrainConfig
 from mb_train.inference.completions import Answer, Request, Told
 from mb_train.inference.generate import Generator, Likelihood, Sampling
 from mb_train.inference.service import Service
@@ -55,12 +57,21 @@ class Alphabet(torch.nn.Module):
         return logits_BSV if at_B is None else logits_BSV[torch.arange(len(at_B)), at_B]
 
 
+def made_of(model, tokenizer):
+    """A generator that computes one prompt at a time, in a context of 16 letters."""
+    config = TrainConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=16, micro_batch_size=1,
+        train_iters=1, lr=1.0, moe_num_experts=2, moe_capacity_factor=1.0,
+    )  # fmt: skip
+    checkpoint = Path("run") / "iter_0000001"
+    return Generator(
+        SimpleNamespace(model=model, tokenizer=tokenizer, config=config, checkpoint=checkpoint)
+    )
+
+
 @pytest.fixture(scope="module")
 def generator():
-    made = Generator.__new__(Generator)
-    made.model, made.tokenizer, made.context, made._together = Alphabet(), Letters(), 16, False
-    made.ends = frozenset([made.tokenizer.eod])
-    return made
+    return made_of(Alphabet(), Letters())
 
 
 @pytest.fixture
@@ -334,8 +345,7 @@ def test_a_request_waits_for_the_last_step_of_a_client_that_went_away(generator)
             self.inside -= 1
             return super().logits(tokens_BS, at_B=at_B)
 
-    slow = Generator.__new__(Generator)
-    slow.__dict__.update(generator.__dict__, model=Slow())
+    slow = made_of(Slow(), Letters())
 
     async def clients():
         service = Service(slow, "run")
@@ -383,9 +393,8 @@ def test_texts_become_tokens_and_tokens_texts_beside_the_event_loop(generator, s
             return super().decode(tokens)
 
     async def answered():
-        telling = Generator.__new__(Generator)
-        telling.__dict__.update(generator.__dict__, tokenizer=Told())
-        service, body = Service(telling, "run"), {"prompt": "ab", "max_tokens": 8}
+        service = Service(made_of(Alphabet(), Told()), "run")
+        body = {"prompt": "ab", "max_tokens": 8}
         body |= {"temperature": 0, "stop": "e", "n": 2, "logprobs": 2, "echo": True}
         asked = await service.understand(body)
         if stream:

@@ -16,7 +16,7 @@ def test_a_signal_raises_the_flag_and_nothing_else(name):
         assert not flag
         os.kill(os.getpid(), number)
         assert flag
-        assert flag.name == name
+        assert flag.reason == name
     assert signal.getsignal(number) is before
 
 
@@ -25,7 +25,7 @@ def test_a_second_ctrl_c_ends_at_once(others):
     with stop_signals() as flag:
         for name in others:
             os.kill(os.getpid(), getattr(signal, name))
-            assert flag.name == name
+            assert flag.reason == name
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -161,9 +161,8 @@ def preprocess(
         "sentences": [splitter.code, keep_newlines] if splitter else None,
         "dtype": job.dtype.str,
         "block_bytes": block_bytes,
+        "keep_empty": keep_empty,
     }
-    if keep_empty:
-        settings["keep_empty"] = True
     skip = on_error == "skip"
     resume = not any(source.stream for source in sources)
     with PartialOutput(

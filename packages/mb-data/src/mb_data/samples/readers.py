@@ -8,6 +8,7 @@ process takes nothing from the loop but the reading of a pipe.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -64,7 +65,8 @@ class SampleReaders:
         self._readers = [_Reader() for _ in range(processes)]
         self._free: SimpleQueue[_Reader] = SimpleQueue()
         for reader in self._readers:
-            reader.send(pickled)
+            with contextlib.suppress(BrokenPipeError):  # it has ended: the first call tells
+                reader.send(pickled)
             self._free.put(reader)
 
     def __call__(self, indices: Sequence[int]) -> list[Any]:
@@ -109,9 +111,7 @@ class _Reader:
         try:
             self.send(question)
             done, value = pickle.load(self._process.stdout)
-        except WorkerDiedError:
-            raise
-        except (EOFError, pickle.UnpicklingError):  # the second where it died within an answer
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):  # the last: within an answer
             raise self._ended() from None
         except BaseException:  # a Ctrl-C: the next call would take the rest of this answer for its
             self._broken_off = True
@@ -123,11 +123,8 @@ class _Reader:
 
     def send(self, pickled: bytes) -> None:
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(pickled)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
+        self._process.stdin.write(pickled)
+        self._process.stdin.flush()
 
     def close(self) -> None:
         self._process.communicate()

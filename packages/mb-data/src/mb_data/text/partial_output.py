@@ -13,7 +13,6 @@ given. A directory of that name that holds anything else is always refused.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -242,35 +241,35 @@ class PartialOutput:
                 lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             except FileNotFoundError:  # the other run has just finished
                 continue
-            try:
-                if try_lock(lock):
-                    with contextlib.suppress(FileNotFoundError):
-                        if os.fstat(lock).st_ino == path.stat().st_ino:
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.close, lock)
+                try:
+                    free = try_lock(lock)
+                except OSError as error:  # as on some network file systems
+                    warnings.warn(
+                        f"{self.directory}: this file system has no locks ({error.strerror}); see "
+                        "that no other run writes the same output",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                    stack.pop_all()
+                    return lock
+                with contextlib.suppress(FileNotFoundError):  # likewise
+                    if free and os.fstat(lock).st_ino == path.stat().st_ino:
+                        with naming(path):
                             os.ftruncate(lock, 0)
                             os.lseek(lock, 0, os.SEEK_SET)
                             os.write(lock, str(os.getpid()).encode())
-                            return lock
-                elif time.monotonic() > give_up:
-                    owner = path.read_bytes()[:20].decode() or "unknown"
-                    os.close(lock)
-                    raise ValueError(
-                        f"another run (process {owner}) is writing {self.directory.stem}; "
-                        "wait for it or choose another --output-prefix"
-                    )
-                else:
-                    time.sleep(0.05)
-            except OSError as error:  # as on some network file systems
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    os.close(lock)
-                    raise OSError(error.errno, error.strerror, str(path)) from None
-                warnings.warn(
-                    f"{self.directory}: this file system has no locks ({error.strerror}); see that "
-                    "no other run writes the same output",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return lock
-            os.close(lock)
+                        stack.pop_all()
+                        return lock
+                    if not free and time.monotonic() > give_up:
+                        owner = path.read_bytes()[:20].decode() or "unknown"
+                        raise ValueError(
+                            f"another run (process {owner}) is writing {self.directory.stem}; "
+                            "wait for it or choose another --output-prefix"
+                        )
+            if not free:
+                time.sleep(0.05)
 
 
 def is_unfinished(folder: str) -> bool:

@@ -34,11 +34,10 @@ from mb_train.checkpoint.tensors import (
     named_parameters,
     named_tensors,
     optimizer_entries,
-    second_names,
     state_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
-from mb_train.folder.run_folder import checkpoints, iteration_of
+from mb_train.folder.run_folder import checkpoints, iteration_of, others
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
@@ -81,10 +80,9 @@ def _removal_told(path: Path) -> Generator[None]:
     except CheckpointError as error:
         if path.is_dir():
             raise
-        there = checkpoints(path.parent)
-        hint = f" There is {there[-1]}: give that to --load." if there else ""
         raise CheckpointError(
-            f"{path} was removed while it was read, as a run with --keep-checkpoints does.{hint}"
+            f"{path} was removed while it was read, as a run with --keep-checkpoints does."
+            f"{others(path.parent)}"
         ) from error
 
 
@@ -96,8 +94,6 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
     _check_sums(path, alone=alone)
     reader = SafeReader(path)
     shapes = _saved_shapes(path, reader.read_metadata())
-    for name in second_names(model):  # earlier checkpoints hold these too
-        shapes.pop(name, None)
     if optimizer is not None:
         _make_optimizer_state(optimizer)
         if not state_names(shapes) and any(optimizer_entries(model, optimizer)):

@@ -57,7 +57,7 @@ def retrieve(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("query", help="in words")
     parser.add_argument("--index", help="folder of the index; default RUN/index")
     parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")
-    parser.add_argument(
+    parser.add_argument(  # 64 of IVF1024 hold a sixteenth of the blocks
         "--lists", type=int, default=64,
         help="of an index of a kind IVF...: how many of its lists to search; default 64",
     )  # fmt: skip

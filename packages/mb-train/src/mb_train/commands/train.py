@@ -17,7 +17,6 @@ from mb_train import __version__
 from mb_train.config import TrainConfig
 from mb_train.flags.command_line import CommandLine
 from mb_train.flags.starting import resolve_start
-from mb_train.folder.history import recover
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
@@ -91,6 +90,7 @@ def _complete(start: Start, config: TrainConfig) -> None:
     print(f"{start.checkpoint} is at iteration {start.saved.iteration}, the end of this run.")
     if config.save is None or Path(config.save) != folder:
         return
+    from mb_train.folder.history import recover
     from mb_train.folder.lock import locked
 
     with contextlib.suppress(OSError), locked(folder):  # a folder that is another's to write

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
 from mb_data import Tokenizer
-from mb_parallel import rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.data.batches import check_tokens
 from mb_train.data.named import Named, named_data
 from mb_train.data.same import identity
 from mb_train.data.sample import sample_corpus
+from mb_train.machine.rank_zero import on_rank_zero_first
 from mb_train.tasks import Dataset, Task
-
-T = TypeVar("T")
 
 # Samples whose tokens are looked at before a run begins; the others when they are read.
 _LOOKED_AT = 8
@@ -94,25 +91,3 @@ def prepare_data(
     cyclic = config.dataloader_type == "cyclic"
     shown = identity(train, files, sources[0].weights(), cyclic=cyclic)
     return Data(train, valid, test, shown)
-
-
-def on_rank_zero_first(make: Callable[[], T]) -> T:
-    """Rank 0 makes the files, the others find them made; a failure on rank 0 fails all."""
-    if world_size() == 1:
-        return make()
-    result = failure = told = None  # `told` is what the other ranks hear
-    if rank() == 0:
-        try:
-            result = make()
-        except (ValueError, OSError) as error:
-            failure = told = error
-        except Exception as error:  # unforeseen: rank 0 shows it, the others must not wait for it
-            said = f"Making the data failed on rank 0: {type(error).__name__}: {error}"
-            failure, told = error, RuntimeError(said)
-    verdict = [told]
-    dist.broadcast_object_list(verdict, src=0)
-    if failure is not None:
-        raise failure
-    if verdict[0] is not None:
-        raise verdict[0]
-    return make() if result is None else result

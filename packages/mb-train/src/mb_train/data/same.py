@@ -77,28 +77,27 @@ def check_same_data(
             "Expected the data this run began with, got files of the same sizes that begin with "
             f"other tokens or documents, or stand in another order. {way}"
         )
-    if before.get("weights") != now["weights"]:
+    if before["weights"] != now["weights"]:
         say(
-            f" note: the data sets were drawn from by weights of {before.get('weights')} until "
-            f"now, by {now['weights']} from here on: other samples come, some a second time"
+            f" note: the data sets were drawn from by weights of {before['weights']} until now, by "
+            f"{now['weights']} from here on: other samples come, some a second time"
         )
-    if before.get("epochs") != now["epochs"]:
+    if before["epochs"] != now["epochs"]:
         say(
             f" note: a run of this length passes {now['epochs']} times through its data, not "
-            f"{before.get('epochs')}: samples come in another order from here"
+            f"{before['epochs']}: samples come in another order from here"
         )
-    # Runs of before this and the following were written down have none.
-    elif before.get("shuffled_epochs", now["shuffled_epochs"]) != now["shuffled_epochs"]:
+    elif before["shuffled_epochs"] != now["shuffled_epochs"]:
         say(
             f" note: a run of this length shuffles {now['shuffled_epochs']} passes through its "
             f"data as one, not {before['shuffled_epochs']}: samples come in another order from here"
         )
-    if before.get("sentence_samples", now["sentence_samples"]) != now["sentence_samples"]:
+    if before["sentence_samples"] != now["sentence_samples"]:
         say(
             f" note: a run of this length shuffles {now['sentence_samples']} samples of its data, "
             f"not {before['sentence_samples']}: they come in another order from here"
         )
-    if before.get("cycle", now["cycle"]) != now["cycle"]:
+    if before["cycle"] != now["cycle"]:
         say(
             f" note: a run of this length shuffles {now['cycle']} samples in each cycle, not "
             f"{before['cycle']}: they come in another order from here"

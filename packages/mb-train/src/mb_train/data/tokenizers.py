@@ -80,6 +80,15 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.bos] if tokenizer.prepend_bos else []
 
 
+def preceding(tokenizer: Tokenizer) -> list[int]:
+    """What a text stands behind, a token at least: `beginning`, else the end of a document.
+
+    Raises:
+        ValueError: the tokenizer has neither.
+    """
+    return beginning(tokenizer) or [tokenizer.eod]
+
+
 def further_ends(config: TrainConfig, run: Path | None = None) -> list[int]:
     """Tokens that end a text beside the tokenizer's own: those that the generation_config.json
     which belongs to it names, as a chat model's of Llama or Qwen. `run` as in `load_tokenizer`.

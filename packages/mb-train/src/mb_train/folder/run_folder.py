@@ -119,12 +119,12 @@ def find_checkpoint(path: Path) -> Path | None:
     text = latest.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
-            f"Expected {latest} to hold an iteration, got {text[:40]!r}.{_others(path)}"
+            f"Expected {latest} to hold an iteration, got {text[:40]!r}.{others(path)}"
         )
     folder = path / iteration_folder(int(text))
     if not (folder / RUN_FILE).is_file():
         raise ValueError(
-            f"{latest} names iteration {text}, but {folder} holds no {RUN_FILE}.{_others(path)}"
+            f"{latest} names iteration {text}, but {folder} holds no {RUN_FILE}.{others(path)}"
         )
     return folder
 
@@ -168,7 +168,8 @@ def _whole(folder: Path) -> list[Path]:
     return [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
 
 
-def _others(folder: Path, damaged: Path | None = None) -> str:
+def others(folder: Path, damaged: Path | None = None) -> str:
+    """A sentence that names the latest checkpoint there but `damaged`, or another program's."""
     there = [path for path in _whole(folder) if path != damaged]
     return f" There is {there[-1]}: give that to --load." if there else _whose(folder)
 
@@ -186,12 +187,12 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         found = content["format"]
     except OSError as error:
         raise ValueError(
-            f"Cannot read {path}: {error.strerror}." + _others(checkpoint.parent, checkpoint)
+            f"Cannot read {path}: {error.strerror}." + others(checkpoint.parent, checkpoint)
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged: {type(error).__name__}: {error}."
-            + _others(checkpoint.parent, checkpoint)
+            + others(checkpoint.parent, checkpoint)
         ) from None
     if found != FORMAT:
         raise ValueError(
@@ -215,7 +216,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     if not _is_as_written(path, text):  # said before anything is made of the sizes in it
         raise ValueError(
             f"{path} is damaged: it is not what was written."
-            + _others(checkpoint.parent, checkpoint)
+            + others(checkpoint.parent, checkpoint)
         )
     return saved
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from mb_data.system import sync_directory
+from mb_data.system import naming, sync_directory
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,14 +28,12 @@ def replaced(path: Path) -> Generator[Path]:
     """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield draft
-        _sync_file(draft)
+        with naming(path):
+            yield draft
+            _sync_file(draft)
         os.replace(draft, path)
-    except BaseException as error:
+    finally:
         draft.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)  # that of a full disk comes without a name
-        raise
     sync_directory(path.parent)
 
 

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from mb_data.text.sources import JSON_KINDS
 
-from mb_train.data.tokenizers import beginning
+from mb_train.data.tokenizers import beginning, preceding
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
 from mb_train.logs import megatron_lines
@@ -102,7 +102,7 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
     lines = path.suffix.lower() in JSON_KINDS
     texts = [t for _, t in _texts_of_lines(path)] if lines else [_text(path)]
-    begin = beginning(trained.tokenizer) or [trained.tokenizer.eod]
+    begin = preceding(trained.tokenizer)
     encoded = [[*begin, *trained.tokenizer.encode(text)] for text in texts]
     scored = sum(len(tokens) - 1 for tokens in encoded)
     size = sum(len(text.encode()) for text in texts)

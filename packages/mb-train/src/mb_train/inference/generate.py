@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mb_train.data.tokenizers import beginning, further_ends
+from mb_train.data.tokenizers import beginning, further_ends, preceding
 from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
@@ -235,8 +235,6 @@ class Generator:
         ValueError, OSError: the tokenizer's files are gone or damaged.
     """
 
-    _letters = 0  # of the texts since the tokenizer forgot
-
     def __init__(self, trained: Trained) -> None:
         self.model = trained.model
         self.tokenizer = trained.tokenizer
@@ -245,6 +243,7 @@ class Generator:
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
         self._together = not trained.config.moe_capacity_factor
+        self._letters = 0  # of the texts since the tokenizer forgot
 
     @classmethod
     def of_run(cls, run: Path, device: str) -> Generator:
@@ -275,7 +274,7 @@ class Generator:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
-        return [*self.beginning(prompt), *tokens] or [self.tokenizer.eod]
+        return [*self.beginning(prompt), *tokens] or preceding(self.tokenizer)
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
@@ -323,7 +322,6 @@ class Generator:
             raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
         tokens = [self.tokens_of(prompt) for prompt in prompts]
         rows = range(len(tokens))
-        own_seeds = [sampling.seed for _ in rows] if seeds is None else seeds
 
         def steps() -> Iterator[list[Completion]]:
             completions = [Completion() for _ in rows]
@@ -332,7 +330,7 @@ class Generator:
                     self.model, [tokens[row] for row in group], sampling,
                     vocab_size=self.tokenizer.vocab_size, context=self.context,
                     ends=self.ends, cached=self._together,
-                    seeds=[own_seeds[row] for row in group],
+                    seeds=None if seeds is None else [seeds[row] for row in group],
                 )  # fmt: skip
                 going = [completions[row] for row in group]
                 for _, step in zip(range(max_new_tokens), drawn, strict=False):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mb_train.data.tokenizers import beginning
+from mb_train.data.tokenizers import beginning, preceding
 from mb_train.inference.generate import Generator, Sampling
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
@@ -86,7 +86,6 @@ def _class() -> type:
             super().__init__()
             self._trained, self._batch_size = trained, batch_size
             self._tokenizer, self._context = trained.tokenizer, trained.config.positions
-            self._begin = beginning(self._tokenizer)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             """Of each continuation after its context; whether greedy decoding gives it."""
@@ -99,7 +98,7 @@ def _class() -> type:
                 whole = self._tokenizer.encode(before + after)
                 prefix = self._tokenizer.encode(before) if before else []
                 tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
-                start = [*self._begin, *prefix] or [self._tokenizer.eod]
+                start = [*beginning(self._tokenizer), *prefix] or preceding(self._tokenizer)
                 windows.append(continuation(start, tokens[-self._context :], self._context))
             scores = score(self._trained.model, windows, batch_size=self._batch_size)
             return [(found.log_prob, found.greedy) for found in scores]
@@ -108,8 +107,8 @@ def _class() -> type:
             """Of each whole text, from the token that documents begin with or end with on."""
             totals = []
             for request in requests:
-                start = self._begin or [self._tokenizer.eod]
-                tokens = [*start, *self._tokenizer.encode(request.args[0])]
+                text = self._tokenizer.encode(request.args[0])
+                tokens = [*preceding(self._tokenizer), *text]
                 windows = rolling(tokens, self._context, self._context)
                 scores = score(self._trained.model, windows, batch_size=self._batch_size)
                 totals.append(sum(found.log_prob for found in scores))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 VECTORS, BLOCKS, ABOUT = "vectors.faiss", "blocks.npy", "index.json"
 _FILES = {VECTORS, BLOCKS, ABOUT}
-LISTS = 64  # of an IVF index: of IVF1024 a sixteenth of the blocks
 
 
 def faiss_library() -> Any:
@@ -164,7 +163,7 @@ class Retriever:
         OSError: its files cannot be read.
     """
 
-    def __init__(self, run: Path, index: Path, *, lists: int = LISTS, device: str = "auto") -> None:
+    def __init__(self, run: Path, index: Path, *, lists: int, device: str = "auto") -> None:
         faiss = faiss_library()
         if lists < 1:
             raise ValueError(f"Expected at least one list of an index to search, got {lists}.")

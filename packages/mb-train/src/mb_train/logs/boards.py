@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from mb_train.config import TrainConfig
@@ -36,9 +37,7 @@ _SCALARS: dict[str, tuple[str, str | None]] = {
 }
 
 
-def scalars(
-    event: str, values: dict[str, Any], config: TrainConfig | None = None
-) -> dict[str, float]:
+def scalars(event: str, values: dict[str, Any], config: TrainConfig) -> dict[str, float]:
     """What a board shows of an event, under Megatron's names where it has one."""
     if event == "measured":
         about = ("iteration", "place")
@@ -46,7 +45,7 @@ def scalars(
     if event == "eval":
         kind = "test" if "test" in values["place"] else "validation"
         shown = {f"{name} {kind}": loss for name, loss in values["losses"].items()}
-        if config is None or config.log_validation_ppl_to_tensorboard:
+        if config.log_validation_ppl_to_tensorboard:
             losses = values["losses"].items()
             shown |= {f"{name} {kind} ppl": perplexity(loss) for name, loss in losses}
         return shown
@@ -54,16 +53,49 @@ def scalars(
         return {}
     shown = dict(values["losses"])
     for name, (key, switch) in _SCALARS.items():
-        wanted = config is None or switch is None or getattr(config, switch)
+        wanted = switch is None or getattr(config, switch)
         if wanted and values.get(key) is not None:
             shown[name] = values[key]
     shown["iteration-time"] = values["ms_per_iteration"] / 1000
-    if config is None or config.log_timers_to_tensorboard:
+    if config.log_timers_to_tensorboard:
         for name, ranks in values.get("timers", {}).items():
             shown[f"{name}-time"] = max(ranks) / 1000
     for layer, load in enumerate(values["load_imbalance"]):
         shown[f"expert load max over mean/layer {layer}"] = load
     return shown
+
+
+class Boards:
+    """The boards of a run; one that fails is not used any more.
+
+    Args:
+        config: says which scalars they get.
+        say: takes a line to print.
+    """
+
+    def __init__(
+        self, boards: Iterable[Board], config: TrainConfig, say: Callable[[str], None]
+    ) -> None:
+        self._boards, self._config, self._say = list(boards), config, say
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        """Show what there is to see of an event."""
+        shown = scalars(event, values, self._config) if self._boards else {}
+        if shown:
+            samples = values.get("consumed_samples")
+            self._tell(lambda board: board.add(shown, values["iteration"], samples))
+
+    def close(self) -> None:
+        """Let them write what waits."""
+        self._tell(lambda board: board.close())
+
+    def _tell(self, what: Callable[[Board], None]) -> None:
+        for board in list(self._boards):
+            try:
+                what(board)
+            except Exception as error:  # of a full disk, a lost connection: a run outlives them
+                self._boards.remove(board)
+                self._say(f" {board.name} takes no more: {type(error).__name__}: {error}")
 
 
 class _TensorBoard:
@@ -104,7 +136,7 @@ def check_boards(config: TrainConfig) -> None:
         _wandb()
 
 
-def open_boards(config: TrainConfig) -> list[Board]:
+def open_boards(config: TrainConfig, say: Callable[[str], None]) -> Boards:
     """The boards that a run asks for; none without their flags.
 
     Raises:
@@ -128,7 +160,7 @@ def open_boards(config: TrainConfig) -> list[Board]:
         except wandb.Error as error:  # nobody is logged in, say
             raise ValueError(f"--wandb-project {config.wandb_project}: {error}") from error
         boards.append(_WandB(run))
-    return boards
+    return Boards(boards, config, say)
 
 
 def _tensorboard() -> Any:

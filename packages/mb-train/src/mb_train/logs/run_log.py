@@ -6,38 +6,27 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mb_train.config import TrainConfig
 from mb_train.folder.run_folder import LOG_FILE
-from mb_train.logs.boards import Board, scalars
+from mb_train.logs.boards import Boards
 from mb_train.untrusted import json_of
 
 
 class RunLog:
-    """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
+    """Appends events to RUN/log.jsonl, and tells boards of them; either may be absent.
 
     What a full disk does not take is kept in memory and written with a later event, so that a
-    checkpoint that fills the disk, fails and is removed leaves no gap in the log. A board that
-    fails is not used any more.
+    checkpoint that fills the disk, fails and is removed leaves no gap in the log.
 
     Args:
         path: of the log; None writes none.
-        boards: see `boards.open_boards`.
-        config: says which scalars they get; None gives them all.
-        say: takes a line to print.
+        boards: are closed with it.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        boards: Sequence[Board] = (),
-        config: TrainConfig | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._boards, self._config, self._say = list(boards), config, say
+    def __init__(self, path: Path | None, boards: Boards | None = None) -> None:
+        self._boards = boards
         self._file: io.FileIO | None = None
         self._held = b""
         if path is not None:
@@ -51,25 +40,16 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
         self._append((json.dumps(_finite({"event": event, **values})) + "\n").encode())
-        shown = scalars(event, values, self._config) if self._boards else {}
-        if shown:
-            samples = values.get("consumed_samples")
-            self._tell(lambda board: board.add(shown, values["iteration"], samples))
+        if self._boards is not None:
+            self._boards.write(event, values)
 
     def close(self) -> None:
         """Close the files."""
         self._append(b"")
         if self._file is not None:
             self._file.close()
-        self._tell(lambda board: board.close())
-
-    def _tell(self, what: Callable[[Board], None]) -> None:
-        for board in list(self._boards):
-            try:
-                what(board)
-            except Exception as error:  # of a full disk, a lost connection: a run outlives them
-                self._boards.remove(board)
-                self._say(f" {board.name} takes no more: {type(error).__name__}: {error}")
+        if self._boards is not None:
+            self._boards.close()
 
     def _append(self, content: bytes) -> None:
         if self._file is None:

@@ -5,6 +5,7 @@ Every line is a fact found by trying; lines that begin with "problem:" say what 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from mb_data.system import cores
 
@@ -119,8 +121,8 @@ def _check_gpus(facts: list[str], problems: list[str]) -> None:
 
     if not torch.cuda.is_available():
         facts.append("GPU         none: training runs on the CPU, in fp32")
-        vendor_file = Path("/proc/driver/nvidia/version"), Path("/dev/kfd")
-        if any(path.exists() for path in vendor_file):
+        drivers = Path("/proc/driver/nvidia/version"), Path("/dev/kfd")
+        if any(driver.exists() for driver in drivers):
             problems.append(
                 "A GPU driver is loaded, but this torch sees no GPU. Install a CUDA or ROCm build."
             )
@@ -188,10 +190,18 @@ def _nccl_version() -> str:
     return ".".join(map(str, version)) if isinstance(version, tuple) else f"{version}"
 
 
-def _vendor() -> str | None:
-    try:
+def _torch() -> Any:
+    """The module; None where it cannot be imported, of which `_check_torch` says why."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
         import torch
-    except (ImportError, OSError, ValueError):
+
+        return torch
+    return None
+
+
+def _vendor() -> str | None:
+    torch = _torch()
+    if torch is None:
         return None
     if torch.version.hip or Path("/dev/kfd").exists():
         return "amd"
@@ -210,21 +220,14 @@ def _check_memory(facts: list[str], problems: list[str]) -> None:
     facts.append(f"memory      {size:.1f} GB of RAM{whose}{enough}")
     shared = Path("/dev/shm")
     if shared.is_dir():
-        size = shutil.disk_usage(shared).total / 1e9
-        facts.append(f"shared      {size:.1f} GB in /dev/shm")
-        if size < _MIN_SHARED_GB and _gpus() > 1:
+        room = shutil.disk_usage(shared).total / 1e9
+        facts.append(f"shared      {room:.1f} GB in /dev/shm")
+        torch = _torch()
+        if room < _MIN_SHARED_GB and torch is not None and torch.cuda.device_count() > 1:
             problems.append(
-                f"/dev/shm holds {size:.2f} GB, too little for GPUs to exchange through. Start the "
+                f"/dev/shm holds {room:.2f} GB, too little for GPUs to exchange through. Start the "
                 "container with --ipc=host or --shm-size=16g."
             )
-
-
-def _gpus() -> int:
-    try:
-        import torch
-    except (ImportError, OSError, ValueError):
-        return 0
-    return torch.cuda.device_count()
 
 
 def _check_amd(facts: list[str], problems: list[str]) -> None:

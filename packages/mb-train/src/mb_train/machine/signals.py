@@ -24,18 +24,18 @@ class StopFlag:
     """Whether a signal has asked to stop, the time is over, or the run cannot go on otherwise.
 
     Attributes:
-        name: "SIGTERM", say, or what failed; None as long as nothing came.
+        reason: "SIGTERM", say, or what failed; None as long as nothing came.
         failed: nobody asked: something went wrong.
         deadline: when the allowed time ends, by `time.monotonic`.
     """
 
-    name: str | None = None
+    reason: str | None = None
     failed: bool = False
     deadline: float = math.inf
 
     def fail(self, what: str) -> None:
         """Stop because something went wrong."""
-        self.name, self.failed = what, True
+        self.reason, self.failed = what, True
 
     @property
     def late(self) -> bool:
@@ -43,7 +43,7 @@ class StopFlag:
         return time.monotonic() > self.deadline
 
     def __bool__(self) -> bool:
-        return self.name is not None or self.late
+        return self.reason is not None or self.late
 
 
 @contextlib.contextmanager
@@ -54,7 +54,6 @@ def stop_signals() -> Generator[StopFlag]:
     the main one no handler can be set: no signal raises the flag then.
     """
     flag = StopFlag()
-
     interrupted = False
 
     def note(number: int, _frame: object) -> None:
@@ -62,7 +61,7 @@ def stop_signals() -> Generator[StopFlag]:
         if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt
         interrupted = interrupted or number == signal.SIGINT
-        flag.name = signal.Signals(number).name
+        flag.reason = signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
         yield flag

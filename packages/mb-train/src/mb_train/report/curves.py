@@ -95,14 +95,13 @@ def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
         curves.torn += 1
     elif kind == "start":
         curves.start, curves.steps_redone = event, 0
-        _decided(event)
-        settings(event)
+        _ = _decided(event), settings(event)  # or raise, here and not where they are shown
     elif kind == "train":
         _add_interval(curves, event, until)
     elif kind == "profile":
         curves.profile = event
-        _shares(event)
-    elif event.get("iteration", 0) > until:
+        _ = _shares(event)
+    elif at > until:
         return
     elif kind == "eval":
         series = curves.test if "test" in event["place"] else curves.valid

@@ -155,7 +155,6 @@ def _run_of(path: Path) -> FrontierRun:
     at = sorted(valid)
     # As a run that goes on takes a field that its configuration lacks.
     defaults = {f.name: f.default for f in fields(TrainConfig)}
-    tokens = start.get("tokens_per_sample", config["seq_length"])  # older logs are of GPTs
     return FrontierRun(
         name=path.parent.resolve().name,
         family=family_of(config),
@@ -163,7 +162,7 @@ def _run_of(path: Path) -> FrontierRun:
         seed=config["seed"],
         parameters=start["parameters"],
         device=f"{start['ranks']} x {start['device']}",
-        tokens=tuple(samples[i] * tokens for i in at),
+        tokens=tuple(samples[i] * start["tokens_per_sample"] for i in at),
         seconds=tuple(clock[i] for i in at),
         losses=tuple(valid[i] for i in at),
         overhead_s=overhead,

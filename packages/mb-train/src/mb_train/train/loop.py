@@ -203,7 +203,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
     failed = any_rank(stop.failed)
     if stop.failed and rank() != 0:  # the others do not know why
-        print(f"rank {rank()}: {stop.name}", file=sys.stderr)
+        print(f"rank {rank()}: {stop.reason}", file=sys.stderr)
     first_loss, diverged = reports.first_loss, reports.diverged
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged, failed)
 
@@ -297,8 +297,8 @@ def _how_far(run: Run, start: Progress, seconds: float) -> str:
 def _reason_to_stop(run: Run, stop: StopFlag) -> str | None:
     """Why to save and stop before the end, agreed by all ranks."""
     config, iteration = run.config, run.progress.iteration
-    if any_rank(stop.name is not None):
-        return stop.name or "a signal to another rank, or a failure of its data"
+    if any_rank(stop.reason is not None):
+        return stop.reason or "a signal to another rank, or a failure of its data"
     limit = config.exit_duration_in_mins
     if limit is not None and iteration < run.iterations and any_rank(stop.late):
         return f"--exit-duration-in-mins {limit:g}"

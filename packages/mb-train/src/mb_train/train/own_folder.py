@@ -6,9 +6,6 @@ import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-import torch.distributed as dist
-from mb_parallel import rank, world_size
-
 from mb_train.config import TrainConfig
 from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import copies_for, keep_tokenizer
@@ -16,6 +13,7 @@ from mb_train.folder import history, run_folder
 from mb_train.folder.lock import locked
 from mb_train.folder.start import Start
 from mb_train.folder.whole_files import write_text
+from mb_train.machine.rank_zero import on_rank_zero
 
 
 @contextlib.contextmanager
@@ -27,26 +25,23 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         OSError: on all ranks, if it cannot be written.
     """
     with contextlib.ExitStack() as held:
-        done: list[str] = []
-        failure: list[Exception | None] = [None]
-        if save is not None and rank() == 0:
+
+        def hold() -> list[str]:
+            if save is None:
+                return []
+            if (Path(save) / run_folder.RUN_FILE).is_file():
+                raise ValueError(
+                    f"Expected --save to be the folder of a run, got {save}, which is a "
+                    "checkpoint. Give the folder around it, or a new one."
+                )
             try:
-                if (Path(save) / run_folder.RUN_FILE).is_file():
-                    raise ValueError(
-                        f"Expected --save to be the folder of a run, got {save}, which is a "
-                        "checkpoint. Give the folder around it, or a new one."
-                    )
                 held.enter_context(locked(Path(save)))
-                done = history.recover(Path(save))
-            except ValueError as error:
-                failure = [error]
+                return history.recover(Path(save))
             except OSError as error:
-                failure = [OSError(f"Cannot write into --save {save}: {error.strerror or error}.")]
-        if world_size() > 1:
-            dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise failure[0]
-        yield done
+                why = error.strerror or error
+                raise OSError(f"Cannot write into --save {save}: {why}.") from None
+
+        yield on_rank_zero(hold) or []
 
 
 def take_over(

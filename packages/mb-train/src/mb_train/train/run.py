@@ -230,12 +230,12 @@ class Run:
         """The log of rank 0, in a folder that is this run's from here on."""
         if rank() != 0:
             return
-        boards = open_boards(self.config)
-        self.log = RunLog(None, boards, self.config, self.say)  # which closes them, come what may
+        boards = open_boards(self.config, self.say)
+        self.log = RunLog(None, boards)  # which closes them, come what may
         if self.folder is None:
             return
         take_over(self.folder, self.config, start, self.say)
-        self.log = RunLog(self.folder / LOG_FILE, boards, self.config, self.say)
+        self.log = RunLog(self.folder / LOG_FILE, boards)
         self.log.write(
             "start",
             iteration=self.progress.iteration,

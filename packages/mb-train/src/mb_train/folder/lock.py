@@ -13,10 +13,11 @@ import socket
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from mb_data.system import lock, try_lock
+from filelock import FileLock, Timeout
+from mb_data.system import try_lock
 
 from mb_train.untrusted import json_of
 
@@ -34,51 +35,50 @@ def locked(folder: Path) -> Generator[None]:
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    note = folder / HOLDER_FILE
-    with open(folder / LOCK_FILE, "ab") as file:
-        with _where_there_are_locks(folder):
-            if not try_lock(file.fileno()):
-                raise ValueError(
-                    f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
-                    "Wait for it to end, or give another folder."
-                )
-        try:
-            about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
-            note.write_text(json.dumps(about) + "\n")
-            yield
-        finally:
-            with suppress(OSError):  # the folder is gone, or cannot be reached
-                note.unlink(missing_ok=True)
-                if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-                    # Nothing came of the run: as if it had not been. On Windows it stays, open.
-                    (folder / LOCK_FILE).unlink()
-            file.close()  # what is open keeps its folder there on a network file system
-            with suppress(OSError):
-                for path in made:
-                    path.rmdir()
-
-
-@contextmanager
-def lock_of(folder: Path) -> Generator[None]:
-    """Hold the lock of a folder that is there, once whoever holds it has let go of it."""
-    with open(folder / LOCK_FILE, "ab") as file:
-        with _where_there_are_locks(folder):
-            lock(file.fileno())
-        yield
-
-
-@contextmanager
-def _where_there_are_locks(folder: Path) -> Generator[None]:
-    """Make a warning of the error that a file system without locks raises."""
+    held = ExitStack()
     try:
+        held.enter_context(lock_of(folder, timeout=0))
+    except Timeout:
+        raise ValueError(
+            f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
+            "Wait for it to end, or give another folder."
+        ) from None
+    note = folder / HOLDER_FILE
+    try:
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+        note.write_text(json.dumps(about) + "\n")
         yield
-    except OSError as error:
-        warnings.warn(
-            f"{folder}: this file system has no locks ({error.strerror}); see that no other run "
-            "writes there",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+    finally:
+        with suppress(OSError):  # the folder is gone, or cannot be reached
+            note.unlink(missing_ok=True)
+            if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                # Nothing came of the run: as if it had not been. On Windows it is open, and stays.
+                (folder / LOCK_FILE).unlink()
+        held.close()
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]:
+    """The lock of a folder that is there, to be waited for so many seconds, or for ever.
+
+    Where the file system has none it is no lock, and a warning. FileLock alone would refuse the
+    folder there or, by the error that it gets, hold it by a file that outlives a kill.
+    """
+    path = folder / LOCK_FILE
+    with open(path, "ab") as file:
+        try:
+            try_lock(file.fileno())  # given back with the file
+        except OSError as error:
+            warnings.warn(
+                f"{folder}: this file system has no locks ({error.strerror}); see that no other "
+                "run writes there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return nullcontext()
+    return FileLock(path, timeout=timeout)
 
 
 def _holder(folder: Path) -> str:

@@ -69,7 +69,7 @@ def _open(path: str) -> Any:
             f"{path} is a Parquet file: pip install 'mb-data[parquet]'", name="pyarrow"
         ) from error
     try:
-        # Of files that have sums of their pages, as Spark's; it takes no time that can be measured.
+        # Of files that have sums of their pages, as Spark's; others are read as they are.
         return parquet.ParquetFile(path, page_checksum_verification=True)
     except (ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {error}") from error

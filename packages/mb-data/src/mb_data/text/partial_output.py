@@ -254,7 +254,7 @@ class PartialOutput:
                     )
                     stack.pop_all()
                     return lock
-                with contextlib.suppress(FileNotFoundError):  # likewise
+                with contextlib.suppress(FileNotFoundError):  # it has finished since
                     if free and os.fstat(lock).st_ino == path.stat().st_ino:
                         with naming(path):
                             os.ftruncate(lock, 0)

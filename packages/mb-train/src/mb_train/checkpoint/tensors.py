@@ -26,7 +26,7 @@ def tensors_of(model: Modules, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def named_tensors(model: Modules, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Those of `tensors_of`, what several stages on this rank have once for each."""
-    again = second_names(model)
+    again = _second_names(model)
     for module in parts_of(model):
         for name, tensor in module.state_dict().items():
             name = f"model.{plain_name(name)}"
@@ -43,7 +43,7 @@ def state_names(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith("optimizer.")}
 
 
-def second_names(model: Modules) -> set[str]:
+def _second_names(model: Modules) -> set[str]:
     """Of tensors that a module has under an earlier name too: a tower for both kinds of text."""
     found = set()
     for module in parts_of(model):

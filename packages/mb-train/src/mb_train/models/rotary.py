@@ -46,7 +46,7 @@ def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tens
     return cos * longer, sin * longer
 
 
-def sharpening(scaling: RopeScaling | None, mscale: float) -> float:
+def sharpening(scaling: RopeScaling, mscale: float) -> float:
     """By how much YaRN makes queries and keys longer; 1 for other ways, and for a factor up to 1.
 
     Args:
@@ -54,7 +54,7 @@ def sharpening(scaling: RopeScaling | None, mscale: float) -> float:
             `scaling.mscale_all_dim` for all of it. The former's table is divided by the latter,
             which latent attention has in its scores.
     """
-    if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1:
+    if scaling.kind != "yarn" or scaling.factor <= 1:
         return 1.0
     return 1.0 + 0.1 * mscale * math.log(scaling.factor)
 

@@ -1,6 +1,7 @@
 """Plans for the parts of a transformer in this library's names, for GPT, BERT and T5 alike.
 
     blocks.N.{norm_1, norm_cross, norm_2, dropout}                 in the stream
+    blocks.N.attention, which may have a parameter `sinks` [heads]
     blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, core, out}
     blocks.N.attention.{q_down, q_norm, q_up | q, kv_down, kv_norm, kv_up, shared_key}
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
@@ -8,10 +9,10 @@
 
 `core` is softmax(q k^T) v, with its dropout. A model need not have all of these parts.
 
-The third line is of latent attention: maps down and norms of latents are replicated and work in the
-stream, maps up are split by heads. So ranks exchange latents, which are narrow, and the key that
-all heads share: `shared_key`, a module without parameters, is given it in the stream and passes it
-on to the heads.
+The fourth line is of latent attention: maps down and norms of latents are replicated and work in
+the stream, maps up are split by heads. So ranks exchange latents, which are narrow, and the key
+that all heads share: `shared_key`, a module without parameters, is given it in the stream and
+passes it on to the heads.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mb_parallel.tensor_parallel.styles import (
     PartialGradients,
     RowParallel,
     SequenceParallel,
+    Sharded,
     SplitSequence,
     Style,
 )
@@ -61,6 +63,7 @@ def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
         f"{blocks}.*.norm_*": SequenceParallel(),
         **{f"{blocks}.*.{kind}.{name}": style for kind in ("attention", "cross")
            for name, style in attention.items()},
+        f"{blocks}.*.attention": Sharded({"sinks": 0}),
         f"{blocks}.*.dropout": DistinctRandom(),
         f"{blocks}.*.mlp": _feed_forward,
         f"{blocks}.*.mlp.gate": ColumnParallel(enter=False),

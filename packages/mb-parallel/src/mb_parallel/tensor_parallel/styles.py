@@ -229,6 +229,8 @@ class JoinOutput(Style):
 class Sharded(Style):
     """Parameters that are split, each rank computing with its part, without communication.
 
+    A module that has none of them is left alone.
+
     Args:
         dims: the dimension to split, by parameter name: {"weight": 1} for a table [buckets, heads]
             whose output is added to the scores of a rank's own heads.
@@ -240,7 +242,8 @@ class Sharded(Style):
         names = own(module, *self.dims)
         for name in names:
             shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
-        adapt(module, region.adapted, type(self), views=dict.fromkeys(names, to_local))
+        if names:
+            adapt(module, region.adapted, type(self), views=dict.fromkeys(names, to_local))
 
 
 @dataclass(frozen=True)

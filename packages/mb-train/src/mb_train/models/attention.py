@@ -29,6 +29,7 @@ from mb_train.models.segments import (
     flash_takes,
     within_segments,
 )
+from mb_train.models.sinks import with_sink_key
 
 
 class BlockContext(NamedTuple):
@@ -37,7 +38,8 @@ class BlockContext(NamedTuple):
     causal: no token sees a later one.
     mask: bool [B or 1, 1, Q, S], true where attention is allowed, or numbers [B or 1, H, Q, S] that
         are added to the scores, -inf where it is not; `causal` already in it. None allows
-        everything that `causal` does.
+        everything that `causal` does. With sinks it has one more behind the S.
+    near: the same of layers with a window.
     bounds: in place of a mask, for the kernel that attends within segments.
     grid: beside a mask, where blocks see one row of what was kept of the batch: its sequences.
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
@@ -48,6 +50,7 @@ class BlockContext(NamedTuple):
 
     causal: bool = True
     mask: Tensor | None = None
+    near: Tensor | None = None
     bounds: Bounds | None = None
     grid: Grid | None = None
     rope: tuple[Tensor, Tensor] | None = None
@@ -92,32 +95,51 @@ class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v: the part without weights, a unit of selective recompute.
 
     Values may be wider or narrower than queries and keys.
+
+    Args:
+        window: how many tokens before its own a token sees; None: all.
     """
 
-    def __init__(self, dropout: float, scale: float | None = None) -> None:
+    def __init__(
+        self, dropout: float, scale: float | None = None, window: int | None = None
+    ) -> None:
         super().__init__()
-        self.dropout, self.scale = dropout, scale
+        self.dropout, self.scale, self.window = dropout, scale, window
 
     def forward(
-        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGV: Tensor, context: BlockContext
+        self,
+        q_BQHC: Tensor,
+        k_BSGC: Tensor,
+        v_BSGV: Tensor,
+        context: BlockContext,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return y_BQHV."""
+        """Return y_BQHV.
+
+        Args:
+            sinks_H: of these query heads, see `models.sinks`; then `context` is of a model with
+                them.
+        """
         scale, V = self.scale, v_BSGV.shape[3]
         if context.bounds is not None:
-            how = {"causal": context.causal, "scale": scale}
-            return attend(q_BQHC, k_BSGC, v_BSGV, context.bounds, **how)
+            how = {"causal": context.causal, "scale": scale, "window": self.window}
+            return attend(q_BQHC, k_BSGC, v_BSGV, context.bounds, **how, sinks_H=sinks_H)
+        mask = context.mask if self.window is None else context.near
+        assert mask is not None or (self.window is None and sinks_H is None)
         if context.grid is not None:
             q_BQHC = context.grid.queries.spread(q_BQHC)
             k_BSGC, v_BSGV = map(context.grid.keys.spread, (k_BSGC, v_BSGV))
+        if sinks_H is not None:
+            q_BQHC, k_BSGC, v_BSGV, scale = with_sink_key(q_BQHC, k_BSGC, v_BSGV, scale, sinks_H)
         if q_BQHC.device.type == "cpu":  # where the other kernel keeps a score for every pair
             q_BQHC, k_BSGC, v_BSGV, scale = equally_wide(q_BQHC, k_BSGC, v_BSGV, scale)
         y_BHQV = F.scaled_dot_product_attention(
             q_BQHC.transpose(1, 2),
             k_BSGC.transpose(1, 2),
             v_BSGV.transpose(1, 2),
-            attn_mask=context.mask,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=context.causal and context.mask is None,
+            is_causal=context.causal and mask is None,
             scale=scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )
@@ -129,10 +151,17 @@ class Attention(nn.Module):
     """Multi-head attention, x_BSD to y_BSD; grouped queries if G < H.
 
     `qkv`'s rows are [G][R query heads, key, value][C]; with `cross` queries have a map `q` of their
-    own and `kv`'s rows are [G][key, value][C].
+    own and `kv`'s rows are [G][key, value][C]. `sinks` [H] are in the order of the query heads.
+
+    Args:
+        window: how many tokens before its own a token sees; None: all.
     """
 
-    def __init__(self, config: TransformerConfig, *, cross: bool = False) -> None:
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self, config: TransformerConfig, *, window: int | None = None, cross: bool = False
+    ) -> None:
         super().__init__()
         hidden, head = config.hidden_size, config.head_size
         heads, groups = config.num_heads, config.num_kv_heads
@@ -156,7 +185,10 @@ class Attention(nn.Module):
             eps = config.qk_norm_eps
             self.norm_q = Norm(config, head if by_head else heads * head, eps=eps)
             self.norm_k = Norm(config, head if by_head else groups * head, eps=eps)
-        self.core = CoreAttention(config.attention_dropout, config.attention_scale)
+        self.core = CoreAttention(config.attention_dropout, config.attention_scale, window)
+        self.softmax = "vanilla" if cross else config.softmax
+        learned = self.softmax == "learnable"
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if learned else None)
         self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
@@ -167,7 +199,10 @@ class Attention(nn.Module):
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if context.cache is not None:
             k, v = context.cache.extend(self, k, v)
-        return self.out(self.core(q, k, v, context).flatten(2))
+        sinks_H = self.sinks
+        if self.softmax == "off-by-one":
+            sinks_H = q.new_zeros(q.shape[2], dtype=torch.float32)
+        return self.out(self.core(q, k, v, context, sinks_H).flatten(2))
 
     def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
         """q_BQHC, k_BSGC, v_BSGC."""

@@ -78,6 +78,7 @@ class Bert(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        config.require_plain("a BERT")
         self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype

@@ -16,6 +16,7 @@ _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "qk_norm": ("none", "head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
+    "softmax": ("vanilla", "off-by-one", "learnable"),
 }
 
 
@@ -30,6 +31,7 @@ class RopeScaling(NamedTuple):
         beta_fast, beta_slow: turns within `trained_on` tokens from which on a rotation is not
             slowed at all, and up to which it is slowed by the whole factor.
         mscale, mscale_all_dim: by how much attention gets sharper, see `rotary.sharpening`.
+        truncate: the two bounds are moved to whole pairs of channels; GPT-OSS leaves them between.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class RopeScaling(NamedTuple):
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
 
 class LatentSizes(NamedTuple):
@@ -85,6 +88,11 @@ class TransformerConfig:
         rope_scaling: how rotations are slowed; None: not at all.
         attention_scale: scores are multiplied by it; None means 1 / sqrt(head_size), in latent
             attention times what YaRN asks for.
+        window: a token sees so many tokens before its own, one less than what is called a window of
+            W keys elsewhere; None: all of them.
+        window_layers: which layers see no further, one flag per layer; None means all.
+        softmax: of the scores: "vanilla"; with a score more in the sum, of what has no value, which
+            is 0 ("off-by-one") or learned by each head ("learnable", GPT-OSS's sinks).
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
@@ -116,6 +124,9 @@ class TransformerConfig:
     rope_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
     attention_scale: float | None = None
+    window: int | None = None
+    window_layers: tuple[bool, ...] | None = None
+    softmax: str = "vanilla"
     bias: bool = True
     qkv_bias: bool | None = None
     tie_embeddings: bool = True
@@ -143,12 +154,14 @@ class TransformerConfig:
                 f"Expected the key-value heads to divide the heads, got {self.num_kv_heads} and "
                 f"{self.num_heads}."
             )
-        if self.moe_layers is not None and len(self.moe_layers) != self.num_layers:
-            raise ValueError(
-                f"Expected one flag per layer in moe_layers, {self.num_layers}, "
-                f"got {len(self.moe_layers)}."
-            )
-
+        for name in ("moe_layers", "window_layers"):
+            flags = getattr(self, name)
+            if flags is not None and len(flags) != self.num_layers:
+                raise ValueError(
+                    f"Expected one flag per layer in {name}, {self.num_layers}, got {len(flags)}."
+                )
+        if self.window is not None and self.window < 0:
+            raise ValueError(f"Expected a window of at least 0 tokens, got {self.window}.")
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":
@@ -172,6 +185,8 @@ class TransformerConfig:
             "num_kv_heads": self.num_heads,
             "positions": "rope",
             "rope_fraction": 1.0,
+            "window": None,
+            "softmax": "vanilla",
         }
         for name, value in wanted.items():
             if getattr(self, name) != value:
@@ -191,3 +206,30 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`'s feed-forward is a Mixture-of-Experts."""
         return self.moe is not None and (self.moe_layers is None or self.moe_layers[layer])
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens before its own a token sees in layer `layer`; None: all."""
+        return self.window if self.window_layers is None or self.window_layers[layer] else None
+
+    @property
+    def windows(self) -> set[int | None]:
+        """Those of all layers."""
+        return set(map(self.window_of, range(self.num_layers)))
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the softmax of the scores has one more in its sum."""
+        return self.softmax != "vanilla"
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether no layer has a window or sinks."""
+        return self.windows == {None} and not self.has_sinks
+
+    def require_plain(self, model: str) -> None:
+        """Raise ValueError for a window or sinks in a model, called `model`, that has none."""
+        if not self.plain_attention:
+            raise ValueError(
+                f"Expected no window and a vanilla softmax for {model}, got a window of "
+                f"{self.window} and {self.softmax}."
+            )

@@ -25,7 +25,13 @@ from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.rotary import rotary_tables
-from mb_train.models.segments import Segments, flash_takes, segment_mask, within_segments
+from mb_train.models.segments import (
+    Segments,
+    flash_takes,
+    seen,
+    segment_mask,
+    within_segments,
+)
 from mb_train.models.stack import Stack
 
 
@@ -130,7 +136,8 @@ class GPT(nn.Module):
         places_BQ = torch.where(valid_BQ, positions_BQ, 0)
         x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
         rope = rotary_tables(self.config, positions_BQ)
-        context = BlockContext(mask=mask, rope=rope, valid_BS=valid_BQ, cache=cache)
+        masks = seen(self.config, mask, positions_BQ, self.compute_dtype)
+        context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
         return scores(x_BD, head_weight(self.head, self.embedding))
@@ -146,12 +153,26 @@ class GPT(nn.Module):
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
-        within: dict[str, Any] = {"causal": True}
-        if ends_BN is not None:
-            flash = flash_takes(self.config, self.compute_dtype, x.device, training=self.training)
-            segments = Segments(ends_BN, positions_BS.shape[1])
-            within = within_segments(segments, causal=True, flash=flash)
-        elif segments_BS is not None:
-            within["mask"] = segment_mask(segments_BS, causal=True)
+        within = self._within(len(x), positions_BS, segments_BS, ends_BN)
         context = BlockContext(**within, rope=rotary_tables(self.config, positions_BS))
         return self.stack(x, context)
+
+    def _within(
+        self, B: int, positions_BS: Tensor, segments_BS: Tensor | None, ends_BN: Tensor | None
+    ) -> dict[str, Any]:
+        """What the tokens of B sequences see, as a `BlockContext` has it."""
+        config, dtype, device = self.config, self.compute_dtype, positions_BS.device
+        S, whole = positions_BS.shape[1], config.plain_attention
+        flash = flash_takes(config, dtype, device, training=self.training)
+        if ends_BN is None and segments_BS is None and flash and not whole:
+            ends_BN = torch.full((B, 1), S, device=device)
+        within: dict[str, Any] = {"causal": True}
+        if ends_BN is not None:
+            segments = Segments(ends_BN, S)
+            within = within_segments(segments, causal=True, flash=flash, whole=whole)
+        elif segments_BS is not None:
+            within["mask"] = segment_mask(segments_BS, causal=True)
+        if "bounds" in within:
+            return within
+        places_1S = torch.arange(S, device=device)[None]
+        return within | seen(config, within.get("mask"), places_1S, dtype)

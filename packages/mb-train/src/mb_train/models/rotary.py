@@ -77,8 +77,10 @@ def _share_of_slow(pairs: int, scaling: RopeScaling, base: float, like: Tensor) 
         """Its number, between whole ones: speeds fall by the base over all pairs."""
         return pairs * math.log(scaling.trained_on / (times * 2 * math.pi)) / math.log(base)
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    first, last = map(pair_that_turns, (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
     steps_W = torch.arange(pairs, device=like.device, dtype=like.dtype)
     # Within a few tokens, or with a small base, the last may come before the first: none is slowed
     # then, or all are, as everywhere else.

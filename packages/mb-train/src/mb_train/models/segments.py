@@ -9,7 +9,8 @@ bias by distance in; it costs B S^2 and turns the fast kernels away. These compu
 segments alone, in memory that grows with the tokens, and take all segments of a batch as one row
 and the places where they begin: flash attention over sequences of unequal length
 (`torch.nn.attention.varlen`, torch 2.11), and, with a number for each distance, mb_kernels'
-`relative_attention`. They know no dropout, and here no number above 16 bits.
+`relative_attention`. They know no dropout, and here no number above 16 bits. The former serves
+layers with a window or sinks also where nothing divides a sequence.
 
 Padding need not be computed. A batch may say which of its places are to be kept: the blocks then
 see those alone, as one sequence. To maps, norms and experts a token is a token, and flash attention
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from mb_train.models.config import TransformerConfig
 from mb_train.models.relative import by_pairs
+from mb_train.models.sinks import flash_takes_sinks, flash_with_sinks
 
 _MAX_HEAD, _MAX_RELATIVE_HEAD = 256, 128
 
@@ -59,7 +61,7 @@ class Bounds(NamedTuple):
         is their number, and a segment may be empty.
     longest_query, longest_key: at least the tokens of the longest segment.
     kernel: what `flash_kernel` found: a compiled block takes it as it is, and need not look for it.
-    bias_HA: what to add to scores by distance; there is no `kernel` then.
+    bias_HA: what to add to scores by distance; there is no `kernel` then, nor window or sinks.
     """
 
     queries: Tensor
@@ -163,6 +165,7 @@ def within_segments(
     attended: Segments | None = None,
     bias_HA: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    whole: bool = True,
 ) -> dict[str, Any]:
     """`causal`, `bounds`, `mask`, `grid` of a `BlockContext` whose tokens attend within segments.
 
@@ -174,6 +177,8 @@ def within_segments(
         bias_HA: numbers to add to the scores, by distance. In a mask they and what may not be seen
             are one, [B, H, Q, S], for all blocks of a stack.
         dtype: of queries, and so of a mask that has numbers in it.
+        whole: torch's attention does where nothing is left out of a sequence. Not in layers with a
+            window or sinks.
 
     Raises:
         ValueError: another number of segments in the sequences attended to.
@@ -187,7 +192,7 @@ def within_segments(
     found: dict[str, Any] = {"causal": causal}
     divided = segments.ends_BN.shape[1] > 1
     left_out = segments.kept_T is not None or other.kept_T is not None
-    if flash and (divided or left_out or bias_HA is not None):
+    if flash and (divided or left_out or bias_HA is not None or not whole):
         kernel = None if bias_HA is not None else flash_kernel()
         edges, longest = (segments.edges(), other.edges()), (segments.length, other.length)
         return found | {"bounds": Bounds(*edges, *longest, kernel, bias_HA)}
@@ -217,6 +222,42 @@ def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, caus
     return mask.tril() if causal else mask
 
 
+def seen(
+    config: TransformerConfig, mask: Tensor | None, places_BQ: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """`mask` and `near` of a `BlockContext`: what layers see, all of it or within their window.
+
+    With windows or sinks these are numbers, made once, and not from a mask again in every layer.
+
+    Args:
+        mask: allowed pairs, bool [B or 1, 1, Q, S]; None: no token sees a later one, of Q = S.
+        places_BQ: of the tokens that attend, among those attended to; [B or 1, Q].
+        dtype: of queries.
+    """
+    if config.plain_attention:
+        return {} if mask is None else {"mask": mask}
+
+    def numbers(allowed: Tensor) -> Tensor:
+        """What is added to scores; a sink, which is behind the tokens, is seen by all."""
+        added = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        added.masked_fill_(~allowed, -torch.inf)
+        return F.pad(added, (0, 1)) if config.has_sinks else added
+
+    found = {}
+    whole = mask is not None or config.has_sinks
+    places_S = torch.arange(
+        places_BQ.shape[1] if mask is None else mask.shape[3], device=places_BQ.device
+    )
+    if mask is None:
+        mask = (places_S <= places_BQ[..., None])[:, None]
+    if None in config.windows and whole:
+        found["mask"] = numbers(mask)
+    if config.window is not None and config.window in config.windows:
+        near = (places_S >= places_BQ[..., None] - config.window)[:, None]
+        found["near"] = numbers(mask & near)
+    return found
+
+
 def flash_takes(
     config: TransformerConfig,
     dtype: torch.dtype,
@@ -232,6 +273,8 @@ def flash_takes(
         return False
     if relative:
         return config.head_size <= _MAX_RELATIVE_HEAD
+    if config.has_sinks and not flash_takes_sinks():
+        return False
     width = max(config.head_size, config.value_size)
     return (
         torch.version.hip is None  # not tried there
@@ -249,19 +292,34 @@ def attend(
     *,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention within each segment, y_BQHV; scores times `scale`, None meaning 1 / sqrt(C)."""
-    *where, kernel, bias_HA = bounds
+    """Attention within each segment, y_BQHV; scores times `scale`, None meaning 1 / sqrt(C).
+
+    Args:
+        window: how many tokens before its own a token sees; None: all.
+        sinks_H: see `models.sinks`.
+    """
+    edges, longest = (bounds.queries, bounds.keys), (bounds.longest_query, bounds.longest_key)
+    bias_HA, kernel = bounds.bias_HA, bounds.kernel
     groups, V = q_BQHC.shape[2] // k_BSGC.shape[2], v_BSGV.shape[3]
     q_BQHC, k_BSGC, v_BSGV, scale = equally_wide(q_BQHC, k_BSGC, v_BSGV, scale)
-    if groups > 1 and bias_HA is None:
+    if groups > 1 and bias_HA is None and sinks_H is None:
         k_BSGC, v_BSGV = (x.repeat_interleave(groups, dim=2) for x in (k_BSGC, v_BSGV))
     tokens = [x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGV)]
+    sees = (-1 if window is None else window, 0 if causal else -1)
     if bias_HA is not None:
+        assert window is None
+        assert sinks_H is None
         y_THC = relative_attention(*tokens, bias_HA, bounds.queries, causal=causal, scale=scale)
+    elif sinks_H is not None:
+        q, k, v = tokens
+        sinks_H = sinks_H.float()
+        y_THC = flash_with_sinks(q, k, v, sinks_H, edges, longest, scale=scale, window_size=sees)
     else:
         assert kernel is not None
-        y_THC = kernel(*tokens, *where, scale=scale, window_size=(-1, 0 if causal else -1))
+        y_THC = kernel(*tokens, *edges, *longest, scale=scale, window_size=sees)
     assert isinstance(y_THC, Tensor)
     return y_THC.view_as(q_BQHC)[..., :V]
 

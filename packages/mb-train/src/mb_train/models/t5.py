@@ -64,6 +64,7 @@ class T5(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        config.require_plain("a T5")
         self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype

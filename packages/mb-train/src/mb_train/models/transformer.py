@@ -86,8 +86,11 @@ class Block(nn.Module):
         self.norm_1 = Norm(config)
         if cross and config.latent is not None:
             raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
-        attention = Attention if config.latent is None else LatentAttention
-        self.attention: nn.Module = attention(config)
+        self.attention: nn.Module
+        if config.latent is None:
+            self.attention = Attention(config, window=config.window_of(layer))
+        else:
+            self.attention = LatentAttention(config)
         self.norm_cross = Norm(config) if cross else None
         self.cross = Attention(config, cross=True) if cross else None
         self.norm_2 = Norm(config)

@@ -63,6 +63,15 @@ BIASED_ARGS = {
     "moe_aux_loss_coeff": [0.02], "moe_expert_capacity_factor": 1.5,
     "moe_token_drop_policy": "position", "moe_z_loss_coeff": 0.001,
 }  # fmt: skip
+# GPT-OSS's attention and gate.
+SINKS = {
+    "window_attn_skip_freq": 2, "softmax_type": "learnable", "swiglu": False,
+    "add_bias_linear": True,
+}  # fmt: skip
+SINKS_ARGS = SINKS | {
+    "window_size": (5, 0), "quick_geglu": True, "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+}  # fmt: skip
 
 
 def our_model(**fields):
@@ -132,6 +141,8 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
             if f"mlp.up.{name}" in here:
                 halves = ("gate", "up") if gated else ("up",)
                 layer[f"mlp.linear_fc1.{name}"] = fc1(*(here[f"mlp.{h}.{name}"] for h in halves))
+        if (sinks := here.get("attention.sinks")) is not None:
+            layer["self_attention.core_attention.softmax_offset"] = cut(sinks)
         for our, groups in (("q", 4), ("q_up", 4), ("kv_down", 1)):
             if (weight := here.get(name := f"attention.{our}.weight")) is not None:
                 here[name] = neighbours(weight, groups)

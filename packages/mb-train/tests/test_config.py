@@ -204,6 +204,8 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
         ({"rotary_scaling_factor": 4.0, "rotary_base": 1.0}, "--rotary-base above 1 with YaRN"),
         ({"mscale": -1.0}, "--mscale of at least 0, got -1"),
         ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),
+        ({"window_size": 0}, "no --window-size with --multi-latent-attention, got both: 0"),
+        ({"softmax_type": "learnable"}, "--softmax-type vanilla with --multi-latent-att"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -226,13 +228,43 @@ def test_yarn_is_the_default_of_latent_attention_alone():
     assert (latent.latent_sizes, latent.head_size) == ([None, 32, 128, 64, 128], 192)
     assert latent.rope_scaling is None  # a factor of 1
     longer = {"rotary_scaling_factor": 4.0}
-    numbers = ("yarn", 4.0, 4096, 32.0, 1.0, 1.0, 0.0)
+    numbers = ("yarn", 4.0, 4096, 32.0, 1.0, 1.0, 0.0, True)
     assert TrainConfig(**RUN | LATENT | longer).rope_scaling == numbers
     one = {"rotary_seq_len_interpolation_factor": 1.0}  # as scripts have it
     assert TrainConfig(**RUN | LATENT | longer | one).rope_scaling == numbers
     assert TrainConfig(**RUN | rope | longer).rope_scaling is None
     ordinary = TrainConfig(**RUN | rope | longer, rope_type="yarn")
     assert (ordinary.rope_scaling, ordinary.latent_sizes) == (numbers, None)
+
+
+@pytest.mark.parametrize(
+    ("every", "layers", "in_force"),
+    [
+        (None, [True] * 5, (3, None)),
+        (1, [False] * 5, None),
+        (2, [True, False, True, False, True], (3, 2)),
+        (5, [True] * 4 + [False], (3, 5)),
+        (6, [True] * 5, (3, None)),
+    ],
+)
+def test_every_nth_layer_sees_all(every, layers, in_force):
+    config = TrainConfig(**RUN | {"num_layers": 5}, window_size=3, window_attn_skip_freq=every)
+    assert list(map(config.has_window, range(5))) == layers
+    assert config.windows == in_force
+    made = transformer_config(config, 64)
+    assert [made.window_of(layer) for layer in range(5)] == [3 if near else None for near in layers]
+
+
+def test_windows_and_sinks_are_a_gpts():
+    assert TrainConfig(**RUN, window_attn_skip_freq=2).windows is None
+    assert TrainConfig(**RUN, window_size=0, window_attn_skip_freq=3).windows == (0, None)
+    bert = RUN | {"model": "bert"}
+    with pytest.raises(ValueError, match="--model gpt with --window-size 0, got bert"):
+        TrainConfig(**bert, window_size=0)
+    with pytest.raises(ValueError, match="--model gpt with --softmax-type off-by-one, got bert"):
+        TrainConfig(**bert, softmax_type="off-by-one")
+    with pytest.raises(ValueError, match="--window-size of at least 0, got -1"):
+        TrainConfig(**RUN, window_size=-1)
 
 
 def test_every_choice_of_a_model_reaches_it():
@@ -243,11 +275,13 @@ def test_every_choice_of_a_model_reaches_it():
         "attention_dropout": (0.2, "attention_dropout"), "hidden_dropout": (0.4, "hidden_dropout"),
         "post_layernorm": (True, "post_norm"), "fp32_residual_connection": (True, "fp32_residual"),
         "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
-        "position_embedding_type": ("rope", "positions"),
+        "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
+        "softmax_type": ("learnable", "softmax"),
     }  # fmt: skip
     others = {
         "normalization": "RMSNorm", "qk_layernorm": True, "use_rope_scaling": True, "swiglu": True,
         "untie_embeddings_and_output_weights": True, "moe_num_experts": 2, "moe_first_k_dense": 1,
+        "window_attn_skip_freq": 2,
     }  # fmt: skip
     said = {name: value for name, (value, _) in values.items()}
     made = transformer_config(TrainConfig(**RUN | said | others), 64)
@@ -259,6 +293,7 @@ def test_every_choice_of_a_model_reaches_it():
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above
+    assert made.window_layers == (True, False)
     assert transformer_config(TrainConfig(**RUN), 64).qkv_bias
 
 

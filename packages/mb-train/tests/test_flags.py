@@ -357,7 +357,7 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
         (
             {"position_embedding_type": "rope", "use_rope_scaling": True},
             "--rope-type yarn --rotary-scaling-factor 2",
-            {"rope_scaling": ("yarn", 2.0, 4096, 32.0, 1.0, 1.0, 0.0)},
+            {"rope_scaling": ("yarn", 2.0, 4096, 32.0, 1.0, 1.0, 0.0, True)},
         ),
         (
             {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_scaling_factor": 2.0},

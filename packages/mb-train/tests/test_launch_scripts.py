@@ -77,7 +77,7 @@ def test_a_deepseek_v3_of_megatron_core_is_the_model_it_is():
     command = parse(CORE["DeepSeek-V3.yaml"][1])
     config = resolve(command)
     assert config.latent_sizes == [1536, 512, 128, 64, 128]
-    assert config.rope_scaling == ("yarn", 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert config.rope_scaling == ("yarn", 40.0, 4096, 32.0, 1.0, 1.0, 1.0, True)
     assert (config.moe_first_k_dense, config.moe_router_group_score_top) == (3, 2)
     assert "no effect without --multi-latent-attention left out: --kv-channels" in without_effect(
         command, config

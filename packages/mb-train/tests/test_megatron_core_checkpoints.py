@@ -20,6 +20,8 @@ from megatron_core_models import (
     ON_INPUT_ARGS,
     OURS,
     SIGMOID,
+    SINKS,
+    SINKS_ARGS,
     VOCAB,
     arguments,
     check_read,
@@ -95,6 +97,17 @@ def change_each(folder, change):
         (LLAMA | ON_INPUT, LLAMA | ON_INPUT_ARGS, {}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4}),
         (BIASED, BIASED_ARGS, {"experts": "numbered"}),
+        (
+            LLAMA | BIASED | SINKS
+            | {"window_size": 5, "activation": "swiglu(alpha=1.702, offset=1.0, limit=7.0)"},
+            LLAMA | BIASED_ARGS | SINKS_ARGS,
+            {"tp": 2, "ep": 2},
+        ),
+        (
+            LLAMA | {"window_size": 3, "window_attn_skip_freq": 4},
+            LLAMA | {"window_size": [3, 0], "window_attn_skip_freq": [1, 1, 1, 0]},
+            {},
+        ),
     ],
 )  # fmt: skip
 def test_ranks_are_joined(tmp_path, fields, args, ranks, kind):
@@ -127,7 +140,9 @@ def test_the_command_makes_a_run(tmp_path):
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"use_mup": True}, "are not scaled by the width"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "every layer has the same positions"),
-        ({"softmax_type": "learnable"}, "--softmax-type to be vanilla, got 'learnable'"),
+        ({"softmax_type": "learnable"}, r"missing .* layers\.0\..*core_attention\.softmax_off"),
+        ({"window_size": (5, 2)}, r"--window-size to be the tokens before .* got \(5, 2\)"),
+        ({"window_size": (5, 0), "window_attn_skip_freq": [0, 1, 1, 0]}, "but every n-th"),
         ({"glu_linear_offset": 1.0}, "with --quick-geglu alone"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type to be"),
         ({"apply_residual_connection_post_layernorm": True}, "some versions of Megatron Core"),

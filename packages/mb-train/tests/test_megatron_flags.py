@@ -55,9 +55,27 @@ def test_settled_flags_are_answered_in_one_note():
         ),
         ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
         (
-            "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",
-            r"--fp4-format cannot .*Unknown flag --enable-gpt-oss.*--mtp-num-layers to be 0, got "
-            r"'1'.*--softmax-type to be vanilla, got 'learnable'",
+            "--fp4-format e2m1 --enable-gpt-oss --tomorrow --mtp-num-layers 1 "
+            "--relative-attention-num-buckets 16",
+            r"--fp4-format cannot .*--enable-gpt-oss cannot .*--recipe gpt-oss-20b.*Unknown flag "
+            r"--tomorrow.*--mtp-num-layers to be 0, got '1'.*-num-buckets to be 32, got '16'",
+        ),
+        ("--glu-linear-offset 1", r"with --quick-geglu alone: .*--activation 'swiglu\(limit=7\)'"),
+        ("--swiglu --activation-func-clamp-value 7", r"with --quick-geglu alone: fused"),
+        ("--quick-geglu --glu-linear-offset x", r"--glu-linear-offset to be a number, got x"),
+        (
+            "--window-size 127,1",
+            r"--window-size to be the tokens .* as 127,0, .* got 127,1\. Leave",
+        ),
+        ("--window-size=-1,0", r"--window-size to be the tokens .* got -1,0\. Leave it out"),
+        (
+            "--window-attn-skip-freq [0,1]*2",
+            r"windows in all layers but every n-th.* got \[0,1\]",
+        ),
+        ("--window-attn-skip-freq [1,2]", r"windows in all layers but every n-th.* got \[1,2\]"),
+        (
+            "--num-layers 5 --window-attn-skip-freq [1,0]*2",
+            r"--window-attn-skip-freq to be of --num-layers 5, got \[1,0\]\*2, which is of 4",
         ),
         ("--deepspeed --optimizer lion", r"--deepspeed cannot .* Argument --optimizer: invalid"),
         (
@@ -238,6 +256,26 @@ def test_older_spellings_mean_what_they_meant():
         ),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
+        ("--quick-geglu", {"activation": "swiglu(alpha=1.702)"}),
+        (
+            "--activation-func-clamp-value 7 --quick-geglu --glu-linear-offset 1.0",
+            {"activation": "swiglu(alpha=1.702, offset=1.0, limit=7.0)"},
+        ),
+        ("--quick-geglu --activation swiglu", {"activation": "swiglu"}),
+        (
+            "--window-size 127,0 --softmax-type learnable",
+            {"window_size": 127, "softmax_type": "learnable"},
+        ),
+        ("--window-size (128,0) --window-size 31", {"window_size": 31}),
+        ("--window-size 0", {"window_size": 0}),
+        (
+            "--num-layers 4 --window-attn-skip-freq [1,0]*2",
+            {"num_layers": 4, "window_attn_skip_freq": 2},
+        ),
+        ("--window-attn-skip-freq ([1]*3+[0])*2+[1]", {"window_attn_skip_freq": 4}),
+        ("--window-attn-skip-freq [1]*5", {"window_attn_skip_freq": 6}),
+        ("--window-attn-skip-freq [0]*5", {"window_attn_skip_freq": 1}),
+        ("--window-attn-skip-freq [1,0]*3 --window-attn-skip-freq=3", {"window_attn_skip_freq": 3}),
         ("--eval-iters -1", {"eval_iters": 0}),
         (
             "--exit-interval 0 --exit-duration-in-mins 0 --moe-shared-expert-intermediate-size 0",

@@ -1,4 +1,4 @@
-"""What does not go together of a model's attention: latents, and rotations that are slowed."""
+"""What does not go together of a model's attention: latents, slowed rotations, windows, sinks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def check_latent(config: ModelFields) -> None:
             config.qk_layernorm_over == "head",
             f"{config.qk_layernorm_over}: its --qk-layernorm is over the latents",
         ),
+        "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
+        "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
     }
     for wanted, (fits, found) in settings.items():
         if not fits:
@@ -91,3 +93,13 @@ def check_slowing(config: ModelFields) -> None:
         )
     if config.rotary_base <= 1:
         raise ValueError(f"Expected --rotary-base above 1 with YaRN, got {config.rotary_base}.")
+
+
+def check_softmax(config: ModelFields) -> None:
+    """Raise ValueError for a window or sinks in a model that also sees tokens to come."""
+    settings = {
+        f"--window-size {config.window_size}": config.window_size is not None,
+        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+    }
+    for words in (words for words, given in settings.items() if given and config.model != "gpt"):
+        raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mb_train.config.attention import check_latent, check_slowing
+from mb_train.config.attention import check_latent, check_slowing, check_softmax
 from mb_train.config.field import (
     AT_LEAST_0,
+    GIVEN,
     NOT_1,
     OFF,
     POSITIVE,
@@ -146,6 +147,10 @@ class ModelFields:
         "YaRN: the same of all of them, in latent attention; the rotated part has the quotient",
         0.0, bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
+    yarn_truncate: bool = flag(
+        "YaRN: move these two bounds to whole frequencies; GPT-OSS does not (ours)", True,
+        on_load="said", in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE
     )
@@ -212,6 +217,19 @@ class ModelFields:
         "--multi-latent-attention times what YaRN asks for (ours)",
         bounds=POSITIVE, on_load="model", also=("--softmax-scale",),
     )  # fmt: skip
+    window_size: int | None = flag(
+        "tokens before its own that a token sees, one less than a window holds; also as Megatron's "
+        "pair, 127,0 for 127; default all", bounds=AT_LEAST_0, on_load="said", in_force="windows",
+    )  # fmt: skip
+    window_attn_skip_freq: int | None = flag(
+        "every n-th layer sees all tokens before; default none does", bounds=POSITIVE,
+        on_load="said", in_force="windows", needs=("window_size", GIVEN),
+    )  # fmt: skip
+    softmax_type: str = flag(
+        "of attention: with a score more in each sum, which has no value and is 0 (off-by-one) or "
+        "learned by each head, a sink (learnable)", "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"), on_load="model",
+    )  # fmt: skip
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
         False, on_load="model", needs=("model", "t5"),
@@ -268,8 +286,21 @@ class ModelFields:
 
     @property
     def _yarn_numbers(self) -> tuple[float, ...]:
-        turns = self.beta_fast, self.beta_slow
-        return self.original_max_position_embeddings, *turns, self.mscale, self.mscale_all_dim
+        trained_on, turns = self.original_max_position_embeddings, (self.beta_fast, self.beta_slow)
+        return trained_on, *turns, self.mscale, self.mscale_all_dim, self.yarn_truncate
+
+    @property
+    def windows(self) -> tuple[int, int | None] | None:
+        """Of layers with one: its size, and n if every n-th layer has none; None without."""
+        size, every = self.window_size, self.window_attn_skip_freq
+        if size is None or every == 1:
+            return None
+        return size, every if every is not None and every <= whole(self.num_layers) else None
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a token of layer `layer`, counted from 0, sees those near before it alone."""
+        every = self.window_attn_skip_freq
+        return self.window_size is not None and (every is None or (layer + 1) % every != 0)
 
     @property
     def ffn_size(self) -> int:
@@ -320,6 +351,7 @@ class ModelFields:
             )
         check_latent(self)
         check_slowing(self)
+        check_softmax(self)
         if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
                 f"Expected a gated --activation with --glu, got {self.activation!r}. "

@@ -23,6 +23,7 @@ from mb_train.config.model import ModelFields
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
+from mb_train.flags.layer_patterns import spelled_out
 from mb_train.flags.megatron_defaults import (
     defaults_beside,
     other_muon,
@@ -32,7 +33,7 @@ from mb_train.flags.megatron_defaults import (
 from mb_train.flags.parser import NONE, Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
-from mb_train.flags.translated import spelled_out, two_moments, understood, with_means
+from mb_train.flags.translated import two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
 
 

@@ -142,7 +142,7 @@ def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
-    others = ["--moe-num-experts", "--openai-gelu", "--config", _TE_ACTIVATION]
+    others = ["--moe-num-experts", "--openai-gelu", "--config", "--quick-geglu", _TE_ACTIVATION]
     if not _has_experts(typed, values):
         others.append(_TE_FUSED_MLP)
     unfused = any(name in typed for name in (NO_BIAS, NO_FUSED_GELU))

@@ -25,8 +25,7 @@ _REASONS: Mapping[str, str] = {
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "say --qk-head-dim": "--qk-nope-head-dim",
     "say --qk-pos-emb-head-dim": "--qk-rope-head-dim",
-    "attention sees the whole sequence": "--window-size --window-attn-skip-freq",
-    "attention is a softmax over all that came before, without a gate": """
+    "attention is a softmax over what came before, without a gate": """
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
@@ -34,6 +33,8 @@ _REASONS: Mapping[str, str] = {
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
     "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",
+    "--recipe gpt-oss-20b is that model, with rotations of --rope-type yarn, "
+    "--rotary-scaling-factor 32 and --no-yarn-truncate": "--enable-gpt-oss",
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
@@ -47,9 +48,6 @@ _REASONS: Mapping[str, str] = {
     """,
     "embeddings and head train at --lr": "--decoupled-lr --decoupled-min-lr --head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
-    "the same is --activation 'swiglu(alpha=1.702)', and swigluoai with an offset of 1 and a clamp "
-    "of 7": "--quick-geglu",
-    "say --activation 'swiglu(limit=7)'": "--activation-func-clamp-value",
     "there are no Mamba layers": """
         --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
     """,

@@ -7,7 +7,6 @@ does not exist here in `refused`. What scripts leave unsaid is in `megatron_defa
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,10 +77,8 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--encoder-pipeline-model-parallel-size": {"0": {}},
     "--cpu-offloading-num-layers": {"0": {}},
     "--mtp-num-layers": {"0": {}},
-    "--softmax-type": {"vanilla": {}},
     "--relative-attention-num-buckets": {"32": {}},
     "--relative-attention-max-distance": {"128": {}},
-    "--glu-linear-offset": {"0.0": {}, "0": {}},
     "--train-mode": {"pretrain": {}},
     "--muon-scale-mode": {"spectral": {}},
     "--muon-coefficient-type": {"simple": {}},
@@ -95,7 +92,6 @@ _INSTEAD: Mapping[str, str] = {
     "cuts them.",
     "--cpu-offloading-num-layers": " Activations stay on the GPUs: see --recompute-granularity.",
     "--mtp-num-layers": " A model predicts the next token only.",
-    "--glu-linear-offset": " Say --activation 'swiglu(offset=1)'.",
     "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",
 }
@@ -134,6 +130,35 @@ def _weight(flag: str, said: str | Sequence[str]) -> Mapping[str, Any]:
     return {OF_EVERY_LAYER[flag]: _number(flag, _alone(flag, said))}
 
 
+_QUICK_GEGLU = "--quick-geglu"
+# Numbers of that gate, and their names within an activation.
+_NUMBERS = {"--glu-linear-offset": "offset", "--activation-func-clamp-value": "limit"}
+
+
+def _with_numbers(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said, and as the value of --quick-geglu its numbers, which have flags of their own.
+
+    Raises:
+        ValueError: numbers without it, or something that is none.
+    """
+    numbers = {name: _number(flag, said[flag]) for flag, name in _NUMBERS.items() if flag in said}
+    rest = {name: value for name, value in said.items() if name not in _NUMBERS}
+    if _QUICK_GEGLU in said:
+        return rest | {_QUICK_GEGLU: numbers}
+    if any(numbers.values()):
+        raise ValueError(
+            f"Expected {' and '.join(_NUMBERS)} with {_QUICK_GEGLU} alone: fused activations of "
+            "Megatron Core ignore them otherwise. Say --activation 'swiglu(limit=7)' to have them."
+        )
+    return rest
+
+
+def _gate(numbers: Mapping[str, float]) -> Mapping[str, Any]:
+    """Core's quick GELU is gate sigmoid(1.702 gate)."""
+    inside = {"alpha": 1.702, **{name: value for name, value in numbers.items() if value}}
+    return {"activation": f"swiglu({', '.join(f'{name}={v}' for name, v in inside.items())})"}
+
+
 # Megatron takes a balancing type and a weight for each of several losses.
 _SEVERAL = {"--moe-router-load-balancing-type": "+", "--moe-aux-loss-coeff": "+"}
 # Flag -> whether a value follows ("+": some), and the fields that it sets. Where two set the same
@@ -150,6 +175,8 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     **{flag: (_SEVERAL.get(flag, True), partial(_one_of, flag)) for flag in _VALUES},
     **{flag: (_SEVERAL.get(flag, True), partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     "--moe-router-pre-softmax": (False, lambda _: {}),
+    _QUICK_GEGLU: (False, _gate),
+    **{flag: (True, lambda _: {}) for flag in _NUMBERS},  # see `_with_numbers`
     "--moe-router-force-load-balancing": (
         False,
         lambda _: {"moe_uniform_expert_assignment": True},
@@ -183,8 +210,13 @@ def understood(said: Mapping[str, Any]) -> Understood:
     settled = [name for name in SETTLED if name in said]
     values = {name: value for name, value in said.items() if name not in SETTLED}
     of_every_layer, notes, wrong = [], [settled_note(settled)] if settled else [], []
+    try:
+        values = _with_numbers(values)
+    except ValueError as error:
+        wrong.append(str(error))
+        values = {name: v for name, v in values.items() if name not in (_QUICK_GEGLU, *_NUMBERS)}
     for name, (_, meaning) in TRANSLATED.items():
-        if name not in said:
+        if name not in values:
             continue
         try:
             meant = meaning(values.pop(name))
@@ -205,80 +237,6 @@ def understood(said: Mapping[str, Any]) -> Understood:
             "first the schedules that are typed win, with the second those of --load."
         )
     return Understood(values, of_every_layer, notes, wrong)
-
-
-def spelled_out(words: Sequence[str]) -> list[str]:
-    """The command line with a number for `--moe-layer-freq`.
-
-    Megatron Core also takes a list that says for each layer whether it has experts, such as
-    "([0]*3+[1]*24)".
-
-    Raises:
-        ValueError: the list is not dense layers followed by experts in every n-th layer, or its
-            length is not `--num-layers`.
-    """
-    found, last = list(words), True
-    for place in reversed(range(len(found))):
-        name, equals, value = found[place].partition("=")
-        if name != "--moe-layer-freq":
-            continue
-        if not equals and place + 1 < len(found):
-            value = found[place + 1]
-        if "[" in value:
-            # One that a later one replaces says nothing, of no layer.
-            said = _as_numbers(value, words) if last else []
-            found[place : place + (1 if equals else 2)] = said
-        last = False
-    return found
-
-
-def _as_numbers(pattern: str, words: Sequence[str]) -> list[str]:
-    dense, every, layers = _pattern(pattern)
-    said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
-    if said not in ([], [str(layers)]):
-        raise ValueError(
-            f"Expected --moe-layer-freq to be of --num-layers {said[0]}, got {pattern}, "
-            f"which is of {layers}."
-        )
-    return [f"--moe-layer-freq={every}", f"--moe-first-k-dense={dense}"]
-
-
-def _pattern(text: str) -> tuple[int, int, int]:
-    """Number of dense layers at the start, n if every n-th layer has experts, number of layers."""
-    layers = _layers(text)
-    if 1 in layers:
-        first = layers.index(1)
-        for every in range(1, len(layers) + 1):
-            for dense in {first, 0}:
-                if layers == [int(i >= dense and i % every == 0) for i in range(len(layers))]:
-                    return dense, every, len(layers)
-    raise ValueError(
-        f"Expected --moe-layer-freq to be dense layers and then experts in every n-th, as "
-        f"([0]*3+[1]*24), got {text}. See --moe-first-k-dense."
-    )
-
-
-def _layers(text: str) -> list[int]:
-    """The list that an expression makes, of sums and repetitions of lists of 0 and 1."""
-    text = text.replace(" ", "")
-    if not re.fullmatch(r"[\[\]()01,+*\d]+", text):
-        return []
-    # Innermost parentheses first: a repeated group becomes the list it stands for.
-    group = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
-    while (match := group.search(text)) is not None:
-        inner = _sum(match[1]) * int(match[2] or 1)
-        text = text[: match.start()] + str(inner).replace(" ", "") + text[match.end() :]
-    return _sum(text)
-
-
-def _sum(text: str) -> list[int]:
-    layers: list[int] = []
-    for term in text.split("+"):
-        match = re.fullmatch(r"\[((?:[01],?)*)\](?:\*(\d+))?", term)
-        if match is None:
-            return []
-        layers += [int(digit) for digit in match[1].replace(",", "")] * int(match[2] or 1)
-    return layers
 
 
 def two_moments(values: Mapping[str, Any]) -> list[str]:

@@ -224,7 +224,7 @@ def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, caus
 
 def seen(
     config: TransformerConfig, mask: Tensor | None, places_BQ: Tensor, dtype: torch.dtype
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """`mask` and `near` of a `BlockContext`: what layers see, all of it or within their window.
 
     With windows or sinks these are numbers, made once, and not from a mask again in every layer.
@@ -243,7 +243,7 @@ def seen(
         added.masked_fill_(~allowed, -torch.inf)
         return F.pad(added, (0, 1)) if config.has_sinks else added
 
-    found = {}
+    found: dict[str, Any] = {}
     whole = mask is not None or config.has_sinks
     places_S = torch.arange(
         places_BQ.shape[1] if mask is None else mask.shape[3], device=places_BQ.device

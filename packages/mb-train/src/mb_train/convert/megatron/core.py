@@ -44,6 +44,7 @@ _JOINED = (
     (r"linear_(qkv|gate|up)\.(weight|bias)", 0),
     (r"linear_(q|q_up|kv_up|q_down|kv_down)_proj\.weight", 0),
     (r"linear_(proj|fc2)\.weight", 1),
+    (r"core_attention\.softmax_offset", 0),
 )
 # Ours, and what it is there; then those of a layer.
 _TOP = {
@@ -52,7 +53,8 @@ _TOP = {
 }  # fmt: skip
 _LAYER = {
     "norm_1": "input_layernorm", "norm_2": "pre_mlp_layernorm",
-    "attention.qkv": "self_attention.linear_qkv", "attention.out": "self_attention.linear_proj",
+    "attention": "self_attention.core_attention", "attention.qkv": "self_attention.linear_qkv",
+    "attention.out": "self_attention.linear_proj",
     "attention.norm_q": "self_attention.q_layernorm",
     "attention.norm_k": "self_attention.k_layernorm",
     "attention.q": "self_attention.linear_q_proj",
@@ -68,7 +70,9 @@ _LAYER = {
 }  # fmt: skip
 # Of these the last rows are rotated: of each head's, or the one key that all heads share.
 _ROTATED = {"attention.q": True, "attention.q_up": True, "attention.kv_down": False}
-_BY_THEMSELVES = {"balancing_bias": "expert_bias", "gate": "gate_weight"}
+_BY_THEMSELVES = {
+    "balancing_bias": "expert_bias", "gate": "gate_weight", "sinks": "softmax_offset",
+}  # fmt: skip
 
 
 def _sizes(args: Namespace) -> tuple[int, int, int]:

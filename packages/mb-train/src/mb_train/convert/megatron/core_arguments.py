@@ -17,13 +17,14 @@ from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.convert.new_run import imported_config
 from mb_train.flags import megatron_defaults, translated
+from mb_train.flags.layer_patterns import spelled_out
 from mb_train.flags.refused import refusal
 from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
     "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
-    "window_size", "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
+    "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
@@ -34,7 +35,8 @@ _REFUSED = (
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
-    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "softmax_type",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "quick_geglu",
+    "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
 # Arguments that are on unless a flag of another name turns them off.
 _TURNED_OFF = {
@@ -71,7 +73,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         for value in known[:1]:
             said[f.name] = (value or None) if spec(f).zero_is_none else value
     said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
-    said |= _activation(given) | _experts_every(given)
+    said |= _of_layers(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
     typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]
     wrong = megatron_defaults.summed_logits(typed, said)
@@ -120,25 +122,12 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
         )
 
 
-def _activation(given: Mapping[str, Any]) -> dict[str, Any]:
-    offset, limit = given.get("glu_linear_offset"), given.get("activation_func_clamp_value")
-    if given.get("quick_geglu"):
-        numbers = {"alpha": 1.702, "offset": offset, "limit": limit}
-        inside = ", ".join(f"{name}={value}" for name, value in numbers.items() if value)
-        return {"activation": f"swiglu({inside})"}
-    if offset or limit:
-        raise ValueError(
-            "Expected --glu-linear-offset and --activation-func-clamp-value with --quick-geglu "
-            "alone: fused activations of Megatron Core ignore them otherwise."
-        )
-    return {}  # as --swiglu and --squared-relu say, else a GELU: see `defaults_beside`
-
-
-def _experts_every(given: Mapping[str, Any]) -> dict[str, int]:
-    """--moe-layer-freq where it is a list with a number for each layer."""
-    if not isinstance(given.get("moe_layer_freq"), list):
-        return {}
-    layers, every = str(given["num_layers"]), str(given["moe_layer_freq"])
-    _, _, *words = translated.spelled_out(["--num-layers", layers, "--moe-layer-freq", every])
+def _of_layers(given: Mapping[str, Any]) -> dict[str, int]:
+    """What is said of each layer by a list, or of a window by a pair."""
+    layers = ["--num-layers", str(given["num_layers"])]
+    for name in ("moe_layer_freq", "window_attn_skip_freq", "window_size"):
+        if isinstance(given.get(name), (list, tuple)):
+            layers += [flag_name(name), str(given[name])]
+    _, _, *words = spelled_out(layers)
     pairs = (word.split("=") for word in words)
     return {_argument(flag): int(value) for flag, value in pairs}

@@ -1,0 +1,126 @@
+"""Flags of Megatron Core that say something of each layer, as numbers that have flags here.
+
+--moe-layer-freq ([0]*3+[1]*24)     --moe-layer-freq=1 --moe-first-k-dense=3
+--window-attn-skip-freq [1,1,0]*4   --window-attn-skip-freq=3
+--window-size 127,0                 --window-size=127
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """The command line with numbers for what Megatron Core also takes as a list or a pair.
+
+    Raises:
+        ValueError: experts in other layers than every n-th behind dense ones; windows in others
+            than all but every n-th; a list of other layers than `--num-layers`; a window that
+            reaches behind a token.
+    """
+    found, replaced = list(words), set()
+    for place in reversed(range(len(found))):
+        name, equals, value = found[place].partition("=")
+        if name not in _NUMBERS:
+            continue
+        if not equals and place + 1 < len(found):
+            value = found[place + 1]
+        mark, numbers = _NUMBERS[name]
+        if mark in value:
+            # One that a later one replaces says nothing, of no layer.
+            said = [] if name in replaced else numbers(value, words)
+            found[place : place + (1 if equals else 2)] = said
+        replaced.add(name)
+    return found
+
+
+def _experts(text: str, words: Sequence[str]) -> list[str]:
+    layers = _layers(text)
+    if 1 in layers:
+        first = layers.index(1)
+        for every in range(1, len(layers) + 1):
+            for dense in {first, 0}:
+                if layers == [int(i >= dense and i % every == 0) for i in range(len(layers))]:
+                    _check_number("--moe-layer-freq", text, layers, words)
+                    return [f"--moe-layer-freq={every}", f"--moe-first-k-dense={dense}"]
+    raise ValueError(
+        f"Expected --moe-layer-freq to be dense layers and then experts in every n-th, as "
+        f"([0]*3+[1]*24), got {text}. See --moe-first-k-dense."
+    )
+
+
+def _windows(text: str, words: Sequence[str]) -> list[str]:
+    layers = _layers(text)
+    every = every_nth_full(list(map(bool, layers)))
+    if not layers or every is None:
+        raise ValueError(
+            "Expected --window-attn-skip-freq to be windows in all layers but every n-th, as "
+            f"[1,1,0]*4, got {text}."
+        )
+    _check_number("--window-attn-skip-freq", text, layers, words)
+    return [f"--window-attn-skip-freq={every}"]
+
+
+def every_nth_full(windows: Sequence[bool]) -> int | None:
+    """n if all layers have a window but every n-th; None for other patterns.
+
+    Of layers that all have one it is more than they are.
+    """
+    layers = len(windows)
+    fits = (
+        every
+        for every in range(1, layers + 2)
+        if list(windows) == [(layer + 1) % every != 0 for layer in range(layers)]
+    )
+    return next(fits, None)
+
+
+def _window(text: str, _: Sequence[str]) -> list[str]:
+    sides = re.fullmatch(r"[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?", text)
+    if sides is None or int(sides[1]) < 0 or int(sides[2]) != 0:
+        raise ValueError(
+            "Expected --window-size to be the tokens before a token's own and 0, as 127,0, for no "
+            f"token sees a later one, got {text}. Leave it out for a token that sees all before it."
+        )
+    return [f"--window-size={sides[1]}"]
+
+
+# Flag -> what a value has that is no number, and what it says as numbers.
+_NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = {
+    "--moe-layer-freq": ("[", _experts),
+    "--window-attn-skip-freq": ("[", _windows),
+    "--window-size": (",", _window),
+}
+
+
+def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[str]) -> None:
+    said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+    if said not in ([], [str(len(layers))]):
+        raise ValueError(
+            f"Expected {flag} to be of --num-layers {said[0]}, got {text}, which is of "
+            f"{len(layers)}."
+        )
+
+
+def _layers(text: str) -> list[int]:
+    """The list that an expression makes, of sums and repetitions of lists of 0 and 1."""
+    text = text.replace(" ", "")
+    if not re.fullmatch(r"[\[\]()01,+*\d]+", text):
+        return []
+    # Innermost parentheses first: a repeated group becomes the list it stands for.
+    group = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
+    while (match := group.search(text)) is not None:
+        inner = _sum(match[1]) * int(match[2] or 1)
+        text = text[: match.start()] + str(inner).replace(" ", "") + text[match.end() :]
+    return _sum(text)
+
+
+def _sum(text: str) -> list[int]:
+    layers: list[int] = []
+    for term in text.split("+"):
+        match = re.fullmatch(r"\[((?:[01],?)*)\](?:\*(\d+))?", term)
+        if match is None:
+            return []
+        layers += [int(digit) for digit in match[1].replace(",", "")] * int(match[2] or 1)
+    return layers

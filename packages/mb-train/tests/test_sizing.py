@@ -40,6 +40,12 @@ LATENT = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False,
 }  # fmt: skip
+GPT_OSS = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
+    "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
+    "num_query_groups": 2, "moe_num_experts": 4, "moe_top_k": 2, "moe_mlp_bias": True,
+    "activation": "swigluoai", "moe_router_bias": True,
+}  # fmt: skip
 KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
@@ -49,6 +55,8 @@ KINDS = {
     },
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
+    "windows": GPT_OSS | {"softmax_type": "vanilla"},
+    "sinks": GPT_OSS,
     "experts": {"moe_num_experts": 8, "moe_top_k": 2},
     "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
     "shared-expert": {
@@ -201,8 +209,9 @@ def test_a_loss_has_one_slice_of_its_logits():
         assert found == pytest.approx((2 * 2**29 + 4 * 64 * 256_000) / ranks, rel=1e-3)
 
 
-# The shapes that the counter sees do not tell which rows are of zero experts.
-_COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind != "zero-experts"]
+# The shapes that the counter sees do not tell which rows are of zero experts, nor what masks hide.
+_UNTOLD = ("zero-experts", "windows", "sinks")
+_COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind not in _UNTOLD]
 
 
 @pytest.mark.parametrize("kind", _COUNTED)
@@ -224,6 +233,17 @@ def test_narrow_values_take_less_arithmetic():
     assert flops(work).blocks - flops(less).blocks == saved * heads * tokens * (40 + 64)
 
 
+def test_a_window_is_all_that_is_counted_of_a_layer():
+    """Of 128 keys 16 in two layers of three; a window larger than a sequence is none."""
+    work, whole, wide = (
+        config_and_model(GPT_OSS | {"window_size": size})[1] for size in (15, None, 500)
+    )
+    hidden, heads, tokens = 3 * 2 * (16 + 16) * 2 * (128 - 16), 4, 128
+    assert flops(whole).attention - flops(work).attention == hidden * heads * tokens
+    assert flops(wide) == flops(whole)
+    assert flops(work)[::2] == flops(whole)[::2]
+
+
 def test_zero_experts_take_no_arithmetic_and_no_parameters():
     """One of two choices falls on four of eight: the rest is a model of one choice among four."""
     one = {"moe_num_experts": 4, "moe_top_k": 1}
@@ -238,6 +258,7 @@ def test_zero_experts_take_no_arithmetic_and_no_parameters():
 # The recipes of other models than GPT's have shapes of their own below.
 ODD = {
     "latent": LATENT | {"v_head_dim": 7, "moe_num_experts": 3, "moe_first_k_dense": 1},
+    "gpt-oss": GPT_OSS,
     "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "bert": {"model": "bert", "bert_binary_head": False, "post_layernorm": True},
     "t5": T5 | {"decoder_num_layers": 5, "moe_num_experts": 3, "moe_first_k_dense": 2},

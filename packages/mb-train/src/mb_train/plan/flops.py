@@ -3,7 +3,7 @@
 A multiplication and an addition count as two. The backward pass costs twice the forward pass, and
 what is computed again for it does not count: model FLOPs (PaLM, arXiv 2204.02311, appendix B).
 Attention is counted over the whole square of positions there, and here, though a causal kernel
-computes half of it and padding may be left out.
+computes half of it and padding may be left out; in layers with a window over the window of each.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ def flops(work: Workload) -> Flops:
         config = each.blocks
         ffn = sum(_ffn(config, layer) for layer in range(config.num_layers))
         blocks += 3 * each.tokens * (config.num_layers * _maps(each) + ffn)
-        attended = (each.length + each.source) * config.num_heads
-        scores_and_sums = 2 * attended * (config.head_size + config.value_size)
-        attention += 3 * each.tokens * config.num_layers * scores_and_sums
+        attended = sum(_seen(each, layer) for layer in range(config.num_layers))
+        scores_and_sums = 2 * config.num_heads * (config.head_size + config.value_size)
+        attention += 3 * each.tokens * attended * scores_and_sums
     hidden = work.passes[0].blocks.hidden_size
     on_top = sum(3 * 2 * hidden * head.places * head.outputs for head in work.heads)
     return Flops(blocks, attention, float(on_top))
+
+
+def _seen(each: Pass, layer: int) -> int:
+    """Keys of a token in a layer, of its own sequence and of the source."""
+    near = each.blocks.window_of(layer)
+    own = each.length if near is None else min(near + 1, each.length)
+    return own + each.source
 
 
 def _maps(each: Pass) -> float:

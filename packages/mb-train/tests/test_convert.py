@@ -83,6 +83,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 1}),
         ("deepseek_v3", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
         ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+        ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 0.7}),
+        ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}),
         ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
         ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {**LLAMA3}}),
     ],
@@ -101,6 +103,12 @@ def test_their_options(tmp_path, kind, also):
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
     ],
     ids=str,
 )
@@ -143,6 +151,8 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("deepseek_v3", {"first_k_dense_replace": 3}),
         ("deepseek_v3", {"qk_rope_head_dim": 2}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
+        ("gpt_oss", {"attention_bias": False, "rope_parameters": {**YARN, "truncate": False}}),
+        ("gpt_oss", {"hidden_size": 48, "num_attention_heads": 4, "swiglu_alpha": 1.0}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
     ],
@@ -208,7 +218,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
     assert len(norms) >= 5
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"])
 def test_gradients_are_theirs(tmp_path, kind):
     """Of a loss of next tokens: also those of weights that the routing scales."""
     model = theirs(kind)
@@ -246,31 +256,73 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
     torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
+NEAR, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("kind", "also", "windows"),
+    [
+        ("mistral", {"sliding_window": 5}, (4, None)),
+        ("mistral", {"sliding_window": 1}, (0, None)),
+        ("mistral", {"sliding_window": None}, None),
+        ("mixtral", {"sliding_window": 7}, (6, None)),
+        ("mixtral", {"sliding_window": 7, "use_sliding_window": False}, (6, None)),  # Qwen's alone
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+         (4, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 9}, None),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}, None),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": [NEAR, FULL]},
+         (4, 2)),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, (4, None)),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5,
+                       "layer_types": [NEAR, NEAR]}, (4, None)),
+        ("qwen2_moe", {"use_sliding_window": False, "sliding_window": 5}, None),
+        ("gpt_oss", {"layer_types": [NEAR] * 3}, (4, None)),
+        ("gpt_oss", {"layer_types": [NEAR, NEAR, FULL], "sliding_window": 3}, (2, 3)),
+        ("gpt_oss", {"layer_types": [FULL] * 3}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windows_are_theirs(tmp_path, kind, also, windows):
+    """There and back, of 19 tokens, with as many positions as they have."""
+    model, said = theirs(kind, **also), []
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
+    trained = load_trained(tmp_path / "run")
+    assert (trained.config.positions, trained.config.windows) == (24, windows)
+    assert not any("has a window" in line for line in said)
+    torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
+    whole = theirs(kind, **also | {"sliding_window": 24})
+    assert ((logits_of(whole) - logits_of(model)).abs().max() > 1e-3) == (windows is not None)
+    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "also", "positions"),
     [
-        ("mistral", {"sliding_window": 19}, 19),
-        ("mistral", {"sliding_window": 24}, 24),
-        ("mixtral", {"sliding_window": 19}, 19),
-        ("mixtral", {"sliding_window": 19, "use_sliding_window": False}, 19),  # Qwen's alone
+        ("llama", {"sliding_window": 19}, 19),  # whose class passes over it
         ("qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}, 19),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 5}, 24),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 19}, 19),
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 19}, 19),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 19, "layer_types": None}, 19),
     ],
     ids=str,
 )
-def test_a_window_bounds_the_texts(tmp_path, kind, also, positions):
+def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, positions):
     """Of 19 tokens one of 19 leaves none out, and one of 18 does."""
     model, said = theirs(kind, **also), []
     model.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | also))
     config, weights = read_model(tmp_path / "hf", say=said.append)
-    assert config.positions == positions
-    assert len(said) == (positions < 24)
+    assert (config.positions, config.windows) == (positions, None)
+    assert len(said) == 1
     mine = GPT(transformer_config(config, 77)).eval()
     mine.load_state_dict(weights)
     torch.testing.assert_close(logits_of(mine), logits_of(model), rtol=1e-4, atol=1e-5)
-    if positions == 19:
+    if kind != "llama":
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4

@@ -95,7 +95,12 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
         ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
-        ("olmoe", {"rope_parameters": {**YARN, "truncate": False}}, "truncate of"),
+        ("olmoe", {"rope_parameters": {**YARN, "truncate": None}}, "truncate of"),
+        ("gpt_oss", {"layer_types": ["sliding_attention"] * 2}, "for each of 3 layers, got"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "got .'chunked_attention', "),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "GPT-OSS's in mxfp4"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "got mxfp4"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale of"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1}}, "mscale_all_dim of"),
         ("deepseek_v3", {"rope_parameters": LLAMA3}, "got --use-rope-scaling"),
@@ -165,6 +170,11 @@ DEEPSEEK = LLAMA | {
     "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "multi_latent_attention": True,
     "qk_layernorm": True, "qk_layernorm_epsilon": 1e-6,
 }  # fmt: skip
+GPT_OSS = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swigluoai",
+    "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "moe_renormalize": True, "moe_top_k": 2,
+    "moe_mlp_bias": True, "moe_router_bias": True, "softmax_type": "learnable",
+}  # fmt: skip
 QWEN2_MOE = LLAMA | {
     "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 16,
@@ -215,6 +225,16 @@ def run_config(**fields):
             r"--mscale-all-dim \('yarn', 4.0,",
         ),
         ({**LLAMA, "rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({**LLAMA, "softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
+        ({**LLAMA, "softmax_type": "learnable"}, "GptOssForCausalLM, has experts, got none"),
+        (
+            {**LLAMA, "window_size": 3, "window_attn_skip_freq": 2, "num_layers": 2},
+            r"MistralForCausalLM, cannot say its --window-attn-skip-freq \(3, 2\)",
+        ),
+        ({**GPT_OSS, "activation": "swiglu(alpha=1.702, offset=0.5)"}, "--activation swiglu"),
+        ({**GPT_OSS, "softmax_type": "vanilla"}, "--softmax-type vanilla"),
+        ({**GPT_OSS, "moe_renormalize": False}, "--moe-renormalize False"),
+        ({**GPT_OSS, "moe_first_k_dense": 1, "num_layers": 2}, "--moe-first-k-dense 1"),
         ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
         (
             {"model": "bert", "activation": "gelu", "moe_num_experts": 4},
@@ -235,6 +255,11 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind() == "gpt2"
     assert kind(**LLAMA) == "llama"
     assert kind(**LLAMA, hidden_size=30, num_attention_heads=4, kv_channels=8) == "mistral"
+    assert kind(**LLAMA, window_size=7) == "mistral"
+    some = {"window_size": 7, "window_attn_skip_freq": 2, "num_layers": 2}
+    for also in ({}, some, {"add_bias_linear": False}, {"window_size": 7}):
+        assert kind(**GPT_OSS, untie_embeddings_and_output_weights=True, **also) == "gpt_oss"
+    assert kind(**LLAMA, add_qkv_bias=True, **some) == "qwen2"
     assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}

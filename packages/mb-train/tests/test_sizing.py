@@ -258,7 +258,7 @@ def test_zero_experts_take_no_arithmetic_and_no_parameters():
 # The recipes of other models than GPT's have shapes of their own below.
 ODD = {
     "latent": LATENT | {"v_head_dim": 7, "moe_num_experts": 3, "moe_first_k_dense": 1},
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": GPT_OSS | {"num_query_groups": 1, "moe_first_k_dense": 1},
     "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "bert": {"model": "bert", "bert_binary_head": False, "post_layernorm": True},
     "t5": T5 | {"decoder_num_layers": 5, "moe_num_experts": 3, "moe_first_k_dense": 2},

@@ -25,6 +25,10 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "num_key_value_heads": 6, "num_hidden_layers": 3, "n_shared_experts": 2,
 }  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
+    "num_hidden_layers": 3, "initializer_range": 0.2, "swiglu_limit": 0.7, "hidden_size": 64,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -48,6 +52,8 @@ ALL = {
     ),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    # Experts that are asked for more than the clamp allows.
+    "gpt_oss": ("GptOss", GPT_OSS),
 }
 # Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
 LLAMA3 = {

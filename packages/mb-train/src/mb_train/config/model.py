@@ -139,6 +139,10 @@ class ModelFields:
         "YaRN: turns up to which it is slowed by the whole factor (ours)", 1.0, bounds=POSITIVE,
         on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
+    yarn_truncate: bool = flag(
+        "YaRN: move these two bounds to whole frequencies; GPT-OSS does not (ours)", True,
+        on_load="said", in_force="rope_scaling", needs=_YARN,
+    )  # fmt: skip
     mscale: float = flag(
         "YaRN: how much sharper the rotated part of queries and keys makes attention", 1.0,
         bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
@@ -146,10 +150,6 @@ class ModelFields:
     mscale_all_dim: float = flag(
         "YaRN: the same of all of them, in latent attention; the rotated part has the quotient",
         0.0, bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
-    )  # fmt: skip
-    yarn_truncate: bool = flag(
-        "YaRN: move these two bounds to whole frequencies; GPT-OSS does not (ours)", True,
-        on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE

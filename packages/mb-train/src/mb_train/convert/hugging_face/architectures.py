@@ -7,19 +7,20 @@ and one of ours that no architecture can express, are refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from mb_kernels.activation import parse
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, llama, t5
+from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, gpt_oss, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.experts import ExpertNames
+from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -45,6 +46,7 @@ class Architecture:
         config: back.
         rules: from its tensors to ours.
         stacked: the same where the experts of a layer are one tensor; None: without experts.
+        packed: the same where their matrices are in MXFP4; None: they never are.
         defaults: what the class has for settings that a config.json leaves out.
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
@@ -62,6 +64,7 @@ class Architecture:
     config: Callable[[TrainConfig], dict[str, Any]]
     rules: Rules
     stacked: Rules | None = None
+    packed: Rules | None = None
     defaults: Json = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -81,11 +84,12 @@ class Architecture:
         refuse(config, per_layer_config=(None,))
         if quantized := config.get("quantization_config"):
             kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-            raise ValueError(
-                f"Expected no quantization_config of config.json, got {kind}. Quantized weights "
-                "are not read: take the model that they were made of, or write it in bf16 with "
-                "what its authors give for that."
-            )
+            if self.packed is None or kind != "mxfp4":
+                raise ValueError(
+                    f"Expected no quantization_config of config.json, got {kind}. Quantized "
+                    "weights are not read, but GPT-OSS's in mxfp4: take the model that they were "
+                    "made of, or write it in bf16 with what its authors give for that."
+                )
         return self.fields(self.settled(config))
 
     def settled(self, config: Json) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
     differing = [
         f"{flag} {value}"
         for flag, value in _settings(config).items()
-        if back.get(flag) != value and flag in told
+        if flag in told and _meaning(flag, back.get(flag)) != _meaning(flag, value)
     ]
     if differing:
         raise ValueError(
@@ -145,11 +149,18 @@ def architecture_for(config: TrainConfig) -> Architecture:
     return found
 
 
+def _meaning(flag: str, value: Any) -> Any:
+    """A value in force; an activation has several names, and all of them mean its numbers."""
+    return parse(value) if flag == flag_name("activation") else value
+
+
 def _nearest(config: TrainConfig) -> str:
     if config.model == "bert":
         return "bert" if config.post_layernorm else "megatron-bert"
     if config.model == "t5":
         return "t5"
+    if config.softmax_type == "learnable" or config.moe_mlp_bias:
+        return "gpt_oss"
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
@@ -160,9 +171,10 @@ def _nearest(config: TrainConfig) -> str:
             return "qwen3"
         if config.add_qkv_bias:
             return "qwen2"
-        # Llama's class insists that the heads divide the width, Mistral's is the same model.
+        # Llama's class insists that the heads divide the width, Mistral's is the same model, but
+        # for windows.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
-        return "llama" if divides else "mistral"
+        return "llama" if divides and config.windows is None else "mistral"
     if by_bias:
         return "glm4_moe"
     if config.qk_layernorm:
@@ -200,9 +212,9 @@ def _llama_like(
         name,
         fields_of,
         config_of,
-        rules=lambda _, c: llama.rules_of(c, names),
-        stacked=lambda _, c: llama.rules_of(c, names.stacked()),
-        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS}[kind],
+        rules=lambda _, c: llama.rules_of(c, partial(expert_rules, names)),
+        stacked=lambda _, c: llama.rules_of(c, partial(expert_rules, names.stacked())),
+        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS, "gpt_oss": gpt_oss.DEFAULTS}[kind],
         aliases=aliases or {},
         layers_behind=layers_behind,
         # Frequencies that old files hold as if they were weights.
@@ -210,6 +222,10 @@ def _llama_like(
         # Files of the model without a head have no prefix.
         renamed={r"^(?!model\.|lm_head\.)": "model."},
     )
+
+
+def _gpt_oss_rules(_: TrainConfig, config: TransformerConfig) -> list[Rule]:
+    return llama.rules_of(config, gpt_oss.expert_rules)
 
 
 # Names of models whose code comes with their files, and whose class they are all the same.
@@ -255,7 +271,7 @@ ARCHITECTURES = {
             },
         ),
         _llama_like("llama", "LlamaForCausalLM", llama.llama_fields, llama.llama_config),
-        _llama_like("mistral", "MistralForCausalLM", llama.llama_fields, llama.llama_config),
+        _llama_like("mistral", "MistralForCausalLM", llama.mistral_fields, llama.llama_config),
         _llama_like("qwen2", "Qwen2ForCausalLM", llama.qwen2_fields, llama.llama_config),
         _llama_like("qwen3", "Qwen3ForCausalLM", llama.qwen3_fields, llama.llama_config),
         _llama_like(
@@ -284,6 +300,15 @@ ARCHITECTURES = {
         _llama_like(
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
             deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        replace(
+            _llama_like(
+                "gpt_oss", "GptOssForCausalLM", gpt_oss.gpt_oss_fields, gpt_oss.gpt_oss_config,
+                aliases=gpt_oss.ALIASES,
+            ),
+            rules=_gpt_oss_rules,
+            stacked=_gpt_oss_rules,
+            packed=lambda _, c: llama.rules_of(c, partial(gpt_oss.expert_rules, packed=True)),
         ),
     )
 }  # fmt: skip

@@ -9,7 +9,9 @@ Letters: D hidden, E experts, F their width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from mb_layers import MoEConfig
@@ -48,8 +50,12 @@ MIXTRAL = ExpertNames(
 DEEPSEEK = ExpertNames(shared="mlp.shared_experts")  # as one, however many they are
 
 
-def expert_rules(moe: MoEConfig, names: ExpertNames, ours: str, theirs: str) -> list[Rule]:
-    """Those of a layer, whose names begin with `ours` and `theirs`."""
+# Those of a layer's experts and router, whose names begin with the two words: ours, and theirs.
+ExpertRules: TypeAlias = Callable[[MoEConfig, str, str], list[Rule]]
+
+
+def expert_rules(names: ExpertNames, moe: MoEConfig, ours: str, theirs: str) -> list[Rule]:
+    """Rules of a layer with experts by these names, see `ExpertRules`."""
     rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",))]
     if moe.balancing_bias:
         rules.append(Rule(f"{ours}mlp.router.balancing_bias", (f"{theirs}{names.bias}",)))

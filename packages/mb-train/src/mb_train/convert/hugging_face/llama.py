@@ -1,7 +1,7 @@
 """Llama and its relatives, dense and with experts: configurations and tensors, and ours, both ways.
 
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
-keys, and by their experts.
+keys, by windows, and by their experts.
 
 Letters: H query heads, G key-value heads.
 """
@@ -14,9 +14,20 @@ from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.latent import latent_rules
-from mb_train.convert.hugging_face.rules import fused_rule, own_head
+from mb_train.convert.hugging_face.rules import both, fused_rule, own_head
+from mb_train.convert.hugging_face.windows import (
+    LAYER_TYPES,
+    by_type,
+    every_layer,
+    fitting,
+    layer_types,
+    qwen_windows,
+    window_config,
+    window_fields,
+    windows_if_used,
+)
 from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
@@ -31,7 +42,9 @@ _LLAMA3 = {
     "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
     _TRAINED_ON: (TRAINED_ON,),
 }  # fmt: skip
-_QWEN = {**_DEFAULTS, "use_sliding_window": False}
+_QWEN = {
+    **_DEFAULTS, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
 _QWEN_MOE = {
     **_QWEN, "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
 }  # fmt: skip
@@ -85,7 +98,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
         "num_query_groups": groups if groups != heads else 1,
         "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
         "ffn_hidden_size": config["intermediate_size"],
-        "max_position_embeddings": _reach(config),
+        "max_position_embeddings": fitting(config),
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
@@ -98,15 +111,6 @@ def decoder_fields(config: Json) -> dict[str, Any]:
         "attention_dropout": config["attention_dropout"],
         "hidden_dropout": 0.0,
     }
-
-
-def _reach(config: Json) -> int:
-    """How long a text may be: attention of ours sees all of it, theirs may have a window.
-
-    A window of W keys leaves nothing out of W tokens, and Qwen's settle which layers have one.
-    """
-    positions, window = config["max_position_embeddings"], config.get("sliding_window")
-    return positions if window is None else min(positions, window)
 
 
 def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
 
 
 def _yarn_fields(rope: Json) -> dict[str, Any]:
-    refuse(rope, attention_factor=(None,), truncate=(True,))
+    refuse(rope, attention_factor=(None,), truncate=(True, False))
     sharper = {name: rope.get(name) or 0 for name in _SHARPER}
     if not all(sharper.values()):
         # One of the two alone transformers passes over, in the table of angles.
@@ -142,6 +146,7 @@ def _yarn_fields(rope: Json) -> dict[str, Any]:
         "rotary_scaling_factor": float(rope["factor"]),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_truncate": rope.get("truncate", True),
         **{name: float(value) for name, value in sharper.items()},
     }
 
@@ -157,6 +162,7 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
             names = [_TRAINED_ON, "beta_fast", "beta_slow"]
             names += _SHARPER if config.mscale and config.mscale_all_dim else ()
             rope |= {name: getattr(config, name) for name in names}
+            rope |= {} if config.yarn_truncate else {"truncate": False}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -173,30 +179,29 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "attention_dropout": config.attention_dropout,
         "attention_bias": False,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        **window_config(config),
     }
 
 
-def _window_off(config: Json) -> dict[str, Any]:
-    """What Qwen's use_sliding_window changes where it is not set; the others pass over it."""
-    positions = config["max_position_embeddings"]
-    return {} if config["use_sliding_window"] else {"max_position_embeddings": positions}
+def mistral_fields(config: Json) -> dict[str, Any]:
+    """Llama's with a window in all layers, or none."""
+    return llama_fields(config) | window_fields(config, every_layer(config))
 
 
 def qwen2_fields(config: Json) -> dict[str, Any]:
     """Llama's with biases for queries, keys and values."""
-    return llama_fields(config) | _window_off(config) | {"add_qkv_bias": True}
+    return llama_fields(config) | qwen_windows(config) | {"add_qkv_bias": True}
 
 
 def qwen3_fields(config: Json) -> dict[str, Any]:
     """Llama's with norms over the heads of queries and keys."""
     norms = {"qk_layernorm": True, "qk_layernorm_over": "head"}
-    return llama_fields(config) | _window_off(config) | norms
+    return llama_fields(config) | qwen_windows(config) | norms
 
 
 def mixtral_fields(config: Json) -> dict[str, Any]:
-    return _with_experts(config, "num_local_experts") | {"moe_renormalize": True}
+    windows = window_fields(config, every_layer(config))
+    return _with_experts(config, "num_local_experts") | windows | {"moe_renormalize": True}
 
 
 def mixtral_config(config: TrainConfig) -> dict[str, Any]:
@@ -219,23 +224,35 @@ def olmoe_config(config: TrainConfig) -> dict[str, Any]:
 
 def qwen2_moe_fields(config: Json) -> dict[str, Any]:
     """With a gated expert that every token visits, and biases as Qwen2."""
-    return _qwen_moe_fields(config, "num_experts") | {
-        "add_qkv_bias": config["qkv_bias"],
-        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
-        "moe_shared_expert_gate": True,
-    }
+    # Which layers have a window if the file does not say has changed with transformers.
+    windows = windows_if_used(config, by_type(config))
+    return (
+        _qwen_moe_fields(config, "num_experts")
+        | windows
+        | {
+            "add_qkv_bias": config["qkv_bias"],
+            "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+            "moe_shared_expert_gate": True,
+        }
+    )
 
 
 def qwen2_moe_config(config: TrainConfig) -> dict[str, Any]:
-    return _qwen_moe_config(config) | {
-        "qkv_bias": config.add_qkv_bias,
-        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-    }
+    types = {} if config.windows is None else {LAYER_TYPES: layer_types(config)}
+    return (
+        _qwen_moe_config(config)
+        | types
+        | {
+            "qkv_bias": config.add_qkv_bias,
+            "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        }
+    )
 
 
 def qwen3_moe_fields(config: Json) -> dict[str, Any]:
     norms = {"qk_layernorm": True, "qk_layernorm_over": "head"}
-    return _qwen_moe_fields(config, "num_local_experts") | norms
+    windows = windows_if_used(config, every_layer(config))
+    return _qwen_moe_fields(config, "num_local_experts") | windows | norms
 
 
 def qwen3_moe_config(config: TrainConfig) -> dict[str, Any]:
@@ -271,7 +288,6 @@ def _qwen_moe_fields(config: Json, count: str) -> dict[str, Any]:
             f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
         )
     return _with_experts(config, count) | {
-        **_window_off(config),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_first_k_dense": len(dense),
         "moe_renormalize": config["norm_topk_prob"],
@@ -291,8 +307,8 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
-    """Separate projections, and experts by these names."""
+def rules_of(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
+    """Separate projections, and these experts."""
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
@@ -307,7 +323,7 @@ def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
         rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(layer):
             assert config.moe is not None
-            rules += expert_rules(config.moe, experts, ours, theirs)
+            rules += experts(config.moe, ours, theirs)
         else:
             for part in ("gate", "up", "down"):
                 their = f"{theirs}mlp.{part}_proj.weight"
@@ -316,12 +332,13 @@ def rules_of(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
 
 
 def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
-    names = {"out": "o_proj"}
-    if config.qk_norm != "none":
-        names |= {"norm_q": "q_norm", "norm_k": "k_norm"}
-    rules = [
+    rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
+    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
+    rules += [
         Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
     ]
+    if config.softmax == "learnable":
+        rules.append(Rule(f"{ours}sinks", (f"{theirs}sinks",)))
     H, G = config.num_heads, config.num_kv_heads
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]

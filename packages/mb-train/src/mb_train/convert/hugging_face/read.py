@@ -16,6 +16,7 @@ from torch import Tensor
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.architectures import Architecture, Rules, architecture_of
 from mb_train.convert.hugging_face.config_json import Json, read_object
+from mb_train.convert.hugging_face.mxfp4 import PACKED
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
@@ -125,7 +126,9 @@ def _rules_of(
             because config.json may name any number of them.
     """
     rules_of, least = found.rules, max(whole(config.num_layers), config.decoder_layers)
-    if found.stacked is not None and any(map(_STACKED.search, source)):
+    if found.packed is not None and any(name.endswith(PACKED) for name in source):
+        rules_of = found.packed
+    elif found.stacked is not None and any(map(_STACKED.search, source)):
         rules_of = found.stacked
     else:
         least = max(least, config.moe_num_experts or 0)
@@ -157,7 +160,8 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
 
 def _tensors(folder: Path, found: Architecture) -> TensorFolder:
     """The tensors of a folder, by today's names and each of them once."""
-    source = TensorFolder(folder, prefix=found.prefix)
+    packed = () if found.packed is None else PACKED
+    source = TensorFolder(folder, prefix=found.prefix, packed=packed)
     for pattern, name in found.renamed.items():
         source.rename(pattern, name)
     for pattern in found.left_out:

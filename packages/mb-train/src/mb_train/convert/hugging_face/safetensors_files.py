@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mb_train.convert.new_run import check_dtype
@@ -31,14 +32,16 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
         folder: holds model.safetensors, which comes first as for transformers, or shards with their
             index.
         prefix: left off names that begin with it.
+        packed: ends of the names of tensors that may hold bytes.
 
     Raises:
         ValueError: neither is there, or a file is damaged; (a tensor) it is quantized, or holds no
             real numbers.
     """
 
-    def __init__(self, folder: Path, *, prefix: str = "") -> None:
+    def __init__(self, folder: Path, *, prefix: str = "", packed: tuple[str, ...] = ()) -> None:
         super().__init__()
+        self._packed = packed
         safe_open = _safetensors()
         files = [folder / SINGLE]
         if not files[0].is_file() and (folder / INDEX).is_file():
@@ -92,7 +95,8 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
         path, there = place
         with _safetensors()(path, "pt") as file:
             tensor = file.get_tensor(there)
-        check_dtype(tensor.dtype, f"{there} in {path}")
+        if not (there.endswith(self._packed) and tensor.dtype == torch.uint8):
+            check_dtype(tensor.dtype, f"{there} in {path}")
         return tensor
 
 

@@ -72,7 +72,7 @@ def test_every_byte_is_unpacked_as_transformers_does():
     assert found.unique().numel() > 1000
     with pytest.raises(ValueError, match=r"blocks, 16\], got \[2, 16, 16\] and \[2, 16, 15, 16\]"):
         unpacked(blocks[:, :, :15], scales)
-    with pytest.raises(ValueError, match="in uint8, got torch.uint8 and torch.int32"):
+    with pytest.raises(ValueError, match=r"in uint8, got torch\.uint8 and torch\.int32"):
         unpacked(blocks, scales.int())
 
 
@@ -119,15 +119,11 @@ def o200k(folder):
     vocab = {word: n for n, word in enumerate([*letters, *("".join(pair) for pair in merges)])}
     own = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|message|>"]
-    words = (
-        "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
-    )
-    names = (
-        "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
-    )
-    ends = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rest = "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-    pattern = {"Regex": f"{words}{ends}|{names}{ends}|{rest}"}
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    begin, ends = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = f"{begin}{upper}*{lower}+{ends}|{begin}{upper}+{lower}*{ends}"
+    rest = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = {"Regex": f"{words}|{rest}"}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     content = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
@@ -179,15 +175,9 @@ def test_it_is_trained_further_and_given_back(tmp_path, capsys):
     words = """--finetune --seq-length 24 --micro-batch-size 4 --global-batch-size 4 --lr 1e-3
         --train-iters 4 --log-interval 2 --eval-iters 1 --eval-interval 4 --device cpu
         --reset-position-ids --reset-attention-mask --split 90,10,0"""
-    paths = [
-        "--load",
-        tmp_path / "run",
-        "--data-path",
-        tmp_path / "data",
-        "--save",
-        tmp_path / "on",
-    ]
-    assert main([*words.split(), *map(str, paths)]) == 0
+    paths = {"--load": "run", "--data-path": "data", "--save": "on"}
+    words += "".join(f" {flag} {tmp_path / name}" for flag, name in paths.items())
+    assert main(words.split()) == 0
     trained = load_trained(tmp_path / "on")
     sinks = [p for n, p in trained.model.named_parameters() if n.endswith("sinks")]
     before = [p for n, p in begun.model.named_parameters() if n.endswith("sinks")]

@@ -68,12 +68,9 @@ def every_nth_full(windows: Sequence[bool]) -> int | None:
     Of layers that all have one it is more than they are.
     """
     layers = len(windows)
-    fits = (
-        every
-        for every in range(1, layers + 2)
-        if list(windows) == [(layer + 1) % every != 0 for layer in range(layers)]
-    )
-    return next(fits, None)
+    every = list(windows).index(False) + 1 if False in windows else layers + 1
+    fits = all(near == ((layer + 1) % every != 0) for layer, near in enumerate(windows))
+    return every if fits else None
 
 
 def _window(text: str, _: Sequence[str]) -> list[str]:

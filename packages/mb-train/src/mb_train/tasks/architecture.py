@@ -23,6 +23,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         ValueError: an activation or experts that mb_layers refuses.
     """
     layers, latent = whole(config.num_layers), config.latent_sizes
+    near = tuple(map(config.has_window, range(layers)))
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
@@ -47,8 +48,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         residual_after_norm=config.apply_residual_connection_post_layernorm,
         fp32_residual=config.fp32_residual_connection,
         attention_scale=config.attention_scale,
-        window=config.window_size,
-        window_layers=tuple(map(config.has_window, range(layers))),
+        window=None if config.windows is None else config.window_size,
+        window_layers=None if config.windows is None else near,
         softmax=config.softmax_type,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,

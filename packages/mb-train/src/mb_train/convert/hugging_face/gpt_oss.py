@@ -39,14 +39,13 @@ _OFFSET = 1.0  # of up, a number in their text
 
 def gpt_oss_fields(config: Json) -> dict[str, Any]:
     """Of the published models and their like."""
-    near = by_type(config) or [layer % 2 == 0 for layer in range(config["num_hidden_layers"])]
     top_k = config["num_experts_per_tok"]
     alpha, limit = float(config["swiglu_alpha"]), float(config["swiglu_limit"])
     # Files name a weight of a loss that transformers adds only where these logits are asked for.
     balanced = config["output_router_logits"]
     return (
         decoder_fields(config)
-        | window_fields(config, near)
+        | window_fields(config, by_type(config, 2))
         | {
             "swiglu": False,
             "activation": f"swiglu(alpha={alpha}, limit={limit}, offset={_OFFSET})",

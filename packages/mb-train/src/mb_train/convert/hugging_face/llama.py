@@ -19,8 +19,8 @@ from mb_train.convert.hugging_face.latent import latent_rules
 from mb_train.convert.hugging_face.rules import both, fused_rule, own_head
 from mb_train.convert.hugging_face.windows import (
     LAYER_TYPES,
+    all_layers,
     by_type,
-    every_layer,
     fitting,
     layer_types,
     qwen_windows,
@@ -185,7 +185,7 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
 
 def mistral_fields(config: Json) -> dict[str, Any]:
     """Llama's with a window in all layers, or none."""
-    return llama_fields(config) | window_fields(config, every_layer(config))
+    return llama_fields(config) | window_fields(config, all_layers(config))
 
 
 def qwen2_fields(config: Json) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def qwen3_fields(config: Json) -> dict[str, Any]:
 
 
 def mixtral_fields(config: Json) -> dict[str, Any]:
-    windows = window_fields(config, every_layer(config))
+    windows = window_fields(config, all_layers(config))
     return _with_experts(config, "num_local_experts") | windows | {"moe_renormalize": True}
 
 
@@ -225,7 +225,7 @@ def olmoe_config(config: TrainConfig) -> dict[str, Any]:
 def qwen2_moe_fields(config: Json) -> dict[str, Any]:
     """With a gated expert that every token visits, and biases as Qwen2."""
     # Which layers have a window if the file does not say has changed with transformers.
-    windows = windows_if_used(config, by_type(config))
+    windows = windows_if_used(config, by_type(config, None))
     return (
         _qwen_moe_fields(config, "num_experts")
         | windows
@@ -251,7 +251,7 @@ def qwen2_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 def qwen3_moe_fields(config: Json) -> dict[str, Any]:
     norms = {"qk_layernorm": True, "qk_layernorm_over": "head"}
-    windows = windows_if_used(config, every_layer(config))
+    windows = windows_if_used(config, all_layers(config))
     return _qwen_moe_fields(config, "num_local_experts") | windows | norms
 
 

@@ -5,7 +5,6 @@ Theirs of W tokens holds a token's own: W - 1 before it are seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from mb_train.config import TrainConfig, whole
@@ -25,64 +24,60 @@ def fitting(config: Json) -> int:
     return positions if window is None else min(positions, window)
 
 
-def window_fields(config: Json, near: Sequence[bool]) -> dict[str, Any]:
+def window_fields(config: Json, every: int | None) -> dict[str, Any]:
     """Fields of a model whose class heeds `sliding_window`.
 
-    Layers that no flag of ours tells from the others have none here: then texts have to fit.
-
     Args:
-        near: whether each layer has a window, if there is one.
+        every: n if all layers but every n-th have the window, see `all_layers`; None for a pattern
+            that no flag of ours describes: then none has it here, and texts have to fit.
     """
-    window, every = config.get("sliding_window"), every_nth_full(near)
+    window, positions = config.get("sliding_window"), config["max_position_embeddings"]
     if window is None or every == 1:
-        return {"max_position_embeddings": config["max_position_embeddings"]}
+        return {"max_position_embeddings": positions}
     if every is None:
         return {"max_position_embeddings": fitting(config)}
     return {
-        "max_position_embeddings": config["max_position_embeddings"],
+        "max_position_embeddings": positions,
         "window_size": window - 1,
-        "window_attn_skip_freq": every if every <= len(near) else None,
+        "window_attn_skip_freq": None if every >= all_layers(config) else every,
     }
 
 
-def every_layer(config: Json) -> list[bool]:
-    """All of them."""
-    return [True] * config["num_hidden_layers"]
+def all_layers(config: Json) -> int:
+    """n where every n-th layer is none of them."""
+    return config["num_hidden_layers"] + 1
 
 
-def by_type(config: Json) -> list[bool] | None:
-    """As `layer_types` says, one for each layer; None where the file leaves them to the class.
+def by_type(config: Json, default: int | None) -> int | None:
+    """n, or None, as `layer_types` says; `default` where the file leaves that to the class.
 
     Raises:
         ValueError: other types, or of other layers.
     """
     types = config.get(LAYER_TYPES)
     if types is None:
-        return None
+        return default
     layers = config["num_hidden_layers"]
     if len(types) != layers or not {_NEAR, _FULL}.issuperset(types):
         raise ValueError(
             f"Expected {LAYER_TYPES} of config.json to be {_NEAR} or {_FULL} for each of {layers} "
             f"layers, got {types}: this model has something that ours have not."
         )
-    return [kind == _NEAR for kind in types]
+    return every_nth_full([kind == _NEAR for kind in types])
 
 
 def qwen_windows(config: Json) -> dict[str, Any]:
     """Of a dense Qwen: in layers from a number on, unless the file says in which."""
-    layers, first = range(config["num_hidden_layers"]), config["max_window_layers"]
-    return windows_if_used(config, by_type(config) or [layer >= first for layer in layers])
+    first = config["max_window_layers"]
+    every = all_layers(config) if first <= 0 else None
+    if first >= config["num_hidden_layers"]:
+        every = 1
+    return windows_if_used(config, by_type(config, every))
 
 
-def windows_if_used(config: Json, near: Sequence[bool] | None) -> dict[str, Any]:
-    """With Qwen's switch, which other classes pass over.
-
-    Args:
-        near: as for `window_fields`; None: it is not known, and texts have to fit.
-    """
-    if not config["use_sliding_window"]:
-        return window_fields(config, [False] * config["num_hidden_layers"])
-    return {} if near is None else window_fields(config, near)
+def windows_if_used(config: Json, every: int | None) -> dict[str, Any]:
+    """With Qwen's switch, which other classes pass over."""
+    return window_fields(config, every if config["use_sliding_window"] else 1)
 
 
 def window_config(config: TrainConfig) -> dict[str, Any]:

@@ -60,8 +60,14 @@ LATENT = (
     "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
     "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1"
 )
+SINKS = (
+    "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
+    "--position-embedding-type rope --moe-mlp-bias --moe-router-bias --group-query-attention "
+    "--num-query-groups 2 --reset-position-ids --reset-attention-mask --tokenizer null:29"
+)
+ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 # What a layout's run of one process needs too.
-ALONE = {"deep": FOUR, "dropout": DROPOUT, "latent": LATENT}
+ALONE = {"deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "sinks": SINKS}
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero0": (2, "--zero-stage 0", True),
@@ -75,6 +81,12 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "tp2": (2, f"{TP} 2", True),
     "tp2 sp": (2, f"{TP} 2 {SP}", True),
     "latent tp2 sp": (2, f"{TP} 2 {SP} {LATENT}", True),
+    "sinks tp2 sp": (2, f"{TP} 2 {SP} {SINKS} {ROWS}", True),
+    "sinks zero3, recompute": (
+        2,
+        f"--zero-stage 3 --recompute-granularity selective {SINKS}",
+        True,
+    ),
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
@@ -101,6 +113,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
+    "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {ROWS}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 pp2 ep2, places changed": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP} {PLACES}", True),

@@ -1,7 +1,7 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
-                                                [paper:MoE ...]
+                                                [gpt-oss] [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
 
@@ -11,7 +11,9 @@
 factor 1. `step`: the same models in the recipes' steps of 512 sequences, of several micro-batches,
 so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of
 OLMoE-1B-7B, 16 sequences of 1024 a step. `deepseek`: the same of DeepSeek-V2-Lite, whose first
-layer is dense, with GPT-2's vocabulary. `scaling`: under torchrun, tokens of all GPUs, beside
+layer is dense, with GPT-2's vocabulary. `gpt-oss`: four layers of gpt-oss-20b, with that
+vocabulary too; transformers' attention there is `flex_attention`, whose sinks it puts in
+afterwards, or eager. `scaling`: under torchrun, tokens of all GPUs, beside
 what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
 and experts with a capacity.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
@@ -265,6 +267,16 @@ def deepseek() -> nn.Module:
     return DeepseekV2ForCausalLM(config)
 
 
+def gpt_oss(attention: str) -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=V, num_hidden_layers=4, num_local_experts=32, use_cache=False,
+        attn_implementation=attention,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
 def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
     """A model of transformers' in bf16, compiled whole."""
     with torch.device("cuda"):
@@ -283,6 +295,9 @@ def shallow(name: str, **change: object) -> dict[str, float]:
 our_olmoe = functools.partial(shallow, "olmoe-1b-7b")
 our_deepseek = functools.partial(
     shallow, "deepseek-v2-lite", make_vocab_size_divisible_by=128, moe_loss_weight=0.003
+)
+our_gpt_oss = functools.partial(
+    shallow, "gpt-oss-20b", make_vocab_size_divisible_by=128, moe_loss_weight=0.0
 )
 
 
@@ -344,6 +359,17 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "mb-train --compile, bf16 moments": lambda: our_deepseek(optimizer_state_dtype="bf16"),
         "transformers, fp32 masters": lambda: theirs(deepseek, masters=True),
         "transformers, bf16": lambda: theirs(deepseek, masters=False),
+    },
+    "gpt-oss": {
+        "mb-train --compile": our_gpt_oss,
+        "mb-train --compile, bf16 moments": lambda: our_gpt_oss(optimizer_state_dtype="bf16"),
+        **{
+            f"transformers, {attention}, {precision}": functools.partial(
+                theirs, functools.partial(gpt_oss, attention), masters=precision != "bf16"
+            )
+            for attention in ("flex_attention", "eager")
+            for precision in ("fp32 masters", "bf16")
+        },
     },
     "scaling": {
         "dMoE ep, peer": lambda: by_experts("peer"),

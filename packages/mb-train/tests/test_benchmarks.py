@@ -29,11 +29,13 @@ def benchmark(monkeypatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["dense-125m", "dmoe-125m"])
+@pytest.mark.parametrize("name", ["dense-125m", "dmoe-125m", "gpt-oss-20b"])
 def test_a_step_is_timed(name: str, benchmark: ModuleType) -> None:
     change = TINY | {"seq_length": 16, "max_position_embeddings": 16}
-    if name == "dmoe-125m":
+    if name != "dense-125m":
         change["moe_num_experts"] = 4
+    if name == "gpt-oss-20b":
+        change["num_query_groups"] = 2
     measured = benchmark.ours(2, compiled=False, passes=2, name=name, **change)
     assert measured["sequences"] == 4
     assert "experts" in measured["chosen"] or name == "dense-125m"

@@ -311,6 +311,7 @@ def test_every_recipe_is_a_whole_run(name):
     [
         ("olmoe-1b-7b", 6.919e9, 1.282e9),
         ("deepseek-v2-lite", 15.71e9, 2.66e9),
+        ("gpt-oss-20b", 20.91e9, 4.19e9),
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
     ],
 )

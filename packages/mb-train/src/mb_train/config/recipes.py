@@ -158,6 +158,27 @@ def deepseek_v2_lite() -> Recipe:
     }  # fmt: skip
 
 
+def gpt_oss() -> Recipe:
+    """gpt-oss-20b: 20.9 B parameters, 4.2 B of them for a token, windows and sinks.
+
+    How it was trained is not published: rates and batch are those of the other models here.
+    """
+    return _modern("gpt-oss-20b") | {
+        "num_layers": 24, "hidden_size": 2880, "num_attention_heads": 64, "kv_channels": 64,
+        "group_query_attention": True, "num_query_groups": 8, "ffn_hidden_size": 2880,
+        "swiglu": False, "activation": "swigluoai", "add_bias_linear": True,
+        "qk_layernorm": False, "layernorm_epsilon": 1e-5, "softmax_type": "learnable",
+        "window_size": 127, "window_attn_skip_freq": 2, "rotary_base": 1.5e5,
+        "rope_type": "yarn", "rotary_scaling_factor": 32.0, "yarn_truncate": False,
+        "max_position_embeddings": 131_072,
+        "make_vocab_size_divisible_by": 201_088,  # rows of its vocabulary, as for Qwen's
+        "moe_num_experts": 32, "moe_top_k": 4, "moe_renormalize": True, "moe_router_bias": True,
+        "moe_mlp_bias": True, "moe_loss_weight": 0.001,
+        "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_fraction": 0.02,
+    }  # fmt: skip
+
+
 def qwen3() -> Recipe:
     """Qwen3-30B-A3B: 30.5 B parameters, 3.3 B of them for a token."""
     return _modern("qwen3-30b-a3b") | {
@@ -245,7 +266,8 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
         "ict-bert": ict_bert,
     }
     return named | {
-        "olmoe-1b-7b": olmoe, "deepseek-v2-lite": deepseek_v2_lite, "qwen3-30b-a3b": qwen3,
+        "olmoe-1b-7b": olmoe, "deepseek-v2-lite": deepseek_v2_lite, "gpt-oss-20b": gpt_oss,
+        "qwen3-30b-a3b": qwen3,
     }  # fmt: skip
 
 

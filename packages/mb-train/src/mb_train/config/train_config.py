@@ -252,6 +252,7 @@ class TrainConfig(
             "--fim-data": self.fim_data,
             "--document-packing best_fit": self.packs_whole,
             "--mock-data": self.mock_data,
+            "--sft": self.sft,
         }
         for words, given in of_a_gpt.items():
             if given and self.model != "gpt":

@@ -103,8 +103,8 @@ _REASONS: Mapping[str, str] = {
     """,
     "the convert command does that": "--ckpt-convert-*",
     "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
-    "there is no training on chats: --load RUN --finetune goes on with texts": """
-        --sft --sft-tokenizer-prompt-format --finetune-hf-dataset
+    "mb-data chats writes conversations with their model's own template, for --sft": """
+        --sft-tokenizer-prompt-format --finetune-hf-dataset
     """,
     "there is no reinforcement learning: a run learns from the texts of --data-path": """
         --perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-*

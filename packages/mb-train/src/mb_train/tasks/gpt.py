@@ -98,13 +98,16 @@ class GPTTask:
             weights_BS[ends_BS] = 0
         batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
         if config.reset_attention_mask:
-            if config.pipeline_model_parallel_size > 1:  # which sends arrays of one size
-                batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
-            else:
-                batch["ends_BN"] = ends_of(ends_BS)
+            batch |= self._apart(ends_BS)
         if config.reset_position_ids:
-            batch["positions_BS"] = mb_data.document_layout(tokens_BS, self._eod).position_ids
+            batch["positions_BS"] = positions_of(ends_BS)
         return batch
+
+    def _apart(self, ends_BS: np.ndarray) -> dict[str, np.ndarray]:
+        """What keeps documents apart that end at these places."""
+        if self._config.pipeline_model_parallel_size > 1:  # which sends arrays of one size
+            return {"segments_BS": np.cumsum(ends_BS, axis=1) - ends_BS}
+        return {"ends_BN": ends_of(ends_BS)}
 
     def evaluate_more(self, model: GPT, dataset: Dataset, count: int) -> dict[str, float]:
         """Nothing: the loss says it all."""
@@ -123,6 +126,14 @@ def ends_of(ends_BS: np.ndarray) -> np.ndarray:
         behind = np.flatnonzero(ends_S[:-1]) + 1
         row[: len(behind)] = behind
     return places_BN
+
+
+def positions_of(ends_BS: np.ndarray) -> np.ndarray:
+    """Each token's place in its document, int64 [B, S]."""
+    places_S = np.arange(ends_BS.shape[1])
+    starts_BS = np.zeros(ends_BS.shape, np.int64)
+    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], places_S[1:], 0)
+    return places_S - np.maximum.accumulate(starts_BS, axis=1)
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mb_train.config import TrainConfig
 from mb_train.config.toml_file import to_toml
-from mb_train.data.tokenizers import copies_for, keep_tokenizer
+from mb_train.data.tokenizer_files import copies_for, keep_tokenizer
 from mb_train.folder import history, run_folder
 from mb_train.folder.lock import locked
 from mb_train.folder.start import Start

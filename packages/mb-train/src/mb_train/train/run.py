@@ -33,7 +33,7 @@ from mb_train.data.batches import batches
 from mb_train.data.datasets import Data, prepare_data
 from mb_train.data.named import check_files
 from mb_train.data.same import check_same_data
-from mb_train.data.tokenizers import vocabulary_of
+from mb_train.data.vocabulary import vocabulary_of
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.folder.start import Start
 from mb_train.logs.boards import check_boards, open_boards

@@ -88,41 +88,32 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             follows it.
     """
     messages, tools = conversation
-    answers = [place for place, one in enumerate(messages) if one["role"] == ASSISTANT]
 
-    def behind(place: int) -> int:
-        """Where the text of the answer at `place` begins, in all texts that go on with it."""
+    def answered(place: int) -> tuple[str, int]:
+        """The text up to the answer at `place` and with it, and where in it the answer begins."""
         before = template.render(messages[:place], tools=tools, add_generation_prompt=True)
-        return len(_start(before, upto(place), place))
+        text = template.render(messages[: place + 1], tools=tools)
+        if not text.startswith(before):
+            raise ValueError(
+                f"the chat template does not begin message {place} with what it has an answer "
+                "begin with (add_generation_prompt), so that the model would not learn to answer "
+                "there"
+            )
+        return text, len(before)
 
-    def upto(place: int) -> str:
-        return template.render(messages[: place + 1], tools=tools)
-
+    answers = [place for place, one in enumerate(messages) if one["role"] == ASSISTANT]
+    texts = [answered(place) for place in (answers[-1:] if turns == "last" else answers)]
     if turns != "all":
-        chosen = answers if turns == "each" else answers[-1:]
-        return [_written(text := upto(place), [(behind(place), len(text))]) for place in chosen]
-    whole = template.render(messages[: answers[-1] + 1], tools=tools)
-    learned = []
-    for place in answers:
-        text = upto(place)
+        return [_written(text, [(first, len(text))]) for text, first in texts]
+    whole, _ = texts[-1]
+    for place, (text, _) in zip(answers, texts, strict=True):
         if not whole.startswith(text):
             raise ValueError(
                 f"{template.name} writes message {place} otherwise once another follows it, so "
                 "that not all answers of one text are what the model would write; learn --turns "
                 "each in a text of its own, or --turns last"
             )
-        learned.append((behind(place), len(text)))
-    return [_written(whole, learned)]
-
-
-def _start(before: str, text: str, place: int) -> str:
-    """What an answer stands behind, if the text with the answer begins so."""
-    if not text.startswith(before):
-        raise ValueError(
-            f"the chat template does not begin message {place} with what it has an answer begin "
-            "with (add_generation_prompt), so that the model would not learn to answer there"
-        )
-    return before
+    return [_written(whole, [(first, len(text)) for text, first in texts])]
 
 
 def _written(text: str, learned: list[tuple[int, int]]) -> Written:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mb_data
 import numpy as np
 import torch
+from mb_parallel import ParallelMesh
 from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
@@ -26,6 +27,7 @@ class GPTTask:
         config: the run.
         vocab_size: padded.
         eod: the end-of-document token.
+        mesh: its ranks, which may hold parts of sequences.
         rearranged: what makes a dataset of rearranged documents of one, if they are to be.
 
     Raises:
@@ -41,6 +43,7 @@ class GPTTask:
         *,
         vocab_size: int,
         eod: int,
+        mesh: ParallelMesh,
         rearranged: Callable[[Dataset], Dataset] | None = None,
     ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
@@ -50,6 +53,7 @@ class GPTTask:
             (Pass(self.model_config, self._length),), (Head(self._length, vocab_size),)
         )
         self._config, self._eod, self._rearranged = config, eod, rearranged
+        self._mesh = mesh
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
@@ -88,6 +92,9 @@ class GPTTask:
         The end of a document belongs to the document it ends, as in Megatron-LM: positions and
         attention begin anew behind it, and `--eod-mask-loss` leaves out what follows it. So does
         best-fit packing, where nothing follows: ends of documents fill a sample up.
+
+        Under context parallelism what is of tokens is of this rank's part of every sequence, with
+        their positions in the whole; documents, of which attention asks, are the whole sequences'.
         """
         config = self._config
         text = np.stack([np.asarray(sample) for sample in samples]).astype(np.int64)
@@ -104,7 +111,15 @@ class GPTTask:
                 batch["ends_BN"] = ends_of(ends_BS)
         if config.reset_position_ids:
             batch["positions_BS"] = mb_data.document_layout(tokens_BS, self._eod).position_ids
-        return batch
+        return batch if self._mesh.cp_size == 1 else batch | self._part(batch)
+
+    def _part(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Those of its arrays that are of tokens, cut to this rank's part of the sequences."""
+        length = self._length // self._mesh.cp_size
+        start = self._mesh.cp_rank * length
+        by_token = {name: batch[name] for name in ("tokens_BS", "labels_BS", "weights_BS")}
+        by_token["positions_BS"] = batch.get("positions_BS", np.arange(self._length)[None])
+        return {name: array[:, start : start + length] for name, array in by_token.items()}
 
     def evaluate_more(self, model: GPT, dataset: Dataset, count: int) -> dict[str, float]:
         """Nothing: the loss says it all."""

@@ -43,7 +43,7 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
                 "name the --eod-token that it was made with, or take another --model."
             ) from None
         fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
-        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim)
+        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim, mesh=mesh)
     kinds: dict[str, Callable[..., Task]] = {
         "bert": BertTask, "t5": T5Task, "classifier": ClassifyTask,
         "ict": partial(ICTTask, mesh=mesh),
@@ -83,7 +83,7 @@ def one_process_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int) ->
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
-    if config.model == "gpt" and tokenizer is None:
-        return GPTTask(config, vocab_size=vocab_size, eod=-1)
     mesh = ParallelMesh(ParallelDims(), None, None, None)  # though there be other ranks
+    if config.model == "gpt" and tokenizer is None:
+        return GPTTask(config, vocab_size=vocab_size, eod=-1, mesh=mesh)
     return make_task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)

@@ -134,7 +134,11 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 cp2 ep4 zero3": (4, f"{CP} 2 {EP} 4 --zero-stage 3 {A2A}", True),
     "dp2 cp2 ep2, first slots kept": (4, f"{CP} 2 {EP} 2 {FIRST_KEPT}", True),
     "cp2 tp2": (4, f"{CP} 2 {TP} 2 {HEADS}", True),
-    "cp2 tp2 sp, documents": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {DOCUMENTS}", True),
+    "cp2 tp2 sp, documents": (
+        4,
+        f"{CP} 2 {TP} 2 {SP} {HEADS} {DOCUMENTS} --make-vocab-size-divisible-by 64",
+        True,
+    ),
     "cp2 tp2 sp, slots dropped": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {DROPPED}", True),
     "cp2 pp2, documents": (4, f"{CP} 2 {PP} 2 {DOCUMENTS}", True),
     "cp2 pp2 interleaved": (

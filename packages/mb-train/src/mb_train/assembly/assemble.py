@@ -209,11 +209,10 @@ def _spread(
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    cores = [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
-    _recompute(blocks, cores, config)
+    _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)
-        parallelize_context(cores, mesh)
+        parallelize_context(_cores(blocks), mesh)
         model.parts = mesh.cp_size
     if config.compile and device.type == "cuda":
         compile_blocks(blocks, config, tp_size=mesh.tp_size)
@@ -263,10 +262,14 @@ def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int
         block.compile()
 
 
-def _recompute(blocks: list[Block], cores: list[CoreAttention], config: TrainConfig) -> None:
+def _cores(blocks: list[Block]) -> list[nn.Module]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
+
+
+def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
-        apply_recompute(cores, "full")
+        apply_recompute(_cores(blocks), "full")
     elif config.recompute_granularity == "full":
         first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
         apply_recompute(blocks[:first], "full")

@@ -236,7 +236,7 @@ _ANSWERS: Mapping[str, str] = {
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params
     """,
-    "context-parallel ranks exchange heads by all-to-all, whose results are those of any other way": """
+    "context-parallel ranks exchange heads by all-to-all, and the results are those of any way": """
         --cp-comm-type=+ --hierarchical-context-parallel-sizes=+
     """,
     "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",

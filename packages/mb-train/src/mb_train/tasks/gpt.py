@@ -27,8 +27,8 @@ class GPTTask:
         config: the run.
         vocab_size: padded.
         eod: the end-of-document token.
-        mesh: its ranks, which may hold parts of sequences.
         rearranged: what makes a dataset of rearranged documents of one, if they are to be.
+        mesh: of ranks that may hold parts of sequences; None: this one has them whole.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -43,8 +43,8 @@ class GPTTask:
         *,
         vocab_size: int,
         eod: int,
-        mesh: ParallelMesh,
         rearranged: Callable[[Dataset], Dataset] | None = None,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
         self._length = whole(config.seq_length)
@@ -53,7 +53,7 @@ class GPTTask:
             (Pass(self.model_config, self._length),), (Head(self._length, vocab_size),)
         )
         self._config, self._eod, self._rearranged = config, eod, rearranged
-        self._mesh = mesh
+        self._part, self._parts = (0, 1) if mesh is None else (mesh.cp_rank, mesh.cp_size)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
@@ -111,12 +111,12 @@ class GPTTask:
                 batch["ends_BN"] = ends_of(ends_BS)
         if config.reset_position_ids:
             batch["positions_BS"] = mb_data.document_layout(tokens_BS, self._eod).position_ids
-        return batch if self._mesh.cp_size == 1 else batch | self._part(batch)
+        return batch if self._parts == 1 else batch | self._cut(batch)
 
-    def _part(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _cut(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Those of its arrays that are of tokens, cut to this rank's part of the sequences."""
-        length = self._length // self._mesh.cp_size
-        start = self._mesh.cp_rank * length
+        length = self._length // self._parts
+        start = self._part * length
         by_token = {name: batch[name] for name in ("tokens_BS", "labels_BS", "weights_BS")}
         by_token["positions_BS"] = batch.get("positions_BS", np.arange(self._length)[None])
         return {name: array[:, start : start + length] for name, array in by_token.items()}

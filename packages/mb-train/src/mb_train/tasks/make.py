@@ -83,7 +83,7 @@ def one_process_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int) ->
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
-    mesh = ParallelMesh(ParallelDims(), None, None, None)  # though there be other ranks
     if config.model == "gpt" and tokenizer is None:
-        return GPTTask(config, vocab_size=vocab_size, eod=-1, mesh=mesh)
+        return GPTTask(config, vocab_size=vocab_size, eod=-1)
+    mesh = ParallelMesh(ParallelDims(), None, None, None)  # though there be other ranks
     return make_task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)

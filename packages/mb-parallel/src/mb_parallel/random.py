@@ -4,7 +4,8 @@ The default stream is seeded for every micro-batch from its place in the global 
 data-parallel ranks and pipeline stages draw different numbers, and tensor-parallel ranks, which
 have the same samples, draw equal ones. A resumed run draws the same numbers as if it had not
 stopped, even on another number of data-parallel ranks. Only the step has to be saved. (With another
-number of stages or, under sequence parallelism, of tensor-parallel ranks, masks differ. torch's
+number of stages, of context-parallel ranks or, under sequence parallelism, of tensor-parallel ranks,
+masks differ. torch's
 compiler draws dropout's masks in its own way: other ones than uncompiled code, and on GPUs others
 for another number of ranks.)
 

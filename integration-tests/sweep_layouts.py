@@ -65,8 +65,8 @@ DECODERS = ("", "", "--decoder-num-layers 2")
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
-    " --context-parallel-size 1 --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
-    " --num-layers-per-virtual-pipeline-stage 0"
+    " --context-parallel-size 1 --no-sequence-parallel --data-parallel-replicas 1"
+    " --pipeline-schedule 1f1b --num-layers-per-virtual-pipeline-stage 0"
 )
 
 

@@ -281,7 +281,7 @@ def test_the_larger_of_ep_and_cp_times_tp_shares_a_capacity():
 
     assert [group(1, 2), group(2, 4), group(4, 2)] == ["cp_tp", "cp_tp", "ep"]
     assert [group(1, 1, 2), group(4, 2, 2), group(4, 2, 4)] == ["cp_tp", "ep", "cp_tp"]
-    with pytest.raises(ValueError, match="one of ep and tp to divide .* got ep = 3 and tp = 2"):
+    with pytest.raises(ValueError, match=r"one of ep and tp to .* got ep = 3 and tp = 2"):
         group(3, 2)
     with pytest.raises(ValueError, match=r"got ep = 6 and cp \* tp = 4 \* 1"):
         group(6, 1, 4)

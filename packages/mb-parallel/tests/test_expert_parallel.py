@@ -419,7 +419,7 @@ def _refusals(rank, ranks):
     elsewhere.w1 = elsewhere.layers[0]["moe"].experts.w1
     begun = _build({})
     parallelize_experts(begun, ParallelDims(dp_shard=2).build("cpu"))
-    other = r"a mesh of .*dp_shard=2, tp=1, .* in an earlier call for this model, got one of .*tp=2"
+    other = r"a mesh of .*dp_shard=2, cp=1, tp=1, .* in an earlier call for this model, got one of .*tp=2"
     with pytest.raises(ValueError, match=other):
         apply_data_parallel(begun, mesh, blocks=[])
     with pytest.raises(ValueError, match=other):

@@ -111,8 +111,8 @@ def parallelize_experts(
             layers or arguments that differ between the ranks of ep, another `sequence_parallel`
             than that of `parallelize_tensors` or neither with tp > 1, a capacity with cp > 1 and
             tp > 1 but no sequence parallelism, a balance within sequences that come in parts, a
-            mesh of other sizes than in an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`, or a
-            model that is wrapped by DDP or FSDP already.
+            mesh of other sizes than in an earlier call, a layer that cannot be spread this way,
+            "fixed" for a `dMoE`, or a model that is wrapped by DDP or FSDP already.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):

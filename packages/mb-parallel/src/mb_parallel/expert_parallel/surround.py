@@ -73,8 +73,8 @@ def surround(
             layer.eval_dispatcher = around(moves, config.eval_capacity_factor)
     if split_over > 1:
         layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
-    # The loss of a micro-batch is the mean of those of its parts, each with the load of all parts.
-    # Over data-parallel ranks whoever adds up their losses takes it, over tp ranks it is taken here.
+    # The loss of a micro-batch is the mean of its parts', each with the load of all. Over tp ranks
+    # it is taken here, over data-parallel ones by whoever adds up their losses.
     axes = []
     if config.balance_over == "global_batch":
         axes = ["dp", "tp"] if sequence_parallel else ["dp"]

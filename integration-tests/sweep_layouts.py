@@ -172,8 +172,7 @@ def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout:
         factor = float(count) if same % ep or ict else rng.choice([0.5, 1.0])
         model += [f"--moe-capacity-factor {factor}"]
         model += [f"--moe-drop-policy {rng.choice(['position', 'probability'])}"]
-    if not any(word.startswith(("--sequence-parallel", "--context-parallel")) for word in layout):
-        model += [rng.choice(["", "--moe-balance-over sequence"])]
+    model += [rng.choice(["", "--moe-balance-over sequence"])]
     for flags in (
         "--moe-shared-expert-intermediate-size 16",
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",

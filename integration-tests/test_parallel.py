@@ -68,10 +68,12 @@ DOCUMENTS = "--tokenizer null:29 --reset-attention-mask --reset-position-ids --e
 DROPPED = "--moe-capacity-factor 1 --moe-drop-policy probability"
 FIRST_KEPT = "--moe-capacity-factor 0.8"
 OVER_BATCH = "--moe-balance-over global_batch"
+IN_SEQUENCES = "--moe-balance-over sequence --moe-balance-by scores --micro-batch-size 2"
 # What a layout's run of one process needs too.
 ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
+    "sequences": IN_SEQUENCES,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -85,6 +87,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
     "tp2": (2, f"{TP} 2", True),
     "tp2 sp": (2, f"{TP} 2 {SP}", True),
+    "tp2 sp, balance in sequences": (2, f"{TP} 2 {SP} {IN_SEQUENCES}", True),
     "latent tp2 sp": (2, f"{TP} 2 {SP} {LATENT}", True),
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
@@ -109,7 +112,6 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "cp2, first slots kept": (2, f"{CP} 2 {FIRST_KEPT}", True),
     "cp2 ep2, slots dropped": (2, f"{CP} 2 {EP} 2 {DROPPED}", True),
     "cp2 ep2, places changed": (2, f"{CP} 2 {EP} 2 {A2A} {PLACES}", True),
-    "cp2 ep2 gather, steps redone": (2, f"{CP} 2 {EP} 2 {GATHER} {BUDGET}", True),
     "cp2, balance over the batch": (2, f"{CP} 2 {OVER_BATCH}", True),
     "cp2 latent": (2, f"{CP} 2 {LATENT}", True),
     "dp4": (4, "", True),
@@ -140,12 +142,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "cp2 tp2 sp, slots dropped": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {DROPPED}", True),
+    "cp2 tp2 sp, balance in sequences": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {IN_SEQUENCES}", True),
     "cp2 pp2, documents": (4, f"{CP} 2 {PP} 2 {DOCUMENTS}", True),
-    "cp2 pp2 interleaved": (
-        4,
-        f"{CP} 2 {PP} 2 {FOUR} --num-layers-per-virtual-pipeline-stage 1",
-        True,
-    ),
     "cp2 pp2 zero-bubble": (
         4,
         f"{CP} 2 {PP} 2 {FOUR} --num-layers-per-virtual-pipeline-stage 1 "

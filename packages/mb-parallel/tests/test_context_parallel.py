@@ -41,16 +41,16 @@ class Core(nn.Module):
         return (-y if flip else y).transpose(1, 2)
 
 
-def _inputs(sizes, ranks: int, dtype=torch.float64):
+def _inputs(sizes, ranks: int, dtype: torch.dtype, device: str):
     heads, groups, width, value, sequences, part = sizes
     generator = torch.Generator().manual_seed(1)
     shapes = (heads, width), (groups, width), (groups, value), (heads, value)
     *qkv, dy = (
-        torch.randn(sequences, ranks * part, *shape, generator=generator).to(dtype)
+        torch.randn(sequences, ranks * part, *shape, generator=generator).to(device, dtype)
         for shape in shapes
     )
     documents = torch.randint(0, 2, (sequences, ranks * part), generator=generator).cumsum(1)
-    return qkv, dy, documents
+    return qkv, dy, documents.to(device)
 
 
 def _through(core, qkv, dy, documents=None):
@@ -62,14 +62,14 @@ def _through(core, qkv, dy, documents=None):
 LIMITS = {torch.float64: 1e-12, torch.bfloat16: 0.1}
 
 
-def _attention(rank: int, ranks: int) -> dict[str, float]:
+def _attention(rank: int, ranks: int, device: str = "cpu") -> dict[str, float]:
     """The largest deviation of this rank's part, over what it may be."""
-    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
+    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build(device)
     found = {}
     for name, sizes in SIZES.items():
         part = slice(rank * sizes[-1], (rank + 1) * sizes[-1])
         for dtype, recompute in ((torch.float64, False), (torch.bfloat16, True)):
-            qkv, dy, documents = _inputs(sizes, ranks, dtype)
+            qkv, dy, documents = _inputs(sizes, ranks, dtype, device)
             core = Core()
             if recompute:
                 apply_recompute([core], "full")
@@ -91,6 +91,13 @@ def _attention(rank: int, ranks: int) -> dict[str, float]:
 def test_attention_is_that_of_whole_sequences(ranks):
     for found in run_ranks(_attention, ranks):
         assert len(found) == 2 * len(SIZES)
+        assert all(error < 1 for error in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_attention_over_two_gpus_is_that_of_one():
+    for found in run_ranks(_attention, 2, "cuda", device_type="cuda"):
         assert all(error < 1 for error in found.values()), found
 
 
@@ -123,8 +130,6 @@ REFUSALS = (
     "Expected cores to be several modules, got one Core.",
     "Expected a ParallelMesh, got NoneType.",
     "Expected cp = 2 and the 3 key-value heads to divide the 3 query heads of a rank",
-    "in the layer, got cp = 2, where a rank sees a part of each. Balance over micro_batch or "
-    "global_batch, or build a mesh of cp = 1.",
     "Expected layers of experts that know of cp = 2 and tp = 1, got one that counts each rank's "
     "tokens alone. Call parallelize_experts first, with ep = 1 too.",
 )
@@ -132,14 +137,13 @@ REFUSALS = (
 
 def _refusals(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
-    core, per_sequence = Core(), dMoE(_config(balance_over="sequence"))
+    core = Core()
     parallelize_context([core], mesh)
     calls = (
         lambda: parallelize_context([core], mesh),
         lambda: parallelize_context(core, mesh),
         lambda: parallelize_context([core], None),
         lambda: core(*torch.ones(3, 1, 4, 3, 2).unbind()),
-        lambda: parallelize_experts(per_sequence, mesh),
         lambda: apply_data_parallel(dMoE(_config()), mesh, blocks=[]),
     )
     for call, said in zip(calls, REFUSALS, strict=True):
@@ -185,6 +189,8 @@ def test_a_capacity_counts_parts_in_their_order_or_is_refused():
 LAYERS = {
     "dropless": {},
     "by scores": {"balance_by": "scores"},
+    "in sequences": {"balance_over": "sequence"},
+    "in sequences, by scores": {"balance_over": "sequence", "balance_by": "scores"},
     "capacity": {"capacity_factor": 0.7},
     "the surest": {"capacity_factor": 0.7, "drop_policy": "probability"},
 }

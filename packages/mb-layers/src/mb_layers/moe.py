@@ -255,7 +255,8 @@ class MoELayer(nn.Module):
                 "expected balanced_ids_TK in the RouterOutput with balance_by='scores', got None: "
                 "give the best experts of each token there, or balance_by='visits'"
             )
-        if self.reduce_counts is not None:
+        in_sequences = self.config.balance_over == "sequence"
+        if self.reduce_counts is not None and not in_sequences:
             balance_counts_E = reduced(balance_counts_E, self.reduce_counts)
         elif self.config.balance_over == "global_batch" and self.training:
             raise ValueError(
@@ -269,6 +270,7 @@ class MoELayer(nn.Module):
             dispatched,
             shape,
             balance_counts_E=balance_counts_E,
+            reduce_counts=self.reduce_counts,
             mask_T=mask_T,
             num_tokens=valid_tokens,
             probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),

@@ -110,9 +110,9 @@ def parallelize_experts(
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
             layers or arguments that differ between the ranks of ep, another `sequence_parallel`
             than that of `parallelize_tensors` or neither with tp > 1, a capacity with cp > 1 and
-            tp > 1 but no sequence parallelism, a balance within sequences that come in parts, a
-            mesh of other sizes than in an earlier call, a layer that cannot be spread this way,
-            "fixed" for a `dMoE`, or a model that is wrapped by DDP or FSDP already.
+            tp > 1 but no sequence parallelism, a mesh of other sizes than in an earlier call, a
+            layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
+            by DDP or FSDP already.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -244,14 +244,6 @@ def _refuse(
             "token. Take another dispatcher, or MoE."
         )
     check_sequence_parallel(layer, in_parts)
-    if layer.config.balance_over == "sequence" and (in_parts or mesh.cp_size > 1):
-        got, instead = "sequence parallelism", "pass sequence_parallel=False"
-        if mesh.cp_size > 1:
-            got, instead = f"cp = {mesh.cp_size}", "build a mesh of cp = 1"
-        raise ValueError(
-            f"Expected whole sequences for balance_over='sequence' in {name}, got {got}, where a "
-            f"rank sees a part of each. Balance over micro_batch or global_batch, or {instead}."
-        )
     factors = (layer.config.capacity_factor, layer.config.eval_capacity_factor)
     limited = dispatcher != "fixed" and any(factor is not None for factor in factors)
     if limited and mesh.cp_size > 1 and mesh.tp_size > 1 and not in_parts:

@@ -154,14 +154,13 @@ def _sequence_balance(
         mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
     balanced_TK = routed.balanced_ids_TK
     ids_TK = routed.expert_ids_TK if balanced_TK is None else balanced_TK
+    total = None if reduce_counts is None else partial(reduced, reduce_counts=reduce_counts)
     return sequence_load_balancing_loss(
         _by_sequence(probs_TE, shape, config.sequence_dim),
         _by_sequence(ids_TK, shape, config.sequence_dim),
         mask_BS=mask_BS,
         num_tokens=num_tokens,
-        reduce_counts=None
-        if reduce_counts is None
-        else partial(reduced, reduce_counts=reduce_counts),
+        reduce_counts=total,
     )
 
 

@@ -103,8 +103,7 @@ def apply_data_parallel(
             earlier call for the model, a model that is sharded already or has replicas, one in a
             wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
             unit, in stage 0 DTensors over data-parallel ranks or weights on the meta device, or
-            experts with working copies or, where ep, cp or tp > 1, without
-            `parallelize_experts`.
+            experts with working copies or, where ep, cp or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):

@@ -40,6 +40,8 @@ class GPT(nn.Module):
         embedding: None on a stage that neither begins the model nor ends it with a tied head.
         stack: the blocks and the final norm.
         head: on the last stage, if it is not tied to the embedding.
+        parts: how many parts sequences are in. With several the model is given one of them, and
+            its attention cores bring them together (`mb_parallel.context_parallel`).
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class GPT(nn.Module):
         self.config, self.compute_dtype = config, compute_dtype
         self.cross_entropy = linear_cross_entropy
         self.first = self.last = True
+        self.parts = 1
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = own_head(config)
@@ -88,12 +91,15 @@ class GPT(nn.Module):
             x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
             labels_BS: int64 in [0, V).
             weights_BS: fp32 weight of each label's loss in the sum; None is 1 / (B S), the mean.
-            positions_BS: of each token; None counts from 0 in every sequence.
-            segments_BS: integer document of each token, for attention within documents alone.
-            ends_BN: the same in another form, the place behind each document, ascending to S; the
-                GPU's kernel takes no other (`models.segments`).
+            positions_BS: of each token; None counts from 0 in every sequence. Of a part they have
+                to be given.
+            segments_BS: integer document of each token, for attention within documents alone; of
+                the whole sequences, where x is a part of them.
+            ends_BN: the same in another form, the place behind each document, ascending to the end
+                of the whole sequence; the GPU's kernel takes no other (`models.segments`).
         """
         if positions_BS is None:
+            assert self.parts == 1
             positions_BS = running_positions(labels_BS)
         x_BSD, reports = self._hidden(x, positions_BS, segments_BS, ends_BN)
         if not self.last:
@@ -149,7 +155,7 @@ class GPT(nn.Module):
         within: dict[str, Any] = {"causal": True}
         if ends_BN is not None:
             flash = flash_takes(self.config, self.compute_dtype, x.device, training=self.training)
-            segments = Segments(ends_BN, positions_BS.shape[1])
+            segments = Segments(ends_BN, positions_BS.shape[1] * self.parts)
             within = within_segments(segments, causal=True, flash=flash)
         elif segments_BS is not None:
             within["mask"] = segment_mask(segments_BS, causal=True)

@@ -28,8 +28,8 @@ class ConversationTask(GPTTask):
             **self._config.dataset_arguments(),
         )
 
-    def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """As `GPTTask.collate`; `weights_BS` is 1 where the next token is of an answer."""
+    def _whole(self, samples: list[Any]) -> dict[str, np.ndarray]:
+        """A batch of whole sequences; `weights_BS` is 1 where the next token is of an answer."""
         text = np.stack([sample.tokens for sample in samples])
         learned = np.stack([sample.learned for sample in samples])
         ends_BS = np.zeros((len(samples), text.shape[1] - 1), bool)

@@ -44,9 +44,9 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
                 "name the --eod-token that it was made with, or take another --model."
             ) from None
         if config.sft:
-            return ConversationTask(config, vocab_size=vocab_size, eod=eod)
+            return ConversationTask(config, vocab_size=vocab_size, eod=eod, mesh=mesh)
         fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
-        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim)
+        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim, mesh=mesh)
     kinds: dict[str, Callable[..., Task]] = {
         "bert": BertTask, "t5": T5Task, "classifier": ClassifyTask,
         "ict": partial(ICTTask, mesh=mesh),

@@ -82,7 +82,11 @@ class Run:
         self._place(start)
         self.compute_dtype = compute_dtype(config, device.type)
         dims = self.mesh.dims
-        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
+        self.say(
+            world_line(
+                world_size(), data=dims.data, context=dims.cp, tensor=dims.tp, pipeline=dims.pp
+            )
+        )
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         tokenizer = self._choose_task(start)
@@ -301,9 +305,9 @@ def _laid_out(
         check_same(versions(), "the program")
     check_same(config, "the configuration")  # before groups: other sizes would make others
     mesh = layout.parallel_dims(config, world_size()).build(device.type)
-    batch_size = config.batch_size(mesh.dp_size)
+    batch_size = config.batch_size(mesh.data_size)
     # What the ranks of this start decided stays the run's own, on however many it goes on.
     config = dataclasses.replace(config, global_batch_size=batch_size)
-    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.dp_size)
+    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.data_size)
     layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
     return config, mesh, sizes

@@ -78,6 +78,7 @@ class Run:
         self.device = device
         self.directory = os.getcwd()  # where relative paths of the configuration begin
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
+        check_same(None if start is None else start.told, "the checkpoint to go on from")
         config = self.config
         self._place(start)
         self.compute_dtype = compute_dtype(config, device.type)
@@ -139,6 +140,7 @@ class Run:
         self.identity = config.model_identity(
             vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
         )
+        check_same(self.identity, "the model")
         if start is not None:
             start.saved.check_model(self.identity)
         self.task: Task = make_task(config, tokenizer, vocab_size=self.vocab_size, mesh=self.mesh)
@@ -221,6 +223,7 @@ class Run:
             self.config, self.task, batch_size, samples, folder, self.say,
             tokenizer=tokenizer, vocab_size=self.vocab_size,
         )  # fmt: skip
+        check_same(data.identity, "the data")
         if start is None or self.config.finetune:
             return data
         check_same_data(start.saved.data, data.identity, self.say)

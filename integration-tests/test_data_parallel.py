@@ -153,12 +153,18 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
     lines = (
         [*flags, "--tokenizer", "qwen.tiktoken"],
         flags,
-        ["--load", "run", "--data-path", "walks"],
+        ["--load", "run", "--data-path", "walks", "--save", "not/there"],
+        ["--load", "run", "--data-path", "walks", "--save-interval", "0"],
     )
-    for model, data, start in run_ranks(_in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0):
+    for model, data, folder, start in run_ranks(
+        _in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0
+    ):
         assert "Expected the model to be equal on all 2 ranks, got rank 0: tokenizer = " in model
         assert "Expected the data to be equal on all 2 ranks, got rank 0: begin_with = " in data
+        assert "Expected --save not/there to be one folder for all ranks, got another" in folder
+        assert "on rank 1 than on rank 0." in folder
         assert "go on from to be equal on all 2 ranks, got rank 0: written = " in start
+    assert not list(tmp_path.glob("*/not/*"))
 
 
 def _dies(rank: int, world_size: int, arguments: list[str]) -> None:

@@ -54,7 +54,7 @@ from mb_train.machine.versions import versions
 from mb_train.plan.sizing import memory_warning
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import Batch, Dataset, Task, make_task
-from mb_train.train.own_folder import take_over
+from mb_train.train.own_folder import check_shared, take_over
 from mb_train.train.profiling import check_profiled
 
 
@@ -303,6 +303,8 @@ def _laid_out(
     if world_size() > 1:
         check_same(versions(), "the program")
     check_same(config, "the configuration")  # before groups: other sizes would make others
+    if config.save and config.save_interval != 0:
+        check_shared(Path(config.save))
     mesh = layout.parallel_dims(config, world_size()).build(device.type)
     batch_size = config.batch_size(mesh.dp_size)
     # What the ranks of this start decided stays the run's own, on however many it goes on.

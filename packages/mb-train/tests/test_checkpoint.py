@@ -307,6 +307,19 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "at", ["mb_train.checkpoint.saver.any_rank", "torch.distributed.checkpoint.save"]
+)
+def test_the_loss_of_another_rank_leaves_no_half_checkpoint(tmp_path, monkeypatch, at):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(at, lost)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        begin(Saver(tmp_path), *make())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_kernel_refuses_to_write_is_no_checkpoint(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)

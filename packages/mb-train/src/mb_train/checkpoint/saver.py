@@ -145,16 +145,16 @@ class Saver:
             if self._thread is not None:
                 snapshot.update(self.snapshots.take(tensors))
 
-        problem = _attempt(prepare)
-        if any_rank(problem is not None):
-            return self._failed(iteration, problem or "another rank failed")
-        if self._thread is None:
-            try:
+        try:
+            problem = _attempt(prepare)
+            if any_rank(problem is not None):
+                return self._failed(iteration, problem or "another rank failed")
+            if self._thread is None:
                 problem = _attempt(lambda: self._write(run, tensors, {}))
-            except KeyboardInterrupt:
-                self._discard(iteration)
-                raise
-            return self._finish(iteration, problem)
+                return self._finish(iteration, problem)
+        except BaseException:  # a Ctrl-C, the loss of another rank: it ends the run
+            self._discard(iteration)
+            raise
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._pending = iteration, self._thread.submit(self._write, run, tensors, snapshot, copied)
         return True

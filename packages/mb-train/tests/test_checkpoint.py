@@ -512,6 +512,21 @@ def test_every_single_flipped_bit_is_found(tmp_path):
     load_checkpoint(path, *make())
 
 
+@pytest.mark.parametrize("read", ["hashlib.file_digest", "pathlib.Path.read_bytes"])
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path, monkeypatch, read):
+    """The kernel's error of a read knows no name."""
+    model, optimizer = make()
+    begin(Saver(tmp_path), model, optimizer)
+    folder = find_checkpoint(tmp_path)
+
+    def unreadable(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(read, unreadable)
+    with pytest.raises(CheckpointError, match=rf"Input/output error: '{folder}/[\w.]+'"):
+        load_checkpoint(folder, model, optimizer)
+
+
 def test_the_sums_are_those_of_sha256sum(tmp_path):
     path = save(tmp_path, make()[0], None)
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)

@@ -126,6 +126,20 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     assert not run.exists()
 
 
+def _without_room(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str]:
+    full = OSError(28, "No space left on device", "config.toml")
+    with mock.patch("mb_train.train.run.take_over", side_effect=full):
+        code, _, err = _main(rank, world_size, arguments)
+    return code, err
+
+
+def test_a_folder_that_rank_zero_cannot_begin_ends_all_ranks(tokens, tmp_path):
+    """The others waited for it where the group of the writing threads is made."""
+    arguments = tiny_run.flags(tokens, tmp_path / "run", "--async-save")
+    said = (2, "mb-train: config.toml: No space left on device\n")
+    assert run_ranks(_without_room, 2, arguments, timeout_s=30.0) == [said] * 2
+
+
 def _in_its_own_folder(rank: int, world_size: int, nodes: Path, *lines: list[str]) -> list[str]:
     """What each line ends with on stderr, if it ends as wrong input does."""
     os.chdir(nodes / f"{rank}")

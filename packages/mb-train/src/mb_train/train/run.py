@@ -49,6 +49,7 @@ from mb_train.logs.megatron_lines import (
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype, device_name
+from mb_train.machine.rank_zero import on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
 from mb_train.plan.sizing import memory_warning
@@ -95,7 +96,7 @@ class Run:
         self.log = RunLog(None)
         self.saver: Saver | None = None
         try:
-            self._open_log(start)  # now that nothing is wrong
+            on_rank_zero(lambda: self._open_log(start))  # now that nothing is wrong
             self.saver = self._open_saver()
             self._tell(start, compiling)
         except BaseException:
@@ -231,8 +232,6 @@ class Run:
 
     def _open_log(self, start: Start | None) -> None:
         """The log of rank 0, in a folder that is this run's from here on."""
-        if rank() != 0:
-            return
         boards = open_boards(self.config, self.say)
         self.log = RunLog(None, boards)  # which closes them, come what may
         if self.folder is None:

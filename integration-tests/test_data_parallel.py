@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -136,8 +137,9 @@ def _without_room(rank: int, world_size: int, arguments: list[str]) -> tuple[int
 def test_a_folder_that_rank_zero_cannot_begin_ends_all_ranks(tokens, tmp_path):
     """The others waited for it where the group of the writing threads is made."""
     arguments = tiny_run.flags(tokens, tmp_path / "run", "--async-save")
-    said = (2, "mb-train: config.toml: No space left on device\n")
-    assert run_ranks(_without_room, 2, arguments, timeout_s=30.0) == [said] * 2
+    ended = run_ranks(_without_room, 2, arguments, timeout_s=30.0)
+    who = [f"mb-train, rank {rank} on {socket.gethostname()}" for rank in range(2)]
+    assert ended == [(2, f"{one}: config.toml: No space left on device\n") for one in who]
 
 
 def _in_its_own_folder(rank: int, world_size: int, nodes: Path, *lines: list[str]) -> list[str]:

@@ -234,6 +234,31 @@ def test_ranks_that_left_may_join_again():
     assert run_ranks(_joins_again, 3, server.port) == [[3.0] * 3] * 3
 
 
+def _joins_without_its_gpu(rank, world_size, port):
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.set_device = lambda device: None
+    dist.barrier()
+    dist.destroy_process_group()
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = ""
+    try:
+        with distributed("cpu" if rank else "cuda", timeout_s=20.0):
+            pass
+    except ValueError as error:
+        said = str(error)
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return said
+
+
+def test_a_node_that_has_lost_its_gpus_is_told_on_all_ranks():
+    """The others waited in NCCL for ranks that had never heard of it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for said in run_ranks(_joins_without_its_gpu, 2, server.port, timeout_s=60.0):
+        assert "device for all 2 ranks, got cuda on rank 0, cpu on rank 1. Look" in said
+
+
 def _meshes_again(rank, world_size, port):
     if port:
         dist.barrier()

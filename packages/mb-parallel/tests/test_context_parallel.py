@@ -101,6 +101,34 @@ def test_attention_over_two_gpus_is_that_of_one():
         assert all(error < 1 for error in found.values()), found
 
 
+class _ByHead(nn.Module):
+    def forward(self, q_BSHC, k_BSGC, v_BSGV, *, sinks_H):
+        return q_BSHC.cumsum(1) * sinks_H[:, None]
+
+
+def _numbers_of_heads(rank: int, ranks: int) -> None:
+    """What a rank's part comes to, and the gradient of the numbers, which ranks add up."""
+    mesh, core = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu"), _ByHead()
+    parallelize_context([core, _ByHead()], mesh)
+    part = slice(rank * 3, (rank + 1) * 3)
+    x = torch.randn(2, 3 * ranks, 4, 5, generator=torch.Generator().manual_seed(1))
+    x, sinks_H = x.double(), torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    sinks_H.requires_grad_()
+    found = []
+    for call, mine in ((_ByHead(), x), (core, x[:, part])):
+        y = call(mine, mine, mine, sinks_H=sinks_H)
+        found.append([y, *torch.autograd.grad(y.square().sum(), sinks_H)])
+    (whole, wanted), (y, gradient) = found
+    torch.testing.assert_close(y, whole[:, part])
+    mesh.all_reduce(gradient, "dp")
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_is_given_the_numbers_of_its_heads(ranks):
+    run_ranks(_numbers_of_heads, ranks)
+
+
 def _curvature(rank: int, ranks: int) -> list[torch.Tensor]:
     """The gradient of a gradient's square, of a part."""
     mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")

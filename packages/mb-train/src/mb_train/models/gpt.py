@@ -168,17 +168,16 @@ class GPT(nn.Module):
     ) -> dict[str, Any]:
         """What the tokens of B whole sequences see, as a `BlockContext` has it."""
         config, dtype, device = self.config, self.compute_dtype, positions_BS.device
-        S, whole = positions_BS.shape[1] * self.parts, config.plain_attention
-        flash = flash_takes(config, dtype, device, training=self.training)
-        if ends_BN is None and segments_BS is None and flash and not whole:
-            ends_BN = torch.full((B, 1), S, device=device)
         within: dict[str, Any] = {"causal": True}
-        if ends_BN is not None:
+        S, whole = positions_BS.shape[1] * self.parts, config.plain_attention
+        if segments_BS is not None and ends_BN is None:
+            within["mask"] = segment_mask(segments_BS, causal=True)
+        elif ends_BN is not None or not whole:
+            flash = flash_takes(config, dtype, device, training=self.training)
+            ends_BN = torch.full((B, 1), S, device=device) if ends_BN is None else ends_BN
             segments = Segments(ends_BN, S)
             within = within_segments(segments, causal=True, flash=flash, whole=whole)
-        elif segments_BS is not None:
-            within["mask"] = segment_mask(segments_BS, causal=True)
-        if "bounds" in within:
+        if whole or "bounds" in within:
             return within
         places_1S = torch.arange(S, device=device)[None]
         return within | seen(config, within.get("mask"), places_1S, dtype)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, is_glu
 from mb_layers import MoEConfig
-from mb_train.config.model import ModelFields
+from mb_train.config.network import Network
 from mb_train.models.attention import BlockContext
 from mb_train.models.config import LatentSizes, RopeScaling, TransformerConfig
 from mb_train.models.gpt import GPT
@@ -122,7 +122,7 @@ def test_a_dense_feed_forward_is_its_formula(activation):
 
 @pytest.mark.parametrize("name", [*PLAIN_ACTIVATIONS, *GLU_ACTIVATIONS, *PRESETS, *DENSE])
 def test_the_flags_know_the_gated_activations(name):
-    assert ModelFields(activation=name).is_glu == is_glu(name)
+    assert Network(activation=name).is_glu == is_glu(name)
 
 
 def test_without_biases_in_the_maps_a_layer_norm_keeps_its_own():

@@ -1,105 +1,87 @@
-"""What does not go together of a model's attention: latents, slowed rotations, windows, sinks."""
+"""Fields that say how a model's tokens attend to each other."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from mb_train.config.model import ModelFields
-
-
-def check_latent(config: ModelFields) -> None:
-    """Raise ValueError for what has no meaning beside --multi-latent-attention."""
-    if not config.multi_latent_attention:
-        return
-    of_rotated = config.qk_pos_emb_head_dim
-    settings = {
-        "--model gpt": (config.model == "gpt", config.model),
-        "no --group-query-attention": (
-            not config.group_query_attention,
-            "both: every head has a key and a value of its own",
-        ),
-        "--position-embedding-type rope": (
-            config.position_embedding_type == "rope",
-            config.position_embedding_type,
-        ),
-        "--rotary-percent 1": (
-            config.rotary_percent == 1,
-            f"{config.rotary_percent}: --qk-pos-emb-head-dim says how much is rotated",
-        ),
-        "an even --qk-pos-emb-head-dim": (
-            of_rotated % 2 == 0,
-            f"{of_rotated}: rotations are of pairs",
-        ),
-        "no --add-qkv-bias": (
-            not config.add_qkv_bias,
-            "both: of its maps only the last can have a bias, see --add-bias-linear",
-        ),
-        "no --qk-layernorm-over": (
-            config.qk_layernorm_over == "head",
-            f"{config.qk_layernorm_over}: its --qk-layernorm is over the latents",
-        ),
-        "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
-        "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
-    }
-    for wanted, (fits, found) in settings.items():
-        if not fits:
-            raise ValueError(
-                f"Expected {wanted} with --multi-latent-attention, got {found}. Change one, or "
-                "leave one out."
-            )
+from mb_train.config.field import AT_LEAST_0, GIVEN, OFF, POSITIVE, flag
 
 
-def check_slowing(config: ModelFields) -> None:
-    """Raise ValueError for rotations that are slowed in two ways, or in none that works."""
-    linear, by_yarn = config.rotary_seq_len_interpolation_factor, config.rotary_scaling_factor
-    if config.use_rope_scaling and linear is not None:
-        raise ValueError(
-            "Expected --use-rope-scaling or --rotary-seq-len-interpolation-factor, got both."
-        )
-    others = {
-        "--use-rope-scaling": config.use_rope_scaling,
-        # One of 1 is what scripts have that slow nothing.
-        f"--rotary-seq-len-interpolation-factor {linear}": linear not in (None, 1),
-    }
-    own = {
-        "--rope-type yarn": config.rope_type == "yarn",
-        # Core's own latent attention passes over the other ways.
-        "--multi-latent-attention": config.multi_latent_attention,
-    }
-    for other in (words for words, given in others.items() if given):
-        for words in (words for words, given in own.items() if given):
-            raise ValueError(
-                f"Expected --rotary-scaling-factor to slow rotations with {words}, got {other}."
-            )
-    if config.rope_type == "rope" and by_yarn != 1:
-        raise ValueError(
-            f"Expected --rope-type yarn with --rotary-scaling-factor {by_yarn}, got rope, whose "
-            "rotations it does not slow. Leave one of the two out."
-        )
-    if config.rope_scaling is None:
-        return
-    if config.position_embedding_type != "rope":
-        raise ValueError(
-            "Expected --position-embedding-type rope with slowed rotations, got "
-            f"{config.position_embedding_type}."
-        )
-    if config.rope_scaling[0] != "yarn":
-        return
-    if config.beta_fast < config.beta_slow:  # Kimi-K2 has 1 and 1
-        raise ValueError(
-            f"Expected --beta-fast of at least --beta-slow, got {config.beta_fast} and "
-            f"{config.beta_slow}."
-        )
-    if config.rotary_base <= 1:
-        raise ValueError(f"Expected --rotary-base above 1 with YaRN, got {config.rotary_base}.")
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields:
+    """Heads, latents, norms of queries and keys, windows, sinks."""
 
-
-def check_softmax(config: ModelFields) -> None:
-    """Raise ValueError for a window or sinks in a model that also sees tokens to come."""
-    settings = {
-        f"--window-size {config.window_size}": config.window_size is not None,
-        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
-    }
-    for words in (words for words, given in settings.items() if given and config.model != "gpt"):
-        raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")
+    num_attention_heads: int | None = flag(
+        "attention heads", bounds=POSITIVE, on_load="model", required=True
+    )
+    kv_channels: int | None = flag(
+        "width of one head; default hidden size / heads", bounds=POSITIVE, on_load="model",
+        in_force="head_size", needs=("multi_latent_attention", OFF),
+    )  # fmt: skip
+    group_query_attention: bool = flag(
+        "share each key and value head among several query heads", False, on_load="model",
+        in_force="kv_heads", instead_of=("multi_latent_attention",),
+    )  # fmt: skip
+    num_query_groups: int = flag(
+        "key and value heads, with --group-query-attention", 1, bounds=POSITIVE, on_load="model",
+        in_force="kv_heads", needs=("group_query_attention",),
+    )  # fmt: skip
+    multi_latent_attention: bool = flag(
+        "make keys and values of a latent, as DeepSeek", False, on_load="model",
+        in_force="latent_sizes", instead_of=("group_query_attention",),
+    )  # fmt: skip
+    q_lora_rank: int | None = flag(
+        "width of the latent that queries are made of; default none, they are made of the hidden "
+        "state", bounds=POSITIVE, on_load="model", in_force="latent_sizes",
+        needs=("multi_latent_attention",),
+    )  # fmt: skip
+    kv_lora_rank: int = flag(
+        "width of the latent that keys and values are made of", 32, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    qk_head_dim: int = flag(
+        "width of a head's query and key without the part that is rotated", 128, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    qk_pos_emb_head_dim: int = flag(
+        "width of the part of a head's query and key that is rotated", 64, bounds=POSITIVE,
+        on_load="model", in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    v_head_dim: int = flag(
+        "width of a head's value", 128, bounds=POSITIVE, on_load="model",
+        in_force="latent_sizes", needs=("multi_latent_attention",),
+    )  # fmt: skip
+    qk_layernorm: bool = flag(
+        "normalise queries and keys; with --multi-latent-attention what they are made of", False,
+        on_load="model",
+    )  # fmt: skip
+    qk_layernorm_over: str = flag(
+        "normalise them over each head, or over their whole width as OLMoE (ours)", "head",
+        choices=("head", "width"), on_load="model", needs=("qk_layernorm",),
+    )  # fmt: skip
+    qk_layernorm_epsilon: float | None = flag(
+        "epsilon of those norms, 1e-6 in DeepSeek; default --layernorm-epsilon (ours)",
+        bounds=POSITIVE, on_load="said", in_force="qk_epsilon", needs=("qk_layernorm",),
+    )  # fmt: skip
+    add_qkv_bias: bool = flag(
+        "biases for queries, keys and values where the other maps have none", False,
+        on_load="model",
+    )  # fmt: skip
+    attention_scale: float | None = flag(
+        "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head's query), with "
+        "--multi-latent-attention times what YaRN asks for (ours)",
+        bounds=POSITIVE, on_load="model", also=("--softmax-scale",),
+    )  # fmt: skip
+    window_size: int | None = flag(
+        "tokens before its own that a token sees, one less than a window holds; also as Megatron's "
+        "pair, 127,0 for 127; default all", bounds=AT_LEAST_0, on_load="said", in_force="windows",
+    )  # fmt: skip
+    window_attn_skip_freq: int | None = flag(
+        "every n-th layer sees all tokens before; default none does", bounds=POSITIVE,
+        on_load="said", in_force="windows", needs=("window_size", GIVEN),
+    )  # fmt: skip
+    softmax_type: str = flag(
+        "of attention: with a score more in each sum, which has no value and is 0 (off-by-one) or "
+        "learned by each head, a sink (learnable)", "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"), on_load="model", in_force="sinks",
+    )  # fmt: skip

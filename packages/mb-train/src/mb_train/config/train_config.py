@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from mb_train.config.attention import AttentionFields
 from mb_train.config.data import DataFields
 from mb_train.config.field import (
     Bounds,
@@ -28,8 +29,10 @@ from mb_train.config.field import (
 from mb_train.config.masking import MaskingFields
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
+from mb_train.config.network import Network
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
+from mb_train.config.positions import PositionFields
 from mb_train.config.rates import RateFields
 from mb_train.config.training import (
     InitializationFields,
@@ -41,6 +44,8 @@ from mb_train.config.training import (
 # Headings of --help, and tables of a TOML file, in this order.
 GROUPS: dict[str, type[Any]] = {
     "model": ModelFields,
+    "attention": AttentionFields,
+    "positions": PositionFields,
     "moe": MoEFields,
     "regularization": RegularizationFields,
     "training": TrainingFields,
@@ -58,8 +63,8 @@ GROUPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    ModelFields, MoEFields, RegularizationFields, TrainingFields, InitializationFields, RateFields,
-    CheckpointingFields, PrecisionFields, ParallelFields, ValidationFields, DataFields,
+    Network, MoEFields, RegularizationFields, TrainingFields, InitializationFields,
+    RateFields, CheckpointingFields, PrecisionFields, ParallelFields, ValidationFields, DataFields,
     MaskingFields, LoggingFields,
 ):  # fmt: skip
     """Every choice of a training run. Fields that derive from others are properties.

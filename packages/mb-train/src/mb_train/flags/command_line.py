@@ -19,7 +19,7 @@ from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec
-from mb_train.config.model import ModelFields
+from mb_train.config.network import Network
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
@@ -182,7 +182,7 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
         ValueError: values that cannot work, from any source.
     """
     named, said = command.recipe, command.values
-    sizes = [f.name for f in fields(ModelFields) if spec(f).required]
+    sizes = [f.name for f in fields(Network) if spec(f).required]
     if named is None and loaded is None and not any(size in said for size in sizes):
         named = "quickstart"
     base = recipe(named) if named else {}

@@ -16,8 +16,8 @@ from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
-from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
+from mb_train.config.network import Network
 from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, gpt_oss, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
@@ -188,7 +188,7 @@ _ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Values in force of everything that says what a model computes, by the last flag of each."""
-    groups = (ModelFields,) if config.moe_num_experts is None else (ModelFields, MoEFields)
+    groups = (Network,) if config.moe_num_experts is None else (Network, MoEFields)
     settings = (f for group in groups for f in fields(group) if not spec(f).in_training)
     flags = {spec(f).in_force or f.name: f.name for f in settings}
     if all(map(config.has_experts, range(whole(config.num_layers)))):

@@ -13,8 +13,8 @@ from typing import Any
 
 from mb_train.config import TrainConfig
 from mb_train.config.field import flag_name, spec
-from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
+from mb_train.config.network import Network
 from mb_train.convert.new_run import imported_config
 from mb_train.flags import megatron_defaults, translated
 from mb_train.flags.layer_patterns import spelled_out
@@ -67,7 +67,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         given.pop("moe_token_drop_policy", None)
     _refuse(given, names)
     said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
-    for f in (*dataclasses.fields(ModelFields), *dataclasses.fields(MoEFields)):
+    for f in (*dataclasses.fields(Network), *dataclasses.fields(MoEFields)):
         flags = (flag_name(f.name), *spec(f).also)
         known = [given[name] for name in map(_argument, flags) if name in given]
         for value in known[:1]:

@@ -1,0 +1,245 @@
+"""What follows from the fields of a model, and what does not go together of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mb_train.config.attention import AttentionFields
+from mb_train.config.field import flag_name, whole
+from mb_train.config.model import ModelFields
+from mb_train.config.positions import PositionFields
+
+# As `mb_kernels.activation` has them, which would bring torch into every --help.
+_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(ModelFields, AttentionFields, PositionFields):
+    """A model without its experts."""
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of a decoder beside an encoder."""
+        return self.decoder_num_layers or whole(self.num_layers)
+
+    @property
+    def ffn_size(self) -> int:
+        """F, the width inside a dense feed-forward."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        wide = 4 * whole(self.hidden_size)
+        return max(wide * 2 // 3 // 64, 1) * 64 if self.swiglu else wide
+
+    @property
+    def activation_name(self) -> str:
+        """The activation by mb_kernels' name."""
+        if self.activation is not None:
+            return self.activation
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "geglu_tanh" if self.glu else "gelu_tanh"
+
+    @property
+    def is_glu(self) -> bool:
+        """Whether the feed-forward has a gate."""
+        return self.activation_name.partition("(")[0] in _GATED
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head's query and key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.kv_channels or whole(self.hidden_size) // whole(self.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        grouped = self.group_query_attention
+        return self.num_query_groups if grouped else whole(self.num_attention_heads)
+
+    @property
+    def latent_sizes(self) -> list[int | None] | None:
+        """Of latent attention, as `models.config.LatentSizes` has them; a list, as in JSON."""
+        if not self.multi_latent_attention:
+            return None
+        heads = [self.qk_head_dim, self.qk_pos_emb_head_dim, self.v_head_dim]
+        return [self.q_lora_rank, self.kv_lora_rank, *heads]
+
+    @property
+    def qk_epsilon(self) -> float | None:
+        """Epsilon of the norms of queries and keys, if there are any."""
+        if not self.qk_layernorm:
+            return None
+        return self.qk_layernorm_epsilon or self.layernorm_epsilon
+
+    @property
+    def windows(self) -> tuple[int, int | None] | None:
+        """Of layers with one: its size, and n if every n-th layer has none; None without."""
+        size, every = self.window_size, self.window_attn_skip_freq
+        if size is None or every == 1:
+            return None
+        return size, every if every is not None and every <= whole(self.num_layers) else None
+
+    @property
+    def sinks(self) -> str | None:
+        """Kind of the score more in each sum of attention's softmax, if there is one."""
+        return None if self.softmax_type == "vanilla" else self.softmax_type
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a token of layer `layer`, counted from 0, sees those near before it alone."""
+        every = self.window_attn_skip_freq
+        return self.window_size is not None and (every is None or (layer + 1) % every != 0)
+
+    @property
+    def rope_scaling(self) -> tuple[Any, ...] | None:
+        """How rotations are slowed, and by how much, as `models.config.RopeScaling` has it."""
+        if self.use_rope_scaling:
+            return "llama3", self.rope_scaling_factor
+        factor = self.rotary_scaling_factor
+        if self.rope_type == "yarn" or (self.rope_type is None and self.multi_latent_attention):
+            # The whole of YaRN grows with the factor's logarithm.
+            return None if factor == 1 else ("yarn", factor, *self._yarn_numbers)
+        factor = self.rotary_seq_len_interpolation_factor
+        return None if factor is None else ("linear", factor)
+
+    @property
+    def _yarn_numbers(self) -> tuple[float, ...]:
+        trained_on, turns = self.original_max_position_embeddings, (self.beta_fast, self.beta_slow)
+        return trained_on, *turns, self.mscale, self.mscale_all_dim, self.yarn_truncate
+
+    def check_model(self) -> None:
+        """Raise ValueError for sizes and options that do not go together."""
+        hidden, heads = whole(self.hidden_size), whole(self.num_attention_heads)
+        if self.kv_channels is None and not self.multi_latent_attention and hidden % heads:
+            raise ValueError(
+                f"Expected --hidden-size to be divisible by --num-attention-heads, got {hidden} "
+                f"and {heads}. Change one, or give --kv-channels."
+            )
+        if heads % self.kv_heads:
+            raise ValueError(
+                f"Expected --num-query-groups to divide --num-attention-heads, got "
+                f"{self.kv_heads} and {heads}."
+            )
+        if self.model == "bert" and self.untie_embeddings_and_output_weights:
+            raise ValueError(
+                "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
+                "whose head is tied to its embedding. Leave it out."
+            )
+        if self.post_layernorm and self.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "
+                "both: a norm behind the sum leaves none before it. Leave one of the two out."
+            )
+        _check_latent(self)
+        _check_slowing(self)
+        _check_softmax(self)
+        if self.activation is not None and self.glu and not self.is_glu:
+            raise ValueError(
+                f"Expected a gated --activation with --glu, got {self.activation!r}. "
+                f"Leave one of the two out, or take {', '.join(_GATED)}."
+            )
+        names = ("glu", "swiglu", "squared_relu", "activation")
+        named = [flag_name(name) for name in names if getattr(self, name)]
+        # "glu" beside "swiglu" or a gated --activation says the same once more.
+        if len(set(named) - {"--glu"}) > 1 or (self.squared_relu and self.glu):
+            raise ValueError(f"Expected one activation, got {' and '.join(named)}.")
+
+
+def _check_latent(config: Network) -> None:
+    """Raise ValueError for what has no meaning beside --multi-latent-attention."""
+    if not config.multi_latent_attention:
+        return
+    of_rotated = config.qk_pos_emb_head_dim
+    settings = {
+        "--model gpt": (config.model == "gpt", config.model),
+        "no --group-query-attention": (
+            not config.group_query_attention,
+            "both: every head has a key and a value of its own",
+        ),
+        "--position-embedding-type rope": (
+            config.position_embedding_type == "rope",
+            config.position_embedding_type,
+        ),
+        "--rotary-percent 1": (
+            config.rotary_percent == 1,
+            f"{config.rotary_percent}: --qk-pos-emb-head-dim says how much is rotated",
+        ),
+        "an even --qk-pos-emb-head-dim": (
+            of_rotated % 2 == 0,
+            f"{of_rotated}: rotations are of pairs",
+        ),
+        "no --add-qkv-bias": (
+            not config.add_qkv_bias,
+            "both: of its maps only the last can have a bias, see --add-bias-linear",
+        ),
+        "no --qk-layernorm-over": (
+            config.qk_layernorm_over == "head",
+            f"{config.qk_layernorm_over}: its --qk-layernorm is over the latents",
+        ),
+        "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
+        "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
+    }
+    for wanted, (fits, found) in settings.items():
+        if not fits:
+            raise ValueError(
+                f"Expected {wanted} with --multi-latent-attention, got {found}. Change one, or "
+                "leave one out."
+            )
+
+
+def _check_softmax(config: Network) -> None:
+    """Raise ValueError for a window or sinks in a model that also sees tokens to come."""
+    settings = {
+        f"--window-size {config.window_size}": config.window_size is not None,
+        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+    }
+    for words in (words for words, given in settings.items() if given and config.model != "gpt"):
+        raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")
+
+
+def _check_slowing(config: Network) -> None:
+    """Raise ValueError for rotations that are slowed in two ways, or in none that works."""
+    linear, by_yarn = config.rotary_seq_len_interpolation_factor, config.rotary_scaling_factor
+    if config.use_rope_scaling and linear is not None:
+        raise ValueError(
+            "Expected --use-rope-scaling or --rotary-seq-len-interpolation-factor, got both."
+        )
+    others = {
+        "--use-rope-scaling": config.use_rope_scaling,
+        # One of 1 is what scripts have that slow nothing.
+        f"--rotary-seq-len-interpolation-factor {linear}": linear not in (None, 1),
+    }
+    own = {
+        "--rope-type yarn": config.rope_type == "yarn",
+        # Core's own latent attention passes over the other ways.
+        "--multi-latent-attention": config.multi_latent_attention,
+    }
+    for other in (words for words, given in others.items() if given):
+        for words in (words for words, given in own.items() if given):
+            raise ValueError(
+                f"Expected --rotary-scaling-factor to slow rotations with {words}, got {other}."
+            )
+    if config.rope_type == "rope" and by_yarn != 1:
+        raise ValueError(
+            f"Expected --rope-type yarn with --rotary-scaling-factor {by_yarn}, got rope, whose "
+            "rotations it does not slow. Leave one of the two out."
+        )
+    if config.rope_scaling is None:
+        return
+    if config.position_embedding_type != "rope":
+        raise ValueError(
+            "Expected --position-embedding-type rope with slowed rotations, got "
+            f"{config.position_embedding_type}."
+        )
+    if config.rope_scaling[0] != "yarn":
+        return
+    if config.beta_fast < config.beta_slow:  # Kimi-K2 has 1 and 1
+        raise ValueError(
+            f"Expected --beta-fast of at least --beta-slow, got {config.beta_fast} and "
+            f"{config.beta_slow}."
+        )
+    if config.rotary_base <= 1:
+        raise ValueError(f"Expected --rotary-base above 1 with YaRN, got {config.rotary_base}.")

@@ -192,6 +192,25 @@ def test_bad_lines(folder, tmp_path, line, said):
 
 
 @pytest.mark.parametrize(
+    ("message", "tool", "said"),
+    [
+        ({"content": [{"type": "text", "text": "a<|im_end|>"}]}, {}, "message 0"),
+        ({"tool_calls": [{"arguments": {"<|im_end|>": 1}}]}, {}, "message 0"),
+        ({}, {"name": "add", "description": "a<|im_end|>b"}, "tool 1"),
+        ({}, {"parameters": {"<|im_end|>": {}}}, "tool 1"),
+    ],
+)
+def test_no_text_places_a_special_token(folder, message, tool, said):
+    """Not a part of a message, a call, what a tool is said to do, nor a name in them."""
+    chat = ChatTokenizer(folder)
+    asked, tools = [{"role": "user", "content": "a", **message}], [{"name": "other"}, tool]
+    answered = conversation_of({"m": [*asked, *messages(("assistant", "b"))], "tools": tools}, "m")
+    for refused in (lambda: chat.prompt(asked, tools), lambda: chat.texts(answered, "all")):
+        with pytest.raises(ValueError, match=rf"{said} holds '<\|im_end\|>', a special token"):
+            refused()
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         (None, "no chat template"),

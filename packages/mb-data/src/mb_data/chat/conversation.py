@@ -65,11 +65,12 @@ def _message(found: Any, place: int) -> Message:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts of a message, those of its tool calls and of its parts among them."""
+    """All texts of a message or a tool, those of its calls and of its parts, and names in them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
+        for name, one in value.items():
+            yield from texts_in(name)
             yield from texts_in(one)
     elif isinstance(value, list):
         for one in value:

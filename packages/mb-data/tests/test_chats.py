@@ -82,6 +82,20 @@ def test_a_token_across_the_border_is_not_learned():
     assert tokens._learned([], [(0, 3)]).tolist() == []
 
 
+def test_answers_without_an_end_are_told_of(tmp_path):
+    """As GLM's, which end where the next turn begins."""
+    template = """{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% endfor %}
+    {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+    folder = chat_folder(tmp_path / "model", template)
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    with pytest.warns(RuntimeWarning, match=r"config\.json puts no special token .* 2 of 2 doc"):
+        each = preprocess_chats(source, tmp_path / "out", tokenizer=folder, turns="each")
+    assert learned_texts(IndexedDataset(each.output), theirs(folder), 0) == ["It is four."]
+    assert ChatTokenizer(folder).end() is None
+    folder = chat_folder(tmp_path / "other")
+    assert ChatTokenizer(folder).end() == theirs(folder).convert_tokens_to_ids("<|im_end|>")
+
+
 def test_each_and_last(tmp_path):
     folder = chat_folder(tmp_path / "model", THINKING)
     tokenizer = theirs(folder)

@@ -87,9 +87,14 @@ class ChatTokenizer:
         except ValueError:  # it wants other messages
             return None
         (encoded,) = self.encode(texts)
-        last = int(encoded.tokens[np.flatnonzero(encoded.learned)[-1]])
-        name = self._library.id_to_token(last) or ""
-        return last if self._special.fullmatch(name) else None
+        return self.end_of(encoded)
+
+    def end_of(self, encoded: Encoded) -> int | None:
+        """The special token that is learned last; None if another token is, or none."""
+        for token in encoded.tokens[encoded.learned][-1:].tolist():
+            if self._special.fullmatch(self._library.id_to_token(token)):
+                return token
+        return None
 
     def texts(self, conversation: Conversation, turns: str) -> list[Written]:
         """See ``conversation.write``, for messages and tools without special tokens.

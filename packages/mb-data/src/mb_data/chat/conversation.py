@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mb_data.chat.template import ChatTemplate, Message
+from mb_data.chat.template import TEMPLATE, ChatTemplate, Message
 
 ASSISTANT = "assistant"
 TURNS = ("all", "each", "last")
@@ -98,7 +98,7 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             raise ValueError(
                 f"the chat template does not begin message {place} with what it has an answer "
                 "begin with (add_generation_prompt), so that the model would not learn to answer "
-                "there"
+                f"there; give the tokenizer's folder a {TEMPLATE} that does"
             )
         return text, len(before)
 

@@ -155,6 +155,28 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
 
 
+def test_a_template_for_tools(tmp_path):
+    """Of several by name; one that has a file of its own is refused, where it is asked for."""
+    named = [("default", CHATML), ("other", "?"), ("tool_use", "{{ tools | tojson }}" + CHATML)]
+    folder = chat_folder(
+        tmp_path / "model", [{"name": name, "template": text} for name, text in named]
+    )
+    asked, tools = messages(("user", "a")), [{"name": "add"}]
+    chat, how = ChatTokenizer(folder), {"add_generation_prompt": True, "return_dict": False}
+    for given in (None, tools):
+        expected = theirs(folder).apply_chat_template(asked, tools=given, **how)
+        assert chat.prompt(asked, given) == expected
+    assert chat.prompt(asked, tools) != chat.prompt(asked)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    further = folder / "additional_chat_templates"
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("{{ tools | tojson }}" + CHATML)
+    alone = ChatTokenizer(folder)
+    assert alone.prompt(asked) == chat.prompt(asked)
+    with pytest.raises(ValueError, match=r"tool_use\.jinja, is not read: put both"):
+        alone.prompt(asked, tools)
+
+
 def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
     folder = chat_folder(tmp_path / "model")
     marked = CHATML.replace("message.content", "'' }}{% generation %}{{ message.content")

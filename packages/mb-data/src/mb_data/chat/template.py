@@ -20,6 +20,12 @@ from mb_data.untrusted import json_of
 Message = Mapping[str, Any]
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+# In place of a template for tools that has a file of its own, of which a run's folder has no copy.
+FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+_NOT_READ = (
+    "{{ raise_exception('the one for tools, " + FOR_TOOLS + ", is not read: put both into the list "
+    "chat_template of " + CONFIG + ", each with a name (default, tool_use) and template') }}"
+)
 
 
 class ChatTemplate:
@@ -29,18 +35,29 @@ class ChatTemplate:
         source: the template.
         variables: what it may use beside the messages, special tokens among it.
         name: where it is from, for errors.
+        for_tools: another for conversations with tools; None: the same.
 
     Raises:
         ValueError: it is no template.
         ModuleNotFoundError: Jinja2 is not installed.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        name: str,
+        *,
+        for_tools: str | None = None,
+    ) -> None:
         self.name = name
         self._variables = dict(variables)
         jinja2 = _jinja2(name)
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = self._for_tools = environment.from_string(source)
+            if for_tools is not None:
+                self._for_tools = environment.from_string(for_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{name}: not a chat template: {error}") from error
         self._wrong = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
@@ -58,20 +75,22 @@ class ChatTemplate:
                 said = json_of(config.read_bytes())
             except ValueError as error:
                 raise ValueError(f"{config}: damaged: {error}") from error
-        file, source = folder / TEMPLATE, None
+        file, source, for_tools = folder / TEMPLATE, None, None
         if file.is_file():
             source = file.read_text(encoding="utf-8")
+            for_tools = _NOT_READ if (folder / FOR_TOOLS).is_file() else None
         elif isinstance(said, dict):
             source, file = said.get("chat_template"), config
             if isinstance(source, list):  # several, by name
                 named = {one.get("name"): one.get("template") for one in source}
-                source = named.get("default")
+                source, for_tools = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             raise ValueError(
                 f"{folder}: no chat template; expected {TEMPLATE}, or a default one in {CONFIG}: "
                 "take the folder of a chat model, or put a template there"
             )
-        return cls(source, {**_special_tokens(said), **(variables or {})}, str(file))
+        given = {**_special_tokens(said), **(variables or {})}
+        return cls(source, given, str(file), for_tools=for_tools)
 
     def render(
         self,
@@ -86,8 +105,9 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these messages, or fails over them.
         """
+        template = self._template if tools is None else self._for_tools
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,

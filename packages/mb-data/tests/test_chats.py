@@ -177,6 +177,16 @@ def test_a_template_for_tools(tmp_path):
         alone.prompt(asked, tools)
 
 
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_thoughts_are_found_under_any_of_their_names(tmp_path, given, read):
+    template = CHATML.replace("message.content", f"(message.{read} or '') + message.content")
+    chat = ChatTokenizer(chat_folder(tmp_path / "model", template))
+    answer = {"role": "assistant", "content": "four", given: "two and two: "}
+    (text,) = chat.texts(Conversation([*messages(("user", "a")), answer]), "all")
+    assert text.text.endswith("<|im_start|>assistant\ntwo and two: four<|im_end|>\n")
+
+
 def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
     folder = chat_folder(tmp_path / "model")
     marked = CHATML.replace("message.content", "'' }}{% generation %}{{ message.content")

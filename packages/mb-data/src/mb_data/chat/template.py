@@ -26,6 +26,8 @@ _NOT_READ = (
     "{{ raise_exception('the one for tools, " + FOR_TOOLS + ", is not read: put both into the list "
     "chat_template of " + CONFIG + ", each with a name (default, tool_use) and template') }}"
 )
+# Names of what an assistant thought: templates look under the first, gpt-oss's under the second.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -108,7 +110,7 @@ class ChatTemplate:
         template = self._template if tools is None else self._for_tools
         try:
             return template.render(
-                messages=messages,
+                messages=[_with_thoughts(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -116,6 +118,12 @@ class ChatTemplate:
             )
         except self._wrong as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def _with_thoughts(message: Message) -> Message:
+    """The message with its thoughts where templates look for them."""
+    found = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _special_tokens(said: Any) -> dict[str, str]:

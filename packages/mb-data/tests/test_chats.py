@@ -155,6 +155,19 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
 
 
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
+def test_special_tokens_of_older_folders(tmp_path, more):
+    """Their special_tokens_map.json says them, and says it first."""
+    template = "{{ bos_token }}" + CHATML.replace("'<|im_end|>'", "eos_token")
+    folder = chat_folder(tmp_path / "model", template, **more)
+    named = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_start|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    asked = messages(("user", "a"))
+    how = {"add_generation_prompt": True, "return_dict": False}
+    expected = theirs(folder).apply_chat_template(asked, **how)
+    assert ChatTokenizer(folder).prompt(asked) == expected
+
+
 def test_a_template_for_tools(tmp_path):
     """Of several by name; one that has a file of its own is refused, where it is asked for."""
     named = [("default", CHATML), ("other", "?"), ("tool_use", "{{ tools | tojson }}" + CHATML)]

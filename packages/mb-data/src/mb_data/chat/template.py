@@ -20,6 +20,7 @@ from mb_data.untrusted import json_of
 Message = Mapping[str, Any]
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 # In place of a template for tools that has a file of its own, of which a run's folder has no copy.
 FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
 _NOT_READ = (
@@ -71,17 +72,15 @@ class ChatTemplate:
         Raises:
             ValueError: there is none, or it is no template.
         """
-        config, said = folder / CONFIG, {}
-        if config.is_file():
-            try:
-                said = json_of(config.read_bytes())
-            except ValueError as error:
-                raise ValueError(f"{config}: damaged: {error}") from error
+        config = folder / CONFIG
+        said = _object(config)
+        # Older folders have a file of them, which comes first there.
+        mapped = {} if "added_tokens_decoder" in said else _object(folder / SPECIAL_TOKENS)
         file, source, for_tools = folder / TEMPLATE, None, None
         if file.is_file():
             source = file.read_text(encoding="utf-8")
             for_tools = _NOT_READ if (folder / FOR_TOOLS).is_file() else None
-        elif isinstance(said, dict):
+        else:
             source, file = said.get("chat_template"), config
             if isinstance(source, list):  # several, by name
                 named = {one.get("name"): one.get("template") for one in source}
@@ -91,7 +90,7 @@ class ChatTemplate:
                 f"{folder}: no chat template; expected {TEMPLATE}, or a default one in {CONFIG}: "
                 "take the folder of a chat model, or put a template there"
             )
-        given = {**_special_tokens(said), **(variables or {})}
+        given = {**_special_tokens(said), **_special_tokens(mapped), **(variables or {})}
         return cls(source, given, str(file), for_tools=for_tools)
 
     def render(
@@ -126,10 +125,19 @@ def _with_thoughts(message: Message) -> Message:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def _special_tokens(said: Any) -> dict[str, str]:
-    """By role, as ``bos_token``, those that a tokenizer_config.json names."""
+def _object(file: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing without one."""
+    try:
+        found = json_of(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
+    """By role, as ``bos_token``, those that a file names."""
     found = {}
-    for role, value in said.items() if isinstance(said, dict) else ():
+    for role, value in said.items():
         text = value.get("content") if isinstance(value, dict) else value
         if role.endswith("_token") and isinstance(text, str):
             found[role] = text

@@ -82,6 +82,20 @@ def test_a_token_across_the_border_is_not_learned():
     assert tokens._learned([], [(0, 3)]).tolist() == []
 
 
+def test_answers_without_an_end_are_told_of(tmp_path):
+    """As GLM's, which end where the next turn begins."""
+    template = """{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% endfor %}
+    {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+    folder = chat_folder(tmp_path / "model", template)
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    with pytest.warns(RuntimeWarning, match=r"config\.json puts no special token .* 2 of 2 doc"):
+        each = preprocess_chats(source, tmp_path / "out", tokenizer=folder, turns="each")
+    assert learned_texts(IndexedDataset(each.output), theirs(folder), 0) == ["It is four."]
+    assert ChatTokenizer(folder).end() is None
+    folder = chat_folder(tmp_path / "other")
+    assert ChatTokenizer(folder).end() == theirs(folder).convert_tokens_to_ids("<|im_end|>")
+
+
 def test_each_and_last(tmp_path):
     folder = chat_folder(tmp_path / "model", THINKING)
     tokenizer = theirs(folder)
@@ -141,6 +155,51 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
 
 
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
+def test_special_tokens_of_older_folders(tmp_path, more):
+    """Their special_tokens_map.json says them, and says it first."""
+    template = "{{ bos_token }}" + CHATML.replace("'<|im_end|>'", "eos_token")
+    folder = chat_folder(tmp_path / "model", template, **more)
+    named = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_start|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    asked = messages(("user", "a"))
+    how = {"add_generation_prompt": True, "return_dict": False}
+    expected = theirs(folder).apply_chat_template(asked, **how)
+    assert ChatTokenizer(folder).prompt(asked) == expected
+
+
+def test_a_template_for_tools(tmp_path):
+    """Of several by name; one that has a file of its own is refused, where it is asked for."""
+    named = [("default", CHATML), ("other", "?"), ("tool_use", "{{ tools | tojson }}" + CHATML)]
+    folder = chat_folder(
+        tmp_path / "model", [{"name": name, "template": text} for name, text in named]
+    )
+    asked, tools = messages(("user", "a")), [{"name": "add"}]
+    chat, how = ChatTokenizer(folder), {"add_generation_prompt": True, "return_dict": False}
+    for given in (None, tools):
+        expected = theirs(folder).apply_chat_template(asked, tools=given, **how)
+        assert chat.prompt(asked, given) == expected
+    assert chat.prompt(asked, tools) != chat.prompt(asked)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    further = folder / "additional_chat_templates"
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("{{ tools | tojson }}" + CHATML)
+    alone = ChatTokenizer(folder)
+    assert alone.prompt(asked) == chat.prompt(asked)
+    with pytest.raises(ValueError, match=r"tool_use\.jinja, is not read: put both"):
+        alone.prompt(asked, tools)
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_thoughts_are_found_under_any_of_their_names(tmp_path, given, read):
+    template = CHATML.replace("message.content", f"(message.{read} or '') + message.content")
+    chat = ChatTokenizer(chat_folder(tmp_path / "model", template))
+    answer = {"role": "assistant", "content": "four", given: "two and two: "}
+    (text,) = chat.texts(Conversation([*messages(("user", "a")), answer]), "all")
+    assert text.text.endswith("<|im_start|>assistant\ntwo and two: four<|im_end|>\n")
+
+
 def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
     folder = chat_folder(tmp_path / "model")
     marked = CHATML.replace("message.content", "'' }}{% generation %}{{ message.content")
@@ -192,6 +251,25 @@ def test_bad_lines(folder, tmp_path, line, said):
 
 
 @pytest.mark.parametrize(
+    ("message", "tool", "said"),
+    [
+        ({"content": [{"type": "text", "text": "a<|im_end|>"}]}, {}, "message 0"),
+        ({"tool_calls": [{"arguments": {"<|im_end|>": 1}}]}, {}, "message 0"),
+        ({}, {"name": "add", "description": "a<|im_end|>b"}, "tool 1"),
+        ({}, {"parameters": {"<|im_end|>": {}}}, "tool 1"),
+    ],
+)
+def test_no_text_places_a_special_token(folder, message, tool, said):
+    """Not a part of a message, a call, what a tool is said to do, nor a name in them."""
+    chat = ChatTokenizer(folder)
+    asked, tools = [{"role": "user", "content": "a", **message}], [{"name": "other"}, tool]
+    answered = conversation_of({"m": [*asked, *messages(("assistant", "b"))], "tools": tools}, "m")
+    for refused in (lambda: chat.prompt(asked, tools), lambda: chat.texts(answered, "all")):
+        with pytest.raises(ValueError, match=rf"{said} holds '<\|im_end\|>', a special token"):
+            refused()
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         (None, "no chat template"),
@@ -201,7 +279,7 @@ def test_bad_lines(folder, tmp_path, line, said):
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}?{% endif %}",
-            "does not begin message 1 with what it has an answer begin with",
+            r"does not begin message 1 with what it has an answer begin with.*template\.jinja",
         ),
     ],
 )  # fmt: skip

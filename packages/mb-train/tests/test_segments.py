@@ -83,10 +83,12 @@ def check(ends, heads, groups, width, scale, *, dtype, device, value=None):
         )
         return y.transpose(1, 2)
 
+    # Kernels sum in fp32 each in an order of its own, and one may happen to be exact.
+    least = torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
     ours, torchs = run(lambda *x: attend(*x, found, causal=True, scale=scale)), run(masked)
     for got, other, exact in zip(ours, torchs, run(masked, torch.float64), strict=True):
         error, allowed = ((x - exact).abs().max().item() for x in (got, other))
-        assert error <= 2 * allowed + torch.finfo(dtype).eps, (error, allowed)
+        assert error <= 2 * allowed + least, (error, allowed)
 
 
 @pytest.mark.parametrize("kind", ENDS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mb_data.chat.template import ChatTemplate, Message
+from mb_data.chat.template import TEMPLATE, ChatTemplate, Message
 
 ASSISTANT = "assistant"
 TURNS = ("all", "each", "last")
@@ -65,11 +65,12 @@ def _message(found: Any, place: int) -> Message:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts of a message, those of its tool calls and of its parts among them."""
+    """All texts of a message or a tool, those of its calls and of its parts, and names in them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
+        for name, one in value.items():
+            yield from texts_in(name)
             yield from texts_in(one)
     elif isinstance(value, list):
         for one in value:
@@ -97,7 +98,7 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             raise ValueError(
                 f"the chat template does not begin message {place} with what it has an answer "
                 "begin with (add_generation_prompt), so that the model would not learn to answer "
-                "there"
+                f"there; give the tokenizer's folder a {TEMPLATE} that does"
             )
         return text, len(before)
 

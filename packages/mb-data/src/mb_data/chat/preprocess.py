@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,8 @@ def preprocess_chats(
         FileNotFoundError: an input, or the directory of the output, is missing.
         ModuleNotFoundError: Jinja2, tokenizers or a library for the input is not installed.
 
-    After an error nothing is left behind, and what was there before is as it was.
+    After an error nothing is left behind, and what was there before is as it was. A warning says so
+    if the template ends answers with no special token.
     """
     started = time.perf_counter()
     for name, value, known in (("turns", turns, TURNS), ("on_error", on_error, ("stop", "skip"))):
@@ -121,7 +123,7 @@ def preprocess_chats(
                     ) from error
                 bad.append(f"{where}: {error}")
 
-    conversations = documents = tokens = learned = longest = 0
+    conversations = documents = tokens = learned = longest = endless = 0
     with IndexedDatasetBuilder(output, best_dtype(words.vocab_size)) as builder:
         made = texts()
         while some := list(itertools.islice(made, TOGETHER)):
@@ -132,6 +134,7 @@ def preprocess_chats(
             tokens += sum(len(one.tokens) for one in encoded)
             learned += sum(int(one.learned.sum()) for one in encoded)
             longest = max(longest, *(len(one.tokens) for one in encoded))
+            endless += sum(chats.end_of(one) is None for one in encoded)
             if on_progress is not None:
                 on_progress(conversations)
         if not documents:
@@ -139,6 +142,14 @@ def preprocess_chats(
                 f"no conversation under {key!r} in {', '.join(map(str, inputs))} "
                 f"({len(bad)} bad lines{': ' + bad[0] if bad else ''})"
             )
+    if endless:
+        warnings.warn(
+            f"{chats.template.name} puts no special token behind the last answer of {endless:,} of "
+            f"{documents:,} documents, so that a model of them does not learn where to stop: let "
+            "the template write the token that ends a text there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return ChatSummary(
         conversations=conversations,
         documents=documents,

@@ -20,6 +20,15 @@ from mb_data.untrusted import json_of
 Message = Mapping[str, Any]
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+# In place of a template for tools that has a file of its own, of which a run's folder has no copy.
+FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+_NOT_READ = (
+    "{{ raise_exception('the one for tools, " + FOR_TOOLS + ", is not read: put both into the list "
+    "chat_template of " + CONFIG + ", each with a name (default, tool_use) and template') }}"
+)
+# Names of what an assistant thought: templates look under the first, gpt-oss's under the second.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -29,18 +38,29 @@ class ChatTemplate:
         source: the template.
         variables: what it may use beside the messages, special tokens among it.
         name: where it is from, for errors.
+        for_tools: another for conversations with tools; None: the same.
 
     Raises:
         ValueError: it is no template.
         ModuleNotFoundError: Jinja2 is not installed.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        name: str,
+        *,
+        for_tools: str | None = None,
+    ) -> None:
         self.name = name
         self._variables = dict(variables)
         jinja2 = _jinja2(name)
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = self._for_tools = environment.from_string(source)
+            if for_tools is not None:
+                self._for_tools = environment.from_string(for_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{name}: not a chat template: {error}") from error
         self._wrong = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
@@ -52,26 +72,26 @@ class ChatTemplate:
         Raises:
             ValueError: there is none, or it is no template.
         """
-        config, said = folder / CONFIG, {}
-        if config.is_file():
-            try:
-                said = json_of(config.read_bytes())
-            except ValueError as error:
-                raise ValueError(f"{config}: damaged: {error}") from error
-        file, source = folder / TEMPLATE, None
+        config = folder / CONFIG
+        said = _object(config)
+        # Older folders have a file of them, which comes first there.
+        mapped = {} if "added_tokens_decoder" in said else _object(folder / SPECIAL_TOKENS)
+        file, source, for_tools = folder / TEMPLATE, None, None
         if file.is_file():
             source = file.read_text(encoding="utf-8")
-        elif isinstance(said, dict):
+            for_tools = _NOT_READ if (folder / FOR_TOOLS).is_file() else None
+        else:
             source, file = said.get("chat_template"), config
             if isinstance(source, list):  # several, by name
                 named = {one.get("name"): one.get("template") for one in source}
-                source = named.get("default")
+                source, for_tools = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             raise ValueError(
                 f"{folder}: no chat template; expected {TEMPLATE}, or a default one in {CONFIG}: "
                 "take the folder of a chat model, or put a template there"
             )
-        return cls(source, {**_special_tokens(said), **(variables or {})}, str(file))
+        given = {**_special_tokens(said), **_special_tokens(mapped), **(variables or {})}
+        return cls(source, given, str(file), for_tools=for_tools)
 
     def render(
         self,
@@ -86,9 +106,10 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these messages, or fails over them.
         """
+        template = self._template if tools is None else self._for_tools
         try:
-            return self._template.render(
-                messages=messages,
+            return template.render(
+                messages=[_with_thoughts(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -98,10 +119,25 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
 
-def _special_tokens(said: Any) -> dict[str, str]:
-    """By role, as ``bos_token``, those that a tokenizer_config.json names."""
+def _with_thoughts(message: Message) -> Message:
+    """The message with its thoughts where templates look for them."""
+    found = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing without one."""
+    try:
+        found = json_of(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
+    """By role, as ``bos_token``, those that a file names."""
     found = {}
-    for role, value in said.items() if isinstance(said, dict) else ():
+    for role, value in said.items():
         text = value.get("content") if isinstance(value, dict) else value
         if role.endswith("_token") and isinstance(text, str):
             found[role] = text

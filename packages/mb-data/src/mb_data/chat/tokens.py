@@ -1,8 +1,9 @@
 """A conversation's tokens, and which of them are learned.
 
 Whole texts are encoded by the tokenizers library, special tokens and all, as transformers does it:
-where a template's words meet a message's, one token may hold of both. A message that names a
-special token itself is refused: it would be that token, and could end a turn that has not ended.
+where a template's words meet a message's, one token may hold of both. A message or a tool that
+names a special token itself is refused: it would be that token, and could end a turn that has not
+ended.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ChatTokenizer:
         Raises:
             ValueError: the template refuses them, or one holds a special token.
         """
-        self._check(messages)
+        self._check(messages, tools)
         text = self.template.render(messages, tools=tools, add_generation_prompt=True)
         return self._library.encode(text, add_special_tokens=False).ids
 
@@ -86,17 +87,22 @@ class ChatTokenizer:
         except ValueError:  # it wants other messages
             return None
         (encoded,) = self.encode(texts)
-        last = int(encoded.tokens[np.flatnonzero(encoded.learned)[-1]])
-        name = self._library.id_to_token(last) or ""
-        return last if self._special.fullmatch(name) else None
+        return self.end_of(encoded)
+
+    def end_of(self, encoded: Encoded) -> int | None:
+        """The special token that is learned last; None if another token is, or none."""
+        for token in encoded.tokens[encoded.learned][-1:].tolist():
+            if self._special.fullmatch(self._library.id_to_token(token)):
+                return token
+        return None
 
     def texts(self, conversation: Conversation, turns: str) -> list[Written]:
-        """See ``conversation.write``, for messages without special tokens.
+        """See ``conversation.write``, for messages and tools without special tokens.
 
         Raises:
-            ValueError: see there; a message holds a special token.
+            ValueError: see there; a message or a tool holds a special token.
         """
-        self._check(conversation.messages)
+        self._check(*conversation)
         return write(conversation, self.template, turns)
 
     def encode(self, texts: Sequence[Written]) -> list[Encoded]:
@@ -109,14 +115,15 @@ class ChatTokenizer:
             for encoding, one in zip(encodings, texts, strict=True)
         ]
 
-    def _check(self, messages: Iterable[Message]) -> None:
-        for place, message in enumerate(messages):
-            for text in texts_in(message):
-                if found := self._special.search(text):
-                    raise ValueError(
-                        f"message {place} holds {found[0]!r}, a special token of the tokenizer: in "
-                        "it the template alone may place that; take it out of the text"
-                    )
+    def _check(self, messages: Iterable[Message], tools: Iterable[Any] | None) -> None:
+        for kind, of_kind in (("message", messages), ("tool", tools or ())):
+            for place, one in enumerate(of_kind):
+                for text in texts_in(one):
+                    if found := self._special.search(text):
+                        raise ValueError(
+                            f"{kind} {place} holds {found[0]!r}, a special token of the tokenizer: "
+                            "the template alone may place that; take it out of the text"
+                        )
 
 
 def _learned(

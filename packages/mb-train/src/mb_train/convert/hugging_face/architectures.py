@@ -21,6 +21,7 @@ from mb_train.config.moe import MoEFields
 from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, gpt_oss, llama, t5
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face.quantized import check_quantization
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -82,14 +83,7 @@ class Architecture:
             KeyError: a size that is not there.
         """
         refuse(config, per_layer_config=(None,))
-        if quantized := config.get("quantization_config"):
-            kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-            if self.packed is None or kind != "mxfp4":
-                raise ValueError(
-                    f"Expected no quantization_config of config.json, got {kind}. Quantized "
-                    "weights are not read, but GPT-OSS's in mxfp4: take the model that they were "
-                    "made of, or write it in bf16 with what its authors give for that."
-                )
+        check_quantization(config, mxfp4=self.packed is not None)
         return self.fields(self.settled(config))
 
     def settled(self, config: Json) -> dict[str, Any]:

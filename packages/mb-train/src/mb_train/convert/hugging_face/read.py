@@ -17,6 +17,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.architectures import Architecture, Rules, architecture_of
 from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
+from mb_train.convert.hugging_face.quantized import block_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
@@ -67,7 +68,7 @@ def read_model(
             f"Expected a model without an adapter, got {_ADAPTER} in {folder}. Merge the adapter "
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
-    source = _tensors(folder, found)
+    source = _tensors(folder, found, block_of(theirs))
     for line in _layers_left_out(source, behind):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
@@ -158,10 +159,10 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _tensors(folder: Path, found: Architecture) -> TensorFolder:
+def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -> TensorFolder:
     """The tensors of a folder, by today's names and each of them once."""
     packed = () if found.packed is None else PACKED
-    source = TensorFolder(folder, prefix=found.prefix, packed=packed)
+    source = TensorFolder(folder, prefix=found.prefix, packed=packed, block=block)
     for pattern, name in found.renamed.items():
         source.rename(pattern, name)
     for pattern in found.left_out:

@@ -46,7 +46,7 @@ def published(folder, kind, block=BLOCK, dtype=torch.float32, **also):
     model.save_pretrained(folder)
     tensors = dict(TensorFolder(folder))
     exact = {}
-    for name in [n for n in tensors if n.endswith(("_proj.weight", ".w1.weight"))]:
+    for name in [n for n in tensors if n.endswith(("_proj.weight", ".w1.weight", ".w2.weight"))]:
         numbers, scales = quantized(tensors[name], block, dtype)
         tensors |= {name: numbers, name + SCALES: scales}
         exact[name] = one_by_one(numbers, scales, block)
@@ -87,7 +87,12 @@ def test_whole_blocks_are_as_transformers_has_them():
 
 @pytest.mark.parametrize(
     ("kind", "also"),
-    [("deepseek_v3", {"n_group": 4, "topk_group": 2}), ("qwen3_moe", {}), ("qwen3", {})],
+    [
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2}),
+        ("qwen3_moe", {}),
+        ("qwen3", {}),
+        ("minimax_m2", {}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,16 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
-from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, gpt_oss, llama, t5
+from mb_train.convert.hugging_face import (
+    bert,
+    deepseek,
+    experts,
+    gpt2,
+    gpt_oss,
+    llama,
+    relatives,
+    t5,
+)
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
 from mb_train.convert.hugging_face.quantized import check_quantization
@@ -44,7 +53,7 @@ class Architecture:
     Attributes:
         name: of its class.
         fields: from its config.json to fields of a `TrainConfig`.
-        config: back.
+        config: back; None: a model like it is written as another that computes the same.
         rules: from its tensors to ours.
         stacked: the same where the experts of a layer are one tensor; None: without experts.
         packed: the same where their matrices are in MXFP4; None: they never are.
@@ -54,6 +63,7 @@ class Architecture:
         left_out: patterns of tensors that files may hold and that say nothing.
         layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
             next from it, and it does without them.
+        guessing: a pattern of tensors that do so and have no layer's number.
         copies: tensors that files may hold once more under another name, and which these are.
         renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
@@ -62,7 +72,7 @@ class Architecture:
     model_type: str
     name: str
     fields: Callable[[Json], dict[str, Any]]
-    config: Callable[[TrainConfig], dict[str, Any]]
+    config: Callable[[TrainConfig], dict[str, Any]] | None
     rules: Rules
     stacked: Rules | None = None
     packed: Rules | None = None
@@ -71,6 +81,7 @@ class Architecture:
     prefix: str = ""
     left_out: tuple[str, ...] = ()
     layers_behind: str | None = None
+    guessing: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = _special
@@ -126,6 +137,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
         ValueError: none has what the model has; says what.
     """
     found = ARCHITECTURES[_nearest(config)]
+    assert found.config is not None
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
     # Of experts that it cannot have their number says it all.
@@ -169,10 +181,13 @@ def _nearest(config: TrainConfig) -> str:
         # for windows.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
         return "llama" if divides and config.windows is None else "mistral"
+    if by_bias and config.moe_router_score_function == "softmax":
+        return "ernie4_5_moe"
+    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
     if by_bias:
-        return "glm4_moe"
+        return "minimax_m2" if over_width else "glm4_moe"
     if config.qk_layernorm:
-        return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
+        return "olmoe" if over_width else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
@@ -192,25 +207,35 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+_DEFAULTS = {
+    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, "gpt_oss": gpt_oss.DEFAULTS,
+}  # fmt: skip
+
+
 def _llama_like(
     kind: str,
     name: str,
     fields_of: Callable[[Json], dict[str, Any]],
-    config_of: Callable[[TrainConfig], dict[str, Any]],
+    config_of: Callable[[TrainConfig], dict[str, Any]] | None,
     names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
     layers_behind: str | None = None,
+    guessing: str | None = None,
+    *,
+    neighbours: bool = False,
 ) -> Architecture:
+    rules_of = partial(llama.rules_of, neighbours=neighbours)
     return Architecture(
         kind,
         name,
         fields_of,
         config_of,
-        rules=lambda _, c: llama.rules_of(c, partial(expert_rules, names)),
-        stacked=lambda _, c: llama.rules_of(c, partial(expert_rules, names.stacked())),
-        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS, "gpt_oss": gpt_oss.DEFAULTS}[kind],
+        rules=lambda _, c: rules_of(c, partial(expert_rules, names)),
+        stacked=lambda _, c: rules_of(c, partial(expert_rules, names.stacked())),
+        defaults=_DEFAULTS[kind],
         aliases=aliases or {},
         layers_behind=layers_behind,
+        guessing=guessing,
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
@@ -294,6 +319,35 @@ ARCHITECTURES = {
         _llama_like(
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
             deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "dots1", "Dots1ForCausalLM", relatives.dots1_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES,
+        ),
+        _llama_like(
+            "solar_open", "SolarOpenForCausalLM", relatives.solar_open_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES,
+        ),
+        _llama_like(
+            "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
+            experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "minimax_m2", "MiniMaxM2ForCausalLM", relatives.minimax_m2_fields,
+            relatives.minimax_m2_config, experts.MINIMAX, {"num_experts": "num_local_experts"},
+        ),
+        _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
+        _llama_like(
+            "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None, neighbours=True
+        ),
+        _llama_like(
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", relatives.ernie4_5_moe_fields,
+            relatives.ernie4_5_moe_config, experts.ERNIE, relatives.ERNIE_ALIASES,
+            guessing=r"model\.mtp_.*", neighbours=True,
         ),
         replace(
             _llama_like(

@@ -3,14 +3,17 @@
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
 keys, by windows, and by their experts.
 
-Letters: H query heads, G key-value heads.
+Letters: H query heads, G key-value heads, C width of a head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mb_layers.state_dicts import Rule
+from torch import Tensor
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
@@ -28,6 +31,7 @@ from mb_train.convert.hugging_face.windows import (
     window_fields,
     windows_if_used,
 )
+from mb_train.convert.rotated_rows import as_neighbours, in_halves
 from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
@@ -72,13 +76,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
     refuse(config, attention_bias=(False,))
-    # Their classes turn whole heads, whatever a file says. transformers moves the factor among the
-    # rope's settings, other programs read it where it is.
-    refuse({**config, **_rope(config)}, partial_rotary_factor=(1.0, None))
+    return wholly_turned(config)
+
+
+def wholly_turned(config: Json) -> dict[str, Any]:
+    """Of decoders whose classes turn whole heads, whatever a file says."""
+    # transformers moves the factor among the rope's settings, other programs read it where it is.
+    refuse({**config, **rope_of(config)}, partial_rotary_factor=(1.0, None))
     return decoder_fields(config)
 
 
-def _rope(config: Json) -> Json:
+def rope_of(config: Json) -> Json:
     """Settings of the rotations."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
@@ -87,7 +95,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
     """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU."""
     refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
            is_causal=(True, None))  # fmt: skip
-    rope = _rope(config)
+    rope = rope_of(config)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -307,14 +315,22 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-def rules_of(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
-    """Separate projections, and these experts."""
+def rules_of(
+    config: TransformerConfig, experts: ExpertRules, *, neighbours: bool = False
+) -> list[Rule]:
+    """Separate projections, and these experts.
+
+    Args:
+        neighbours: rotations of whole heads turn two neighbours, see `rotated_rows`.
+    """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
         *own_head(config),
     ]
-    attention_rules = _attention_rules if config.latent is None else latent_rules
+    attention_rules = partial(_attention_rules, neighbours=neighbours)
+    if config.latent is not None:
+        attention_rules = latent_rules
     for layer in range(config.num_layers):
         ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
         names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
@@ -331,7 +347,9 @@ def rules_of(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
     return rules
 
 
-def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+def _attention_rules(
+    config: TransformerConfig, ours: str, theirs: str, *, neighbours: bool
+) -> list[Rule]:
     rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
     names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
     rules += [
@@ -342,5 +360,23 @@ def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[
     H, G = config.num_heads, config.num_kv_heads
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]
-        rules.append(fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1)))
+        rule = fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1))
+        rules.append(_of_neighbours(rule, config) if neighbours else rule)
     return rules
+
+
+def _of_neighbours(rule: Rule, config: TransformerConfig) -> Rule:
+    """The same where the rows of queries and keys are turned two by two."""
+    build, split, C = rule.build, rule.split, config.head_size
+    assert build is not None
+    assert split is not None
+    heads = config.num_heads, config.num_kv_heads
+
+    def moved(move: Callable[[Tensor, int, int], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+        *turned, value = parts
+        return [*(move(rows, n, C) for rows, n in zip(turned, heads, strict=True)), value]
+
+    return rule._replace(
+        build=lambda *parts: build(*moved(in_halves, parts)),
+        split=lambda rows: moved(as_neighbours, split(rows)),
+    )

@@ -69,7 +69,7 @@ def read_model(
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
     source = _tensors(folder, found, block_of(theirs))
-    for line in _layers_left_out(source, behind):
+    for line in _guessers_left_out(source, behind, found.guessing):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
@@ -178,12 +178,16 @@ def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -
     return source
 
 
-def _layers_left_out(source: TensorFolder, behind: range) -> Iterator[str]:
-    """Leave out what there is of layers behind the last, a line on each."""
+def _guessers_left_out(source: TensorFolder, behind: range, guessing: str | None) -> Iterator[str]:
+    """Leave out what there is of layers behind the last and their like, a line on each."""
+    why = "left out: it guesses tokens beyond the next, ours do not"
     numbers = {int(found[1]) for found in map(_LAYER.match, source) if found is not None}
     for number in sorted(n for n in numbers if n in behind):
         source.leave_out(rf"model\.layers\.{number}\..*")
-        yield f"its layer {number} is left out: it guesses tokens beyond the next, ours do not"
+        yield f"its layer {number} is {why}"
+    if guessing is not None and (name := next(filter(re.compile(guessing).match, source), None)):
+        source.leave_out(guessing)
+        yield f"what {name} belongs to is {why}"
 
 
 def import_model(

@@ -25,6 +25,7 @@ TESTS = [
     "packages/mb-parallel",
     "packages/mb-layers/tests/test_living.py",
     "packages/mb-train/tests/test_tensor_plans.py",
+    "packages/mb-train/tests/test_sinks.py",
 ]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MEMBERS = PROJECT["project"]["dependencies"]

@@ -266,7 +266,7 @@ def run_config(**fields):
             r"MistralForCausalLM, cannot say its --window-attn-skip-freq \(3, 2\)",
         ),
         ({**GPT_OSS, "activation": "swiglu(alpha=1.702, offset=0.5)"}, "--activation swiglu"),
-        ({**GPT_OSS, "softmax_type": "vanilla"}, "--softmax-type vanilla"),
+        ({**GPT_OSS, "softmax_type": "vanilla"}, "--moe-router-bias True, --moe-mlp-bias True"),
         ({**GPT_OSS, "moe_renormalize": False}, "--moe-renormalize False"),
         ({**GPT_OSS, "moe_first_k_dense": 1, "num_layers": 2}, "--moe-first-k-dense 1"),
         ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),

@@ -11,7 +11,16 @@ import mb_data
 import mb_train
 import numpy as np
 import pytest
-from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
+from launch_scripts import (
+    CORE,
+    CORE_FLAGS,
+    EARLIER,
+    EXAMPLES,
+    FORK_FLAGS,
+    GPT_OSS,
+    GPT_OSS_REFUSED,
+    MEGABLOCKS,
+)
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
@@ -27,6 +36,7 @@ SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
     + [(f"core/{name}", model, words) for name, (model, words) in CORE.items()]
+    + [("core/gptoss/02_train.sh", "gpt", GPT_OSS.split())]
 )  # fmt: skip
 ONE_BY_ONE = [
     words.split()
@@ -84,6 +94,23 @@ def test_a_deepseek_v3_of_megatron_core_is_the_model_it_is():
     )
     model = transformer_config(config, 129_280)
     assert (model.head_size, model.value_size, model.qk_norm) == (192, 128, "latent")
+
+
+def test_a_gpt_oss_of_megatron_core_is_the_model_it_is():
+    with pytest.raises(ValueError, match=r"--fp8-format, --fp8-param-gather, .* cannot .*no FP8"):
+        parse(f"{GPT_OSS} {GPT_OSS_REFUSED}".split())
+    command = parse(GPT_OSS.split())
+    assert not any("the exact GELU, as in Megatron" in note for note in command.notes)
+    config = resolve(command)
+    assert config.activation_name == "swiglu(alpha=1.702, offset=1.0, limit=7.0)"
+    assert (config.windows, config.softmax_type) == ((128, 2), "learnable")
+    assert (config.moe_renormalize, config.moe_mlp_bias, config.add_bias_linear) == (
+        True,
+        False,
+        False,
+    )
+    model = transformer_config(config, 128_256)
+    assert (model.window_of(0), model.window_of(1), model.has_sinks) == (128, None, True)
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))

@@ -129,11 +129,12 @@ ADAM = {"betas": (0.8, 0.7), "eps": 1e-3}
     ],
 )
 def test_an_optimizer_gets_what_is_said_of_it_and_vectors_do_not_decay(kind, flags, expected):
-    config, model = make(optimizer=kind, weight_decay=0.1, **flags)
+    config, model = make(optimizer=kind, weight_decay=0.1, softmax_type="learnable", **flags)
     optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
     apply_schedule(optimizer, build_schedule(config, 2), 0)
     assert type(optimizer).__name__.lower() == {"adam": "adamw"}.get(kind, kind)
-    vectors = {p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name}
+    ends = ("bias", "sinks")
+    vectors = {p for name, p in model.named_parameters() if name.endswith(ends) or "norm" in name}
     for group in optimizer.param_groups:
         assert {name: group[name] for name in expected} == expected
         assert {group["weight_decay"]} == {0.0 if p in vectors else 0.1 for p in group["params"]}

@@ -17,6 +17,7 @@ from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.t5 import T5
 from mb_train.models.tensor_plans import bert_plan, classifier_plan, gpt_plan, ict_plan, t5_plan
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 B, S, R, M, V = 2, 8, 6, 3, 32
@@ -119,6 +120,7 @@ CASES = {
             ),
         }.items()
     },
+    "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (
@@ -141,8 +143,18 @@ _GPT = replace(
     SMALL, positions="rope", norm="rmsnorm", activation="swiglu", qk_norm="head",
     bias=False, tie_embeddings=False,
 )  # fmt: skip
+_SINKS = replace(
+    SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE
+)
 _BERT = replace(SMALL, post_norm=True, moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
+
+
+def _with_sinks(model):
+    """Sinks of heads that differ."""
+    for block in model.stack.blocks.values():
+        nn.init.normal_(block.attention.sinks)
+    return model
 
 
 def gradients(rank, world_size, sequence_parallel):

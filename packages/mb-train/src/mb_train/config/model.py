@@ -228,7 +228,7 @@ class ModelFields:
     softmax_type: str = flag(
         "of attention: with a score more in each sum, which has no value and is 0 (off-by-one) or "
         "learned by each head, a sink (learnable)", "vanilla",
-        choices=("vanilla", "off-by-one", "learnable"), on_load="model",
+        choices=("vanilla", "off-by-one", "learnable"), on_load="model", in_force="sinks",
     )  # fmt: skip
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
@@ -296,6 +296,11 @@ class ModelFields:
         if size is None or every == 1:
             return None
         return size, every if every is not None and every <= whole(self.num_layers) else None
+
+    @property
+    def sinks(self) -> str | None:
+        """Kind of the score more in each sum of attention's softmax, if there is one."""
+        return None if self.softmax_type == "vanilla" else self.softmax_type
 
     def has_window(self, layer: int) -> bool:
         """Whether a token of layer `layer`, counted from 0, sees those near before it alone."""

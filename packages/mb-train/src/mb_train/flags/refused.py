@@ -24,6 +24,9 @@ _REASONS: Mapping[str, str] = {
     """,
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "say --qk-head-dim": "--qk-nope-head-dim",
+    "say --window-size, which does not count a token itself: one less": """
+        --sliding-window --sliding-window-size
+    """,
     "say --qk-pos-emb-head-dim": "--qk-rope-head-dim",
     "attention is a softmax over what came before, without a gate": """
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate

@@ -244,17 +244,14 @@ def seen(
         return F.pad(added, (0, 1)) if config.has_sinks else added
 
     found: dict[str, Any] = {}
-    whole = mask is not None or config.has_sinks
-    places_S = torch.arange(
-        places_BQ.shape[1] if mask is None else mask.shape[3], device=places_BQ.device
-    )
-    if mask is None:
-        mask = (places_S <= places_BQ[..., None])[:, None]
-    if None in config.windows and whole:
+    S = places_BQ.shape[1] if mask is None else mask.shape[3]
+    behind_BQS = places_BQ[..., None] - torch.arange(S, device=places_BQ.device)
+    needs_none = mask is None and not config.has_sinks  # in layers without a window
+    mask = (behind_BQS >= 0)[:, None] if mask is None else mask
+    if None in config.windows and not needs_none:
         found["mask"] = numbers(mask)
     if config.window is not None and config.window in config.windows:
-        near = (places_S >= places_BQ[..., None] - config.window)[:, None]
-        found["near"] = numbers(mask & near)
+        found["near"] = numbers(mask & (behind_BQS <= config.window)[:, None])
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mb_kernels.activation import parse
 from mb_layers import MoEConfig
 
 from mb_train.config import TrainConfig, whole
@@ -23,6 +24,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         ValueError: an activation or experts that mb_layers refuses.
     """
     layers, latent = whole(config.num_layers), config.latent_sizes
+    with in_flags({"activation": "activation"}):
+        parse(config.activation_name)  # or refuse
     near = tuple(map(config.has_window, range(layers)))
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(

@@ -165,7 +165,7 @@ def _nearest(config: TrainConfig) -> str:
         return "bert" if config.post_layernorm else "megatron-bert"
     if config.model == "t5":
         return "t5"
-    if config.softmax_type == "learnable" or config.moe_mlp_bias:
+    if config.softmax_type == "learnable":
         return "gpt_oss"
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:

@@ -16,7 +16,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 BLOCK = (20, 16)  # which divides hardly a matrix of these models
 WAY = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-    "weight_block_size": list(BLOCK),
+    "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0",  # what DeepSeek-V3.1's scales are
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ SILENT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
-    r"enable_moe_fp32_combine"
+    r"enable_moe_fp32_combine|original_max_position_embeddings"
 )
 
 
@@ -170,6 +170,9 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm of"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size of"),
         ("minimax_m2", {"rotary_dim": 7, "rope_parameters": {}}, "turn, got 7"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type of"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type of"),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias of"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias of"),
         ("ernie4_5", {"use_bias": True}, "use_bias of"),
@@ -265,6 +268,7 @@ def run_config(**fields):
             {**LLAMA, "window_size": 3, "window_attn_skip_freq": 2, "num_layers": 2},
             r"MistralForCausalLM, cannot say its --window-attn-skip-freq \(3, 2\)",
         ),
+        ({**GLM4_MOE, "window_size": 3}, r"Glm4MoeForCausalLM, cannot say its --window-attn"),
         ({**GPT_OSS, "activation": "swiglu(alpha=1.702, offset=0.5)"}, "--activation swiglu"),
         ({**GPT_OSS, "softmax_type": "vanilla"}, "--moe-router-bias True, --moe-mlp-bias True"),
         ({**GPT_OSS, "moe_renormalize": False}, "--moe-renormalize False"),

@@ -76,6 +76,7 @@ ALL = {
     "glm4_moe_lite": ("Glm4MoeLite", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
     "hy_v3": ("HYV3", HUNYUAN),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
+    "phi3": ("Phi3", {"pad_token_id": None}),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "pad_token_id": None}),
     "ernie4_5_moe": ("Ernie4_5_Moe", ERNIE),
@@ -86,6 +87,7 @@ ALL = {
 WRITTEN = {
     "dots1": "glm4_moe", "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
     "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
+    "phi3": "llama",
 }  # fmt: skip
 # Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
 LLAMA3 = {

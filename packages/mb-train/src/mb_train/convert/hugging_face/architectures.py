@@ -25,11 +25,12 @@ from mb_train.convert.hugging_face import (
     gpt2,
     gpt_oss,
     llama,
+    phi3,
     relatives,
     t5,
 )
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
 from mb_train.convert.hugging_face.quantized import check_quantization
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
@@ -64,6 +65,7 @@ class Architecture:
         layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
             next from it, and it does without them.
         guessing: a pattern of tensors that do so and have no layer's number.
+        shared: one tensor may hold parts of several of ours.
         copies: tensors that files may hold once more under another name, and which these are.
         renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
@@ -82,6 +84,7 @@ class Architecture:
     left_out: tuple[str, ...] = ()
     layers_behind: str | None = None
     guessing: str | None = None
+    shared: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = _special
@@ -208,7 +211,8 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 _DEFAULTS = {
-    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, "gpt_oss": gpt_oss.DEFAULTS,
+    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS,
+    "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
 
 
@@ -221,10 +225,8 @@ def _llama_like(
     aliases: Mapping[str, str] | None = None,
     layers_behind: str | None = None,
     guessing: str | None = None,
-    *,
-    neighbours: bool = False,
+    rules_of: Callable[[TransformerConfig, ExpertRules], list[Rule]] = llama.rules_of,
 ) -> Architecture:
-    rules_of = partial(llama.rules_of, neighbours=neighbours)
     return Architecture(
         kind,
         name,
@@ -342,12 +344,19 @@ ARCHITECTURES = {
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(
-            "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None, neighbours=True
+            "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None,
+            rules_of=relatives.ernie_rules,
         ),
         _llama_like(
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", relatives.ernie4_5_moe_fields,
             relatives.ernie4_5_moe_config, experts.ERNIE, relatives.ERNIE_ALIASES,
-            guessing=r"model\.mtp_.*", neighbours=True,
+            guessing=r"model\.mtp_.*", rules_of=relatives.ernie_rules,
+        ),
+        replace(
+            _llama_like(
+                "phi3", "Phi3ForCausalLM", phi3.phi3_fields, None, rules_of=phi3.phi3_rules
+            ),
+            shared=True,
         ),
         replace(
             _llama_like(

@@ -12,7 +12,7 @@ from typing import Any
 
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
+from mb_train.convert.hugging_face.llama import decoder_fields, llama_config, wholly_turned
 
 _LATENT_EPSILON = 1e-6  # whatever the other norms have
 _DEFAULTS: dict[str, Any] = {
@@ -94,7 +94,7 @@ def deepseek_v3_fields(config: Json) -> dict[str, Any]:
 def latent_decoder(config: Json) -> dict[str, Any]:
     """V3 without its experts."""
     refuse(config, rope_interleave=(True,))
-    return decoder_fields(config) | _latent_fields(config)
+    return wholly_turned(config) | _latent_fields(config)
 
 
 def deepseek_v3_config(config: TrainConfig) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def read_model(
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
     try:
-        weights = translate(source, rules, shapes)
+        weights = translate(source, rules, shapes, shared=found.shared)
     except RuntimeError as error:  # parts that cannot be laid together
         raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
     check_shapes(weights, shapes, folder)

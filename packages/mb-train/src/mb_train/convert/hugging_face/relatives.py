@@ -6,6 +6,7 @@ written as the model that computes the same. All of those with experts balance t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mb_train.config import TrainConfig, whole
@@ -22,6 +23,7 @@ from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
     rope_of,
+    rules_of,
     wholly_turned,
 )
 from mb_train.convert.hugging_face.windows import by_number, window_fields
@@ -179,8 +181,11 @@ def seed_oss_fields(config: Json) -> dict[str, Any]:
     }
 
 
+ernie_rules = partial(rules_of, neighbours=True)
+
+
 def ernie4_5_fields(config: Json) -> dict[str, Any]:
-    """Llama's, whose rotations turn neighbours: `llama.rules_of` moves them."""
+    """Llama's, whose rotations turn neighbours, see `ernie_rules`."""
     refuse(config, use_bias=(False,))
     return llama_fields(config) | {"attention_dropout": 0.0}
 

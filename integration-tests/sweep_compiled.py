@@ -47,6 +47,7 @@ SAME = (
     "--make-vocab-size-divisible-by 128 --adam-eps 1e-3"
 )
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+CP = "--context-parallel-size"
 GATHER, A2A = "--moe-dispatcher all_gather", "--moe-dispatcher all_to_all"
 CHUNKS = "--moe-a2a-overlap-degree 2"
 INTERLEAVED = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule"
@@ -56,6 +57,9 @@ LAYOUTS: dict[str, tuple[int, int, str]] = {
     "tp2 sp": (2, 1, f"{TP} 2 --sequence-parallel"),
     "tp2 ep2": (2, 1, f"{TP} 2 {EP} 2"),
     "tp2 sp ep2": (2, 1, f"{TP} 2 {EP} 2 --sequence-parallel {A2A}"),
+    "cp2": (2, 1, f"{CP} 2"),
+    "cp2 ep2": (2, 1, f"{CP} 2 {EP} 2 {A2A} --zero-stage 3"),
+    "cp2 tp2 sp": (4, 1, f"{CP} 2 {TP} 2 --sequence-parallel --num-attention-heads 4"),
     "pp2": (2, 1, f"{PP} 2"),
     "pp2 gpipe": (2, 1, f"{PP} 2 --pipeline-schedule gpipe"),
     "pp2 interleaved": (2, 1, f"{PP} 2 {INTERLEAVED} interleaved-1f1b"),

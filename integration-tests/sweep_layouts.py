@@ -6,7 +6,7 @@
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
 positions, heads, norms), in fp32, fp16 or bf16, an optimizer, and a layout of two or four ranks
-(data, tensor, sequence, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage,
+(data, tensor, sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage,
 recompute; those of one size share their processes). Three steps with accumulation, sequences with
 unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
 moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
@@ -65,8 +65,8 @@ DECODERS = ("", "", "--decoder-num-layers 2")
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
-    " --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
-    " --num-layers-per-virtual-pipeline-stage 0"
+    " --context-parallel-size 1 --no-sequence-parallel --data-parallel-replicas 1"
+    " --pipeline-schedule 1f1b --num-layers-per-virtual-pipeline-stage 0"
 )
 
 
@@ -88,7 +88,11 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     stages = (1,) if kind == "ict" else (1, 2, 4)
     tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])
     dp = ranks // (tp * pp)
+    # Four heads are shared by both.
+    cps = [c for c in (1, 1, 2, 4) if dp % c == 0 and 4 % (c * tp) == 0 and kind == "gpt"]
+    cp = rng.choice(cps or [1])
     layout = [f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"]
+    layout += [f"--context-parallel-size {cp}"] if cp > 1 else []
     layout += [f"--zero-stage {rng.choice([0, 1, 2, 3] if pp == 1 else [1, 2, 3])}"]
     if dp == 4 and rng.random() < 0.5:
         layout += ["--data-parallel-replicas 2"]
@@ -116,7 +120,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += ["--bf16"] if 0.15 <= half < 0.3 else []
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
     if rng.random() < 0.8:
-        experts(rng, ranks // pp, tp, model, layout)
+        experts(rng, ranks // pp, cp * tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
@@ -133,6 +137,7 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
     norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
     model += [rng.choice([*norms, "--scale-head"])]
+    model += [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 
 
@@ -145,8 +150,8 @@ def sentences(rng: random.Random, kind: str) -> list[str]:
     return [*model, rng.choice(["", "--position-embedding-type relative"])]
 
 
-def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: list[str]) -> None:
-    """Add flags of a model with experts on `ranks` of a pipeline stage."""
+def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout: list[str]) -> None:
+    """Add flags of a model with experts on `ranks` of a stage, of which `same` share samples."""
     count = rng.choice([2, 4, 8])
     ep = rng.choice([size for size in (1, 2, 4) if ranks % size == 0])
     top_k = rng.choice([k for k in (1, 2, 3) if k <= count])
@@ -164,11 +169,10 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
     model += [f"--moe-num-experts {count} --moe-top-k {top_k} --moe-loss-weight {weight}"]
     if rng.random() < 0.4:
         # Dropped are the same slots where the ranks that share a capacity share the samples.
-        factor = float(count) if tp % ep or ict else rng.choice([0.5, 1.0])
+        factor = float(count) if same % ep or ict else rng.choice([0.5, 1.0])
         model += [f"--moe-capacity-factor {factor}"]
         model += [f"--moe-drop-policy {rng.choice(['position', 'probability'])}"]
-    if "--sequence-parallel" not in layout:
-        model += [rng.choice(["", "--moe-balance-over sequence"])]
+    model += [rng.choice(["", "--moe-balance-over sequence"])]
     for flags in (
         "--moe-shared-expert-intermediate-size 16",
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",

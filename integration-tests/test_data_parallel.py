@@ -1,8 +1,10 @@
 """Two ranks take the steps of one process; checkpoints cross over; `torchrun` starts them."""
 
+import base64
 import contextlib
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -123,6 +125,62 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
         assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in by_batch[2]
         assert "walks.bin" in by_data[2]
     assert not run.exists()
+
+
+def _without_room(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str]:
+    full = OSError(28, "No space left on device", "config.toml")
+    with mock.patch("mb_train.train.run.take_over", side_effect=full):
+        code, _, err = _main(rank, world_size, arguments)
+    return code, err
+
+
+def test_a_folder_that_rank_zero_cannot_begin_ends_all_ranks(tokens, tmp_path):
+    """The others waited for it where the group of the writing threads is made."""
+    arguments = tiny_run.flags(tokens, tmp_path / "run", "--async-save")
+    ended = run_ranks(_without_room, 2, arguments, timeout_s=30.0)
+    who = [f"mb-train, rank {rank} on {socket.gethostname()}" for rank in range(2)]
+    assert ended == [(2, f"{one}: config.toml: No space left on device\n") for one in who]
+
+
+def _in_its_own_folder(rank: int, world_size: int, nodes: Path, *lines: list[str]) -> list[str]:
+    """What each line ends with on stderr, if it ends as wrong input does."""
+    os.chdir(nodes / f"{rank}")
+    said = []
+    for arguments in lines:
+        code, _, err = _main(rank, world_size, arguments)
+        assert code == 2, err
+        said.append(err)
+    return said
+
+
+def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
+    """Folders of one name that the nodes do not share: a run trained on whatever was in them."""
+    for node in range(2):
+        here = tmp_path / f"{node}"
+        here.mkdir()
+        tiny_run.write_tokens(here)
+        assert tiny_run.train(tiny_run.flags(str(here / "walks"), here / "run")) == 0
+        words = [base64.b64encode(bytes([byte ^ node])).decode() for byte in range(256)]
+        lines = (f"{word} {rank}\n" for rank, word in enumerate(words))
+        (here / "qwen.tiktoken").write_text("".join(lines))
+    with open(tmp_path / "1" / "walks.bin", "r+b") as tokens:
+        tokens.write(bytes([29, 0]))
+    flags = tiny_run.flags("walks")
+    lines = (
+        [*flags, "--tokenizer", "qwen.tiktoken"],
+        flags,
+        ["--load", "run", "--data-path", "walks", "--save", "not/there"],
+        ["--load", "run", "--data-path", "walks", "--save-interval", "0"],
+    )
+    for model, data, folder, start in run_ranks(
+        _in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0
+    ):
+        assert "Expected the model to be equal on all 2 ranks, got rank 0: tokenizer = " in model
+        assert "Expected the data to be equal on all 2 ranks, got rank 0: begin_with = " in data
+        assert "Expected --save not/there to be one folder for all ranks, got another" in folder
+        assert "on rank 1 than on rank 0." in folder
+        assert "go on from to be equal on all 2 ranks, got rank 0: written = " in start
+    assert not list(tmp_path.glob("*/not/*"))
 
 
 def _dies(rank: int, world_size: int, arguments: list[str]) -> None:

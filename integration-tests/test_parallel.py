@@ -46,6 +46,7 @@ BESIDES = (
     "--moe-z-loss-weight 0.01"
 )
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+CP = "--context-parallel-size"
 SP, A2A, GATHER = (
     "--sequence-parallel",
     "--moe-dispatcher all_to_all",
@@ -60,14 +61,25 @@ LATENT = (
     "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
     "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1"
 )
+HEADS = "--num-attention-heads 4"  # for four ranks that share them
+GROUPS = "--group-query-attention --num-query-groups 2 --position-embedding-type rope"
+# Walks have no ends: they begin anew behind one of their tokens, which tells nothing of the next.
+DOCUMENTS = "--tokenizer null:29 --reset-attention-mask --reset-position-ids --eod-mask-loss"
+DROPPED = "--moe-capacity-factor 1 --moe-drop-policy probability"
+FIRST_KEPT = "--moe-capacity-factor 0.8"
+OVER_BATCH = "--moe-balance-over global_batch"
+IN_SEQUENCES = "--moe-balance-over sequence --moe-balance-by scores --micro-batch-size 2"
 SINKS = (
     "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
-    "--position-embedding-type rope --moe-mlp-bias --moe-router-bias --group-query-attention "
-    "--num-query-groups 2 --reset-position-ids --reset-attention-mask --tokenizer null:29"
+    f"--moe-mlp-bias --moe-router-bias {HEADS} {GROUPS}"
 )
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 # What a layout's run of one process needs too.
-ALONE = {"deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "sinks": SINKS}
+ALONE = {
+    "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
+    "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
+    "sequences": IN_SEQUENCES, "sinks": SINKS,
+}  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero0": (2, "--zero-stage 0", True),
@@ -80,8 +92,9 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
     "tp2": (2, f"{TP} 2", True),
     "tp2 sp": (2, f"{TP} 2 {SP}", True),
+    "tp2 sp, balance in sequences": (2, f"{TP} 2 {SP} {IN_SEQUENCES}", True),
     "latent tp2 sp": (2, f"{TP} 2 {SP} {LATENT}", True),
-    "sinks tp2 sp": (2, f"{TP} 2 {SP} {SINKS} {ROWS}", True),
+    "sinks tp2 sp": (2, f"{TP} 2 {SP} {SINKS} {DOCUMENTS} {ROWS}", True),
     "sinks zero3, recompute": (
         2,
         f"--zero-stage 3 --recompute-granularity selective {SINKS}",
@@ -102,6 +115,17 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "recompute selective": (2, "--recompute-granularity selective", True),
+    "cp2": (2, f"{CP} 2", True),
+    "cp2 dense, selective": (2, f"{CP} 2 --recompute-granularity selective", False),
+    "cp2 zero0, documents": (2, f"{CP} 2 --zero-stage 0 {DOCUMENTS}", True),
+    "cp2 zero3, recompute full": (2, f"{CP} 2 --zero-stage 3 --recompute-granularity full", True),
+    "cp2 over replicas": (2, f"{CP} 2 --data-parallel-replicas 2", True),
+    "cp2, first slots kept": (2, f"{CP} 2 {FIRST_KEPT}", True),
+    "cp2 ep2, slots dropped": (2, f"{CP} 2 {EP} 2 {DROPPED}", True),
+    "cp2 ep2, places changed": (2, f"{CP} 2 {EP} 2 {A2A} {PLACES}", True),
+    "cp2, balance over the batch": (2, f"{CP} 2 {OVER_BATCH}", True),
+    "cp2 latent": (2, f"{CP} 2 {LATENT}", True),
+    "sinks cp2, documents": (2, f"{CP} 2 {SINKS} {DOCUMENTS}", True),
     "dp4": (4, "", True),
     "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
@@ -113,15 +137,36 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
-    "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {ROWS}", True),
+    "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
+    "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 pp2 ep2, places changed": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP} {PLACES}", True),
     "zero3, places changed": (4, f"{EP} 2 --zero-stage 3 {A2A} {PLACES}", True),
     "tp2 ep4": (4, f"{TP} 2 {EP} 4", True),
     "tp2 sp ep2 zero3": (4, f"{TP} 2 {SP} {EP} 2 --zero-stage 3", True),
+    "cp4 groups, documents": (4, f"{CP} 4 {HEADS} {GROUPS} {DOCUMENTS}", True),
+    "cp4 ep2, first slots kept": (4, f"{CP} 4 {EP} 2 {HEADS} {FIRST_KEPT}", True),
+    "dp2 cp2 ep4 zero3": (4, f"{CP} 2 {EP} 4 --zero-stage 3 {A2A}", True),
+    "dp2 cp2 ep2, first slots kept": (4, f"{CP} 2 {EP} 2 {FIRST_KEPT}", True),
+    "cp2 tp2": (4, f"{CP} 2 {TP} 2 {HEADS}", True),
+    "cp2 tp2 sp, documents": (
+        4,
+        f"{CP} 2 {TP} 2 {SP} {HEADS} {DOCUMENTS} --make-vocab-size-divisible-by 64",
+        True,
+    ),
+    "cp2 tp2 sp, slots dropped": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {DROPPED}", True),
+    "cp2 tp2 sp, balance in sequences": (4, f"{CP} 2 {TP} 2 {SP} {HEADS} {IN_SEQUENCES}", True),
+    "cp2 pp2, documents": (4, f"{CP} 2 {PP} 2 {DOCUMENTS}", True),
+    "cp2 pp2 zero-bubble": (
+        4,
+        f"{CP} 2 {PP} 2 {FOUR} --num-layers-per-virtual-pipeline-stage 1 "
+        "--pipeline-schedule interleaved-zero-bubble",
+        True,
+    ),
     "dp2 tp2 pp2 ep2": (8, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "ep8 on 4 experts": (8, f"{EP} 8", True),
+    "cp2 tp2 pp2 ep4": (8, f"{CP} 2 {TP} 2 {PP} 2 {EP} 4 {SP} {HEADS}", True),
 }
 
 

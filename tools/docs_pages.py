@@ -29,8 +29,8 @@ REFERENCE = {
     "mb_kernels": ["testing"],
     "mb_layers": ["compat", "transformers"],
     "mb_parallel": [
-        *("tensor_parallel", "pipeline_parallel", "expert_parallel", "optimizer"),
-        *("recompute", "random", "testing"),
+        *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
+        *("optimizer", "recompute", "random", "testing"),
     ],
     "mb_data": ["maintenance"],
     "mb_train": [

@@ -212,6 +212,9 @@ def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
         ("state.json", lambda text: text.replace(b'"careful": 0', b'"careful": [0]')),
         ("settings.json", lambda text: b"[]"),
         ("settings.json", lambda text: text.replace(b'"sources"', b'"\xffources"')),
+        ("0.tokens", lambda numbers: bytes([numbers[0] ^ 1, *numbers[1:]])),
+        ("0.sizes", lambda numbers: bytes([numbers[0] ^ 2, *numbers[1:]])),
+        ("0.tokens", lambda numbers: numbers[:2]),
     ],
 )
 def test_a_damaged_state_is_none(tmp_path, kept, name, damage):

@@ -239,6 +239,26 @@ def test_sequence_loss_masks_ids_of_experts_and_divides_by_the_number_it_is_told
         assert_close("over a mean below 1", got, (3 * first + second) / 0.5)
 
 
+def test_the_mean_over_parts_of_sequences_is_the_loss_of_the_whole() -> None:
+    """Each part with the counts of all, as ranks have them that hold one each."""
+    probs = torch.softmax(torch.randn(3, 6, 4, dtype=torch.float64), dim=-1)
+    ids = probs.topk(2).indices
+    parts = [(probs[:, at : at + 2], ids[:, at : at + 2]) for at in (0, 2, 4)]
+    counts: list[torch.Tensor] = []
+
+    def note(counts_BE: torch.Tensor) -> torch.Tensor:
+        counts.append(counts_BE)
+        return counts_BE
+
+    apart = [sequence_load_balancing_loss(*part, reduce_counts=note) for part in parts]
+    total = torch.stack(counts).sum(0)
+    assert torch.equal(total.sum(1), torch.full((3,), 12.0, dtype=torch.float64))
+    losses = [sequence_load_balancing_loss(*part, reduce_counts=lambda _: total) for part in parts]
+    expected = sequence_load_balancing_loss(probs, ids)
+    assert_close("loss", torch.stack(losses).mean(), expected)
+    assert abs(torch.stack(apart).mean() - expected) > 1e-2
+
+
 def test_losses_of_one_token_in_16_bits_are_in_fp32() -> None:
     probs = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.bfloat16)
     expected = 3 * probs[0, 0].float()

@@ -272,15 +272,19 @@ def test_a_batch_is_in_the_order_of_its_sequences():
     assert [row for row in rows if row not in padding] == expected
 
 
-def test_the_larger_of_ep_and_tp_shares_a_capacity():
-    def group(ep: int, tp: int) -> str:
-        mesh = SimpleNamespace(ep_size=ep, tp_size=tp)
+def test_the_larger_of_ep_and_cp_times_tp_shares_a_capacity():
+    def group(ep: int, tp: int, cp: int = 1) -> str:
+        mesh = SimpleNamespace(ep_size=ep, tp_size=tp, cp_size=cp, dims=SimpleNamespace())
+        mesh.dims.cp_tp = cp * tp
         mesh.axis = lambda name: SimpleNamespace(get_group=lambda: name)
         return _capacity_group(mesh)
 
-    assert [group(1, 2), group(2, 4), group(4, 2)] == ["tp", "tp", "ep"]
-    with pytest.raises(ValueError, match="got ep = 3 and tp = 2"):
+    assert [group(1, 2), group(2, 4), group(4, 2)] == ["cp_tp", "cp_tp", "ep"]
+    assert [group(1, 1, 2), group(4, 2, 2), group(4, 2, 4)] == ["cp_tp", "ep", "cp_tp"]
+    with pytest.raises(ValueError, match=r"one of ep and tp to .* got ep = 3 and tp = 2"):
         group(3, 2)
+    with pytest.raises(ValueError, match=r"got ep = 6 and cp \* tp = 4 \* 1"):
+        group(6, 1, 4)
 
 
 def test_local_ids_are_those_of_the_rank():

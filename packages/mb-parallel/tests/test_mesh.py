@@ -25,15 +25,18 @@ from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
 from torch.distributed.tensor import DTensor, Shard
 
+OTHERS = ("dp", "cp", "cp_tp")
+
 
 def test_one_process_needs_no_mesh():
     dims = ParallelDims()
     mesh = dims.build("cpu")
     assert dims.world_size == dims.dp == dims.edp == 1
     assert mesh.dense is mesh.expert is None
-    assert all(mesh.axis(name) is None for name in (*DENSE_AXES, *EXPERT_AXES, "dp"))
+    assert all(mesh.axis(name) is None for name in (*DENSE_AXES, *EXPERT_AXES, *OTHERS))
     assert (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank) == (0, 0, 0, 0)
     assert (mesh.dp_size, mesh.tp_size, mesh.pp_size, mesh.ep_size) == (1, 1, 1, 1)
+    assert (mesh.cp_rank, mesh.data_rank, mesh.cp_size, mesh.data_size) == (0, 0, 1, 1)
     assert mesh.all_reduce(torch.ones(2), "dp").tolist() == [1, 1]
     assert any_rank(True)
     assert not any_rank(False)
@@ -74,8 +77,9 @@ def test_flags_lie_where_the_group_carries_them(monkeypatch, backends, device):
         ({"pp": True}, "pp to be an integer >= 1, got True"),
         ({"dp_replicate": 2, "dp_shard": 1, "tp": 3, "ep": 4}, "divide the 6 ranks of a pipeline"),
         ({"pp": 8, "ep": 8}, "divide the 1 ranks of a pipeline"),
+        ({"dp_shard": 3, "tp": 2, "cp": 2}, "cp to divide the 3 data-parallel ranks"),
     ],
-    ids=["zero", "float", "bool", "ep-does-not-divide", "ep-over-stages"],
+    ids=["zero", "float", "bool", "ep-does-not-divide", "ep-over-stages", "cp-over-tp"],
 )
 def test_bad_sizes_are_named(sizes, says):
     with pytest.raises(ValueError, match=re.escape(says)):
@@ -96,6 +100,8 @@ def test_for_world_gives_the_rest_to_shards():
     expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=3, ep=4)
     assert ParallelDims.for_world(24, tp=2, pp=3, ep=4, dp_replicate=2) == expected
     assert expected.world_size == 24
+    shared = ParallelDims.for_world(24, tp=2, pp=3, cp=2)
+    assert (shared.dp_shard, shared.dp, shared.data, shared.cp_tp) == (4, 4, 2, 4)
     with pytest.raises(ValueError, match=re.escape("1 * 5 * 1 = 5 on 12 ranks")):
         ParallelDims.for_world(12, tp=5)
     with pytest.raises(ValueError, match=re.escape("2 * 2 * 1 = 4 on 2 ranks")):
@@ -130,8 +136,8 @@ def test_another_device_type_is_not_taken_for_the_cpu(given):
 
 
 def test_unknown_axis_is_named():
-    with pytest.raises(ValueError, match=r"axis of pp, dp_replicate, .*, ep, got 'cp'"):
-        ParallelDims().build("cpu").axis("cp")
+    with pytest.raises(ValueError, match=r"axis of pp, dp_replicate, .*, ep, got 'sp'"):
+        ParallelDims().build("cpu").axis("sp")
 
 
 @pytest.fixture
@@ -166,6 +172,19 @@ def test_the_picture_of_the_docstring(sixteen_ranks):
     assert (mesh.pp_size, mesh.dp_size, mesh.tp_size, mesh.ep_size) == (2, 4, 2, 4)
     assert (_ranks(mesh, "ep"), _ranks(mesh, "edp_replicate")) == ([4, 5, 6, 7], [2, 6])
     assert mesh.axis("edp_shard") is None
+    assert _ranks(mesh, "cp_tp") == [6, 7]
+
+
+def test_ranks_that_share_sequences_are_neighbours(sixteen_ranks):
+    mesh = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=2, ep=4, cp=2).build("cpu")
+    assert (_ranks(mesh, "cp"), _ranks(mesh, "cp_tp")) == ([4, 6], [4, 5, 6, 7])
+    assert (mesh.cp_rank, mesh.cp_size, mesh.data_rank, mesh.data_size) == (1, 2, 1, 2)
+    assert (mesh.dp_rank, mesh.dp_size) == (3, 4)
+    mesh = ParallelDims(dp_replicate=4, dp_shard=2, tp=2, cp=4).build("cpu")  # over two replicas
+    assert (_ranks(mesh, "cp"), _ranks(mesh, "cp_tp")) == ([0, 2, 4, 6], list(range(8)))
+    assert (mesh.cp_rank, mesh.data_rank) == (3, 0)
+    mesh = ParallelDims(dp_shard=16, cp=8).build("cpu")
+    assert _ranks(mesh, "cp") == _ranks(mesh, "cp_tp") == list(range(8))
 
 
 def test_groups_over_several_nodes(sixteen_ranks):
@@ -213,6 +232,31 @@ def _joins_again(rank, world_size, port):
 def test_ranks_that_left_may_join_again():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(_joins_again, 3, server.port) == [[3.0] * 3] * 3
+
+
+def _joins_without_its_gpu(rank, world_size, port):
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.set_device = lambda device: None
+    dist.barrier()
+    dist.destroy_process_group()
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = ""
+    try:
+        with distributed("cpu" if rank else "cuda", timeout_s=20.0):
+            pass
+    except ValueError as error:
+        said = str(error)
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return said
+
+
+def test_a_node_that_has_lost_its_gpus_is_told_on_all_ranks():
+    """The others waited in NCCL for ranks that had never heard of it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for said in run_ranks(_joins_without_its_gpu, 2, server.port, timeout_s=60.0):
+        assert "device for all 2 ranks, got cuda on rank 0, cpu on rank 1. Look" in said
 
 
 def _meshes_again(rank, world_size, port):
@@ -313,10 +357,9 @@ def _timeouts(rank, world_size):
         return group._get_backend(torch.device("cpu"))
 
     backend(dist.group.WORLD)._set_default_timeout(timedelta(seconds=41))
-    mesh = ParallelDims(dp_shard=2, tp=2, ep=4).build("cpu")
-    groups = [
-        group for part in (mesh.dense, mesh.dp, mesh.expert) for group in part.get_all_groups()
-    ]
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=4, cp=2).build("cpu")
+    meshes = (mesh.dense, mesh.dp, mesh.expert, mesh.context, mesh.cp_tp)
+    groups = [group for part in meshes for group in part.get_all_groups()]
     layer = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=2, top_k=1))
     parallelize_experts(layer, mesh, sequence_parallel=True)
     groups.append(layer.experts.width.group)

@@ -12,7 +12,14 @@ import mb_parallel.random
 import torch
 from mb_kernels.testing import assert_close
 from mb_layers import MoEConfig, dMoE
-from mb_parallel import ParallelDims, parallelize_experts, recompute, tensor_parallel, testing
+from mb_parallel import (
+    ParallelDims,
+    context_parallel,
+    parallelize_experts,
+    recompute,
+    tensor_parallel,
+    testing,
+)
 from mb_parallel.testing import run_ranks
 from torch import nn
 
@@ -35,7 +42,14 @@ def test_arguments_are_taken_as_the_table_writes_them():
     """Those behind a `*` by their names only, and no others."""
     table = re.findall(r"^\| (`.*)", (PACKAGE / "README.md").read_text(), flags=re.MULTILINE)
     calls = re.findall(r"`(?:mb_parallel\.\w+\.)?(\w+)\(([^`()]*)\)`", "".join(table))
-    places = (mb_parallel, mb_parallel.random, recompute, tensor_parallel, testing)
+    places = (
+        mb_parallel,
+        mb_parallel.random,
+        context_parallel,
+        recompute,
+        tensor_parallel,
+        testing,
+    )
     checked = 0
     for name, written in calls:
         function = next((vars(place)[name] for place in places if name in vars(place)), None)
@@ -82,7 +96,18 @@ def _own_units(rank, world_size, dims):
         assert_close(f"d {name}", mine.grad.full_tensor(), expected.grad)
 
 
+def _parts(rank, world_size):
+    """The example of attention over parts, beside the core that it has."""
+    mesh = ParallelDims(dp_shard=world_size, cp=world_size).build("cpu")
+    whole = torch.randn(3, 1, 4, 2, 4, generator=torch.Generator().manual_seed(0))
+    given = {"mesh": mesh} | dict(zip("qkv", whole[:, :, 2 * rank : 2 * rank + 2], strict=True))
+    _run_example("docs/context-parallel.md", given)
+    expected = given["Core"]()(*whole)
+    torch.testing.assert_close(given["y"], expected[:, 2 * rank : 2 * rank + 2])
+
+
 def _plan_and_units(rank, world_size):
+    _parts(rank, world_size)
     _own_units(rank, world_size, {"dp_shard": world_size, "ep": world_size})
     _own_units(rank, world_size, {"dp_replicate": world_size})
     with contextlib.redirect_stdout(io.StringIO()) as printed:

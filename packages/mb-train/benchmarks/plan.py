@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe-1b-7b",
         {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
     ),
+    "deepseek-v2-lite": (
+        "deepseek-v2-lite",
+        {"num_layers": 4, "micro_batch_size": 4, "global_batch_size": 8},
+    ),
     "bert-110m": ("bert-110m", TWICE_32),
     "bert-110m-graph": ("bert-110m", TWICE_32 | GRAPH),
     "t5-220m": ("t5-220m", TWICE_32),

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 WARM_UP, ROWS = 4, 34
 
 
-def print_profile(step: Callable[[], None], sequences: int) -> dict[str, float]:
+def print_profile(step: Callable[[], None], tokens: int) -> dict[str, float]:
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
@@ -38,10 +38,10 @@ def print_profile(step: Callable[[], None], sequences: int) -> dict[str, float]:
         torch.cuda.synchronize()
     rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows) / 1000
-    print(f"{sequences} sequences: {wall_ms:.1f} ms, host {host_ms:.1f} ms, kernels {total:.1f} ms")
+    print(f"{tokens} tokens: {wall_ms:.1f} ms, host {host_ms:.1f} ms, kernels {total:.1f} ms")
     for row in rows[:ROWS]:
         print(f"{row.self_device_time_total / 1000:9.2f} ms {row.count:5d}  {row.key[:110]}")
-    return {"tokens_per_s": sequences * benchmark.S / wall_ms * 1000}
+    return {"tokens_per_s": tokens / wall_ms * 1000}
 
 
 def main() -> None:

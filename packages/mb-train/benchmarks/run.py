@@ -3,7 +3,7 @@
     python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
                                                 [gpt-oss] [paper:MoE ...]
 
-    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
+    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers] [long]
 
 `paper:MoE` is the rows of `paper` with "MoE" in their names.
 
@@ -15,7 +15,10 @@ layer is dense, with GPT-2's vocabulary. `gpt-oss`: four layers of gpt-oss-20b, 
 vocabulary too; transformers' attention there is `flex_attention`, whose sinks it puts in
 afterwards, or eager. `scaling`: under torchrun, tokens of all GPUs, beside
 what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
-and experts with a capacity.
+and experts with a capacity. `long`: GPT-2 125M, and with 64 top-1 experts, on sequences of 32,768
+tokens, one for each GPU and step: of which all GPUs have a part (context parallelism), or each its
+own, and what one GPU alone does with a step of one; `long:documents` within documents of some 1000
+tokens.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences.
@@ -43,6 +46,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from mb_parallel import ParallelDims, ParallelMesh, distributed, rank, world_size
@@ -62,11 +66,12 @@ from mb_train.train.step import train_step
 from torch import Tensor, nn
 
 V, S, WARM_UP, STEPS, HOST_STEPS = 50304, 1024, 5, 30, 3
+EOD, DOCUMENT, LONG = 50256, 1000, 32_768
 DEVICE = "cuda"  # a test takes "cpu"
 
 
-def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
-    """Median tokens per second, the relative spread, and the seconds until it ran warm."""
+def time_steps(step: Callable[[], None], tokens: int) -> dict[str, float]:
+    """Median tokens per second of steps of so many, their spread, and how long until warm."""
     begun = time.perf_counter()
     for _ in range(WARM_UP):
         step()
@@ -88,8 +93,8 @@ def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
         host.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
     return {
-        "tokens_per_s": sequences * S / median,
-        "quicker_quarter": sequences * S / statistics.quantiles(seconds, n=4)[0],
+        "tokens_per_s": tokens / median,
+        "quicker_quarter": tokens / statistics.quantiles(seconds, n=4)[0],
         "host_ms": 1000 * min(host),
         "spread": (max(seconds) - min(seconds)) / median,
         "warm_s": warm_s,
@@ -110,6 +115,20 @@ def random_batches(sequences: int) -> itertools.cycle[dict[str, Tensor]]:
     )
 
 
+def batches_of(task: GPTTask, sequences: int, length: int) -> itertools.cycle[dict[str, Tensor]]:
+    """A rank's, of random tokens that end a document now and then."""
+    random = np.random.default_rng(0)
+    samples = random.integers(50257, size=(4, sequences, length + 1))
+    samples[random.random(samples.shape) < 1 / DOCUMENT] = EOD
+    return itertools.cycle(
+        {
+            name: torch.tensor(array, device=DEVICE)
+            for name, array in task.collate(list(one)).items()
+        }
+        for one in samples
+    )
+
+
 def ours(
     sequences: int,
     *,
@@ -121,33 +140,38 @@ def ours(
 ) -> dict[str, float]:
     """This package's own step, on all ranks if there are several.
 
-    `sequences` are those of a rank's micro-batch, of which it has so many `passes` in a step.
+    `sequences` are those of a rank's micro-batch, of which it has so many `passes` in a step; they
+    are shared where the change says so.
     """
     same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": compiled}
-    step_size = sequences * ranks * passes
+    groups = ranks // int(change.get("context_parallel_size", 1))
+    step_size = sequences * groups * passes
     batch = {"micro_batch_size": sequences, "global_batch_size": step_size}
     config = TrainConfig(**(recipe(name) | same | batch | change))
     device = torch.empty(0, device=DEVICE).device  # with the number of the current GPU
     mesh = ParallelMesh(ParallelDims(), None, None, None)  # alone, in whatever world
     if ranks > 1:
         mesh = parallel_dims(config, ranks).build(DEVICE)
-    task = GPTTask(config, vocab_size=V, eod=50256)
+    task = GPTTask(config, vocab_size=V, eod=EOD, mesh=mesh)
     model = assemble(task, config, mesh, device, compute_dtype(config, device.type))
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
         optimizer=build_optimizer(model, config), scaler=build_scaler(config), skipped_samples=0,
         load_balance=LoadBalance(model.parts, config, mesh),
         schedule=build_schedule(config, step_size),
-        batch_sizes=BatchSizes(config, step_size, step=sequences * ranks),
+        batch_sizes=BatchSizes(config, step_size, step=sequences * groups),
         timers=Timers(device, level=0, option="minmax"),
         progress=Progress(0, 0), iterations=10**6, sign_of_life=lambda _: None,
     )  # fmt: skip
-    stream = random_batches(whole(config.micro_batch_size))
+    stream = batches_of(task, sequences, whole(config.seq_length))
 
     def step() -> None:
         train_step(run, stream, Accumulator(mesh))
 
-    return {**time_steps(step, step_size), "chosen": " ".join(model.notes)}
+    return {
+        **time_steps(step, step_size * whole(config.seq_length)),
+        "chosen": " ".join(model.notes),
+    }
 
 
 class HandBlock(nn.Module):
@@ -229,7 +253,7 @@ def plain(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return time_steps(step, sequences)
+    return time_steps(step, sequences * S)
 
 
 def hand(*, compiled: bool) -> dict[str, float]:
@@ -317,6 +341,18 @@ def by_experts(dispatcher: str, **change: object) -> dict[str, float]:
     return spread(64, **PAPER, **ep, **change)
 
 
+def long(*, shared: bool, alone: bool = False, **change: object) -> dict[str, float]:
+    """A step of a long sequence for each GPU; of each all have a part if sequences are shared."""
+    ranks = 1 if alone else world_size()
+    length = {"seq_length": LONG, "max_position_embeddings": LONG}
+    cp = {"context_parallel_size": ranks} if shared else {}
+    return ours(
+        1, compiled=True, ranks=ranks, passes=ranks if shared else 1, **length, **cp, **change
+    )
+
+
+WITHIN = {"reset_attention_mask": True, "reset_position_ids": True}
+
 CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "dense": {
         "by hand, eager": lambda: hand(compiled=False),
@@ -382,6 +418,15 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "dMoE ep, all_gather": lambda: by_experts("all_gather"),
         "MoE cf 1 ep, peer": lambda: by_experts("peer", moe_capacity_factor=1.0),
         "MoE cf 1 ep, fixed": lambda: by_experts("fixed", moe_capacity_factor=1.0),
+    },
+    "long": {
+        "dense, shared": lambda: long(shared=True),
+        "dense, one each": lambda: long(shared=False),
+        "dense, a GPU alone": lambda: long(shared=False, alone=True),
+        "dense, documents, shared": lambda: long(shared=True, **WITHIN),
+        "dense, documents, one each": lambda: long(shared=False, **WITHIN),
+        "dMoE, shared": lambda: long(shared=True, **PAPER),
+        "dMoE, one each": lambda: long(shared=False, **PAPER),
     },
 }
 

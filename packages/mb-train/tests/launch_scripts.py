@@ -437,6 +437,25 @@ CORE: dict[str, tuple[str, list[str]]] = {
             --num-dataset-builder-threads 1 --data-path 1.0 text --data-cache-path cache""",
         ),
         (
+            "gpt3_mcore_te_mfsdp_v2_cp2", "gpt",
+            """--bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+            --context-parallel-size 2 --distributed-backend nccl --distributed-timeout-minutes 60
+            --use-megatron-fsdp --megatron-fsdp-version 2
+            --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor
+            --no-gradient-accumulation-fusion --use-mcore-models
+            --transformer-impl transformer_engine --attention-backend flash --micro-batch-size 4
+            --global-batch-size 32 --train-iters 50 --seq-length 1024
+            --max-position-embeddings 1024 --timing-log-level 0 --lr-decay-iters 320000
+            --data-path text --data-cache-path cache --tokenizer-type NullTokenizer
+            --vocab-size 50257 --split 949,50,1 --num-layers 12 --hidden-size 512
+            --num-attention-heads 8 --attention-dropout 0.0 --hidden-dropout 0.0
+            --attention-softmax-in-fp32 --clip-grad 1.0 --weight-decay 1e-2 --lr 0.00015
+            --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-fraction .01 --eval-interval 1000
+            --eval-iters 10 --save-interval 10000 --log-interval 1 --log-params-norm
+            --log-num-zeros-in-grad --log-memory-to-tensorboard --log-timers-to-tensorboard
+            --log-validation-ppl-to-tensorboard --tensorboard-dir boards --exit-interval 50""",
+        ),
+        (
             "train_bert_340m_distributed.sh", "bert",
             """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
             --max-position-embeddings 512 --attention-backend auto --micro-batch-size 4

@@ -18,10 +18,10 @@ def benchmark(monkeypatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def two_steps(step, sequences: int) -> dict[str, int]:
+    def two_steps(step, tokens: int) -> dict[str, int]:
         step()
         step()
-        return {"sequences": sequences}
+        return {"tokens": tokens}
 
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "S", 16)
@@ -37,5 +37,5 @@ def test_a_step_is_timed(name: str, benchmark: ModuleType) -> None:
     if name == "gpt-oss-20b":
         change["num_query_groups"] = 2
     measured = benchmark.ours(2, compiled=False, passes=2, name=name, **change)
-    assert measured["sequences"] == 4
+    assert measured["tokens"] == 4 * 16
     assert "experts" in measured["chosen"] or name == "dense-125m"

@@ -307,6 +307,19 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "at", ["mb_train.checkpoint.saver.any_rank", "torch.distributed.checkpoint.save"]
+)
+def test_the_loss_of_another_rank_leaves_no_half_checkpoint(tmp_path, monkeypatch, at):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(at, lost)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        begin(Saver(tmp_path), *make())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_kernel_refuses_to_write_is_no_checkpoint(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)
@@ -497,6 +510,21 @@ def test_every_single_flipped_bit_is_found(tmp_path):
                 load_checkpoint(path, *make())
         file.write_bytes(content)
     load_checkpoint(path, *make())
+
+
+@pytest.mark.parametrize("read", ["hashlib.file_digest", "pathlib.Path.read_bytes"])
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path, monkeypatch, read):
+    """The kernel's error of a read knows no name."""
+    model, optimizer = make()
+    begin(Saver(tmp_path), model, optimizer)
+    folder = find_checkpoint(tmp_path)
+
+    def unreadable(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(read, unreadable)
+    with pytest.raises(CheckpointError, match=rf"Input/output error: '{folder}/[\w.]+'"):
+        load_checkpoint(folder, model, optimizer)
 
 
 def test_the_sums_are_those_of_sha256sum(tmp_path):

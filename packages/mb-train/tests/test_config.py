@@ -103,6 +103,22 @@ def test_defaults_derive_from_sizes():
             {"recompute_method": "block", "recompute_granularity": "selective"},
             "--recompute-granularity full with --recompute-method block, got selective",
         ),
+        (
+            {"context_parallel_size": 2, "model": "bert"},
+            "--context-parallel-size 1 with --model bert, .*, got 2",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_model_parallel_size": 4},
+            "--num-attention-heads .* --context-parallel-size 2 x --tensor-model-parallel-size 4",
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 15},
+            r"--seq-length .* multiple of --context-parallel-size, got 15 and 2\. Change one\.",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "seq_length": 15, "sequence_parallel": True},
+            "multiple of --tensor-model-parallel-size with --sequence-parallel, got 15 and 2.*out",
+        ),
         ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
         (
             {"pipeline_model_parallel_size": 2, "zero_stage": 0},

@@ -79,6 +79,7 @@ V = 128
             {"dp_shard": 2, "ep": 2},
             "no --moe-rebalance-interval",
         ),
+        ({"zero_stage": 0}, "cuda", {"dp_shard": 2, "cp": 2}, "no context parallelism"),
         ({"recompute_granularity": "full"}, "cuda", {}, "no recompute"),
         (MOE | {"moe_balance_over": "global_batch"}, "cuda", {}, "another --moe-balance-over"),
         (MOE | {"moe_mlp_impl": "sparse"}, "cuda", {}, "--moe-mlp-impl grouped"),

@@ -47,7 +47,7 @@ ONE_BY_ONE = [
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 11)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 12)
 
 
 @pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
@@ -111,6 +111,12 @@ def test_a_gpt_oss_of_megatron_core_is_the_model_it_is():
     )
     model = transformer_config(config, 128_256)
     assert (model.window_of(0), model.window_of(1), model.has_sinks) == (128, None, True)
+
+
+def test_ranks_of_megatron_core_share_sequences():
+    config = resolve(parse(CORE["gpt3_mcore_te_mfsdp_v2_cp2"][1]))
+    assert (config.context_parallel_size, config.zero_stage, config.batch_size(4)) == (2, 3, 32)
+    assert (config.data_parallel_size(8), config.expert_parallel_size(8)) == (4, 1)
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))

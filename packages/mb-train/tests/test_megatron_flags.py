@@ -85,7 +85,8 @@ def test_settled_flags_are_answered_in_one_note():
         ("--moe-aux-loss-coeff 1e-2 1e-3", r"one --moe-aux-loss-coeff, .* got 1e-2 1e-3"),
         ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
         ("--qk-rope-head-dim=64", r"--qk-rope-head-dim cannot .*: say --qk-pos-emb-head-dim"),
-        ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
+        ("--cp-comm-type a2a --cp 2", r"--cp cannot be honoured: say --context-parallel-size"),
+        ("--hybrid-context-parallel", r"sequences are shared by as many ranks, see --context-par"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
         ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be dense layers and then experts"),
@@ -122,7 +123,7 @@ def test_settled_flags_are_answered_in_one_note():
         (
             "--zero-reduce-bucket-size 5e8 --ds-sequence-parallel-size 2 --curriculum-learning-x",
             r"--zero-reduce-bucket-size .*: see --zero-stage.* --ds-sequence-parallel-size cannot "
-            r".*--sequence-parallel, rec.* --curriculum-learning-x .*no curriculum",
+            r".*: say --context-parallel-size, .* --curriculum-learning-x .*no curriculum",
         ),
         (
             "--train-weighted-split-paths-path x --kill-switch-path y",
@@ -254,7 +255,12 @@ def test_older_spellings_mean_what_they_meant():
             "--muon-use-nesterov --muon-num-ns-steps 6 --muon-extra-scale-factor 0.1",
             {"muon_nesterov": True, "muon_num_ns_steps": 6, "muon_extra_scale_factor": 0.1},
         ),
-        ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
+        (
+            "--context-parallel-size 1 --expert-tensor-parallel-size 1",
+            {"context_parallel_size": 1},
+        ),
+        ("--context-parallel-size 2 --cp-comm-type p2p", {"context_parallel_size": 2}),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", {}),
         ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
         ("--quick-geglu", {"activation": "swiglu(alpha=1.702)"}),
         (

@@ -71,6 +71,10 @@ def test_the_lines_of_the_start_are_megatrons():
         "using world size: 8, data-parallel-size: 4, tensor-model-parallel size: 2, "
         "pipeline-model-parallel size: 1 "
     )
+    assert world_line(8, data=2, context=2, tensor=2, pipeline=1) == (
+        "using world size: 8, data-parallel-size: 2, context-parallel-size: 2, "
+        "tensor-model-parallel size: 2, pipeline-model-parallel size: 1 "
+    )
     assert vocabulary_line(50257, 50304) == (
         " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     )

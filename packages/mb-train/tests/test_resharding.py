@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from mb_parallel.optimizer import SGD, Adafactor, AdamW, Muon, decay_groups, muon_groups
 from mb_parallel.testing import run_ranks
+from mb_train.checkpoint import writer
 from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder.run_folder import find_checkpoint
@@ -196,6 +197,29 @@ def timeout_of_the_writers(rank, world_size, folder):
 def test_writing_threads_wait_for_each_other_as_long_as_the_world(tmp_path):
     """They waited half an hour for a rank that stood still, whatever the run's flag said."""
     assert run_ranks(timeout_of_the_writers, 2, tmp_path) == [41.0] * 2
+
+
+def error_of_the_writers(rank, world_size, folder):
+    def fail(*_):
+        raise RuntimeError("of this rank alone")
+
+    if rank == 0:
+        writer.Writer = fail
+    saver = Saver(folder, asynchronous=True)
+    model = build(Layout(), rank, world_size)
+    saver.save(model, None, Progress(1, 1), config={}, identity={}, data={})
+    _, writing = saver._pending
+    error = writing.exception(timeout=30)
+    saver.close()
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_writing_thread_that_fails_alone_lets_the_others_know(tmp_path):
+    """They waited for it, and their ranks for them at the end: until a time-out, on all ranks."""
+    first, second = run_ranks(error_of_the_writers, 2, tmp_path)
+    assert first == "RuntimeError: of this rank alone"
+    assert second.startswith("RuntimeError: ")
+    assert "Connection " in second
 
 
 def test_a_damaged_shard_is_said_on_all_ranks(tmp_path):

@@ -296,7 +296,7 @@ def test_a_wrong_request_is_answered_with_400(client, body, says):
     ("method", "path", "status", "says"),
     [
         ("GET", "/v1/models/a/walk", 404, "the model 'run', got 'a/walk'"),
-        ("POST", "/v1/chat/completions", 404, "POST /v1/completions, GET /v1/models"),
+        ("POST", "/v1/embeddings", 404, "POST /v1/completions, POST /v1/chat/completions, GET /v1"),
         ("GET", "/v1/completions", 405, "got GET /v1/completions"),
     ],
 )

@@ -198,6 +198,30 @@ def test_tensor_parallel_ranks_share_what_a_layer_keeps(kind):
     assert half.all < columns.all < alone.all
 
 
+def test_ranks_that_share_sequences_share_what_a_layer_keeps():
+    fields = KINDS["modern"] | {"num_attention_heads": 8, "num_query_groups": 2}
+    config, work, _ = config_and_model(fields)
+    alone, two, four = (kept_by_layer(work, config, ParallelDims(dp_shard=n, cp=n), 4)[0]
+                        for n in (1, 2, 4))  # fmt: skip
+    assert (two.input, four.input) == (alone.input / 2, alone.input / 4)
+    # Each keeps what its attention returned, as it was before it came back, and with four ranks
+    # its two heads' keys and values twice, of 8 numbers for each of the 128 tokens.
+    assert two.all == (alone.all + 128 * 8 * 8) / 2
+    assert four.all == (alone.all + 128 * (8 * 8 + 2 * 2 * 8)) / 4
+
+
+def test_ranks_that_share_sequences_share_the_time_of_a_step():
+    config = config_of(seq_length=8192, moe_num_experts=8, global_batch_size=8, bf16=True)
+    alone = sizes(config, 64, 1, "H200")
+    shared = dataclasses.replace(config, context_parallel_size=4)
+    found = sizes(shared, 64, 4, "H200")
+    assert (found.step_tokens, found.step_flops) == (alone.step_tokens, alone.step_flops)
+    assert alone.step_s / 4 < found.step_s < 0.3 * alone.step_s
+    assert found.activations < 0.3 * alone.activations
+    as_many = sizes(dataclasses.replace(config, global_batch_size=32), 64, 4, "H200")
+    assert found.optimizer == as_many.optimizer  # shared like any data-parallel ranks'
+
+
 def test_a_loss_has_one_slice_of_its_logits():
     config, work, _ = config_and_model({})
     whole, few = loss_bytes(work, config, ParallelDims(), 2), 2 * 128

@@ -23,10 +23,10 @@ EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
 
 
-def gpt(**change) -> GPTTask:
+def gpt(*, mesh=None, **change) -> GPTTask:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 7}
     run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
-    return GPTTask(TrainConfig(**{**sizes, **run, **change}), vocab_size=16, eod=EOD)
+    return GPTTask(TrainConfig(**{**sizes, **run, **change}), vocab_size=16, eod=EOD, mesh=mesh)
 
 
 def test_a_retriever_is_made_of_what_was_asked_for(monkeypatch):
@@ -54,6 +54,25 @@ def test_labels_are_the_next_tokens():
     assert batch["labels_BS"].tolist() == [row[1:] for row in SAMPLES]
     assert batch["weights_BS"].dtype == np.float32
     assert batch["weights_BS"].all()
+
+
+def test_ranks_that_share_sequences_have_successive_parts_of_what_is_of_tokens():
+    """Documents are the whole sequences', since attention sees these."""
+    options = {"reset_attention_mask": True, "eod_mask_loss": True, "seq_length": 6}
+    for change in (options, options | {"reset_position_ids": True}):
+        samples = [sample[:7] for sample in SAMPLES]
+        whole, parts = gpt(**change).collate(samples), []
+        for rank in range(3):
+            task = gpt(**change, mesh=SimpleNamespace(cp_rank=rank, cp_size=3))
+            parts.append(task.collate(samples))
+        positions = whole.pop("positions_BS", np.arange(6)[None])
+        for name in ("tokens_BS", "labels_BS", "weights_BS"):
+            joined = np.concatenate([part.pop(name) for part in parts], axis=1)
+            assert joined.tolist() == whole.pop(name).tolist()
+        joined = np.concatenate([part.pop("positions_BS") for part in parts], axis=1)
+        assert joined.tolist() == positions.tolist()
+        assert [part["ends_BN"].tolist() for part in parts] == [whole["ends_BN"].tolist()] * 3
+        assert all(part.keys() == whole.keys() == {"ends_BN"} for part in parts)
 
 
 def test_documents_end_with_their_last_token():

@@ -12,7 +12,9 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.data import TOKENIZER_TYPES
 from mb_train.config.recipes import recipe
-from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer, vocabulary_rows
+from mb_train.data.tokenizer_files import keep_tokenizer
+from mb_train.data.tokenizers import load_tokenizer
+from mb_train.data.vocabulary import vocabulary_rows
 from mb_train.folder.history import set_aside, set_later_aside
 from mb_train.tasks.make import one_process_task
 

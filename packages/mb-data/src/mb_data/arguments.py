@@ -8,10 +8,12 @@ import os
 from typing import Any, NoReturn
 
 from mb_data import __version__
+from mb_data.chat.conversation import TURNS
 from mb_data.corpora.sample import DEFAULT_MAX_BYTES
 from mb_data.text.sources import TEXT_UNITS
 from mb_data.tokenizer.load import NAMES
 from mb_data.tokenizer.megatron import MEGATRON_TYPES
+from mb_data.untrusted import json_of
 
 _IDLE: dict[str, dict[str, Any]] = {
     "--log-interval": {"type": int, "help": "progress is shown by time"},
@@ -54,6 +56,9 @@ def command_line() -> Parser:
     command = add("preprocess", "Text, JSON Lines or Parquet to tokens.")
     _add_preprocess(command)
     _add_tokenizer(command)
+
+    command = add("chats", "Conversations to tokens, those to be learned marked.")
+    _add_chats(command)
 
     command = add("inspect", "What is in these files?")
     command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
@@ -182,6 +187,47 @@ def _add_preprocess(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("Megatron's, without effect here")
     idle = [group.add_argument(flag, **how).dest for flag, how in _IDLE.items()]
     command.set_defaults(idle=idle)
+
+
+def _add_chats(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--input", nargs="+", action="extend", required=True,
+        help="JSON Lines or Parquet with a list of messages in each line; as for preprocess",
+    )  # fmt: skip
+    command.add_argument(
+        "--output-prefix", required=True, help="OUT gives OUT_<key>_document.bin and .idx"
+    )
+    command.add_argument(
+        "--tokenizer", required=True, metavar="FOLDER",
+        help="of a chat model: tokenizer.json and its chat template",
+    )  # fmt: skip
+    command.add_argument("--json-key", default="messages", help="default: messages")
+    command.add_argument(
+        "--turns", choices=TURNS, default="all",
+        help="answers to learn: all in one text, each in a text that ends with it, only the last",
+    )  # fmt: skip
+    command.add_argument(
+        "--template-variables", type=_object, metavar="JSON",
+        help="""for the template, as '{"enable_thinking": false}'""",
+    )  # fmt: skip
+    command.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop",
+        help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
+    )  # fmt: skip
+    command.add_argument(
+        "--max-line-mb", type=_megabytes, default=64.0, help="a longer line is bad (default: 64)"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text}: expected a JSON object")
+    return found
 
 
 def _megabytes(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The command line: ``mb-data preprocess | inspect | validate | merge | shuffle | decode |
+"""The command line: ``mb-data preprocess | chats | inspect | validate | merge | shuffle | decode |
 convert | sample-corpus | machine-corpus``. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
@@ -139,6 +139,36 @@ def _preprocess(options: argparse.Namespace) -> None:
         print(f"bad lines are listed in {summary.bad_lines_file}")
 
 
+def _chats(options: argparse.Namespace) -> None:
+    from mb_data.chat.preprocess import preprocess_chats
+
+    def show(conversations: int) -> None:
+        print(f"\r{conversations:,} conversations", end="", file=sys.stderr, flush=True)
+
+    shown = not options.quiet and sys.stderr is not None and sys.stderr.isatty()
+    summary = preprocess_chats(
+        options.input,
+        options.output_prefix,
+        tokenizer=options.tokenizer,
+        key=options.json_key,
+        turns=options.turns,
+        variables=options.template_variables,
+        on_error=options.on_error,
+        max_line_bytes=int(options.max_line_mb * (1 << 20)),
+        on_progress=show if shown else None,
+    )
+    if shown:
+        print(file=sys.stderr)
+    print(
+        f"{summary.conversations:,} conversations in {summary.documents:,} documents, "
+        f"{summary.tokens:,} tokens, {summary.learned:,} of them learned; the longest document has "
+        f"{summary.longest:,}; {summary.bad_lines:,} bad lines skipped"
+    )
+    print(f"{summary.seconds:.1f} s\n{summary.output}.bin and .idx")
+    if summary.bad_lines_file:
+        print(f"bad lines are listed in {summary.bad_lines_file}")
+
+
 def _inspect(options: argparse.Namespace) -> None:
     from mb_data.maintenance import inspect
 
@@ -230,6 +260,7 @@ def _machine_corpus(options: argparse.Namespace) -> None:
 
 _COMMANDS = {
     "preprocess": _preprocess,
+    "chats": _chats,
     "inspect": _inspect,
     "validate": _validate,
     "merge": _merge,

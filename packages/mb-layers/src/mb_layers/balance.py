@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import mb_kernels
 import torch
@@ -36,6 +37,7 @@ def router_losses(
     shape: torch.Size,
     *,
     balance_counts_E: Tensor,
+    reduce_counts: Callable[[Tensor], Tensor] | None = None,
     mask_T: Tensor | None,
     num_tokens: Tensor | float | None,
     probs_of_logits: bool,
@@ -50,6 +52,7 @@ def router_losses(
         routed, dispatched: what its router decided and its dispatcher made of it.
         shape: of the layer's input, whose dimension `config.sequence_dim` is the sequence.
         balance_counts_E: slots per expert to balance, of the micro-batch or the global batch.
+        reduce_counts: adds up those of sequences, for `balance_over="sequence"`.
         mask_T: bool [T], the tokens that count; None: all.
         num_tokens: what the losses are divided by; None: the tokens that count.
         probs_of_logits: whether `routed.probs_TE` are `config.score_function` of the logits.
@@ -83,7 +86,7 @@ def router_losses(
     if probs_TE is not None:
         mean_entropy = entropy(probs_TE.detach(), **over)
         if config.balance_over == "sequence":
-            balance = _sequence_balance(config, routed, probs_TE, shape, **over)
+            balance = _sequence_balance(config, routed, probs_TE, shape, reduce_counts, **over)
         else:
             balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
     if routed.logits_TE is not None:
@@ -136,6 +139,7 @@ def _sequence_balance(
     routed: RouterOutput,
     probs_TE: Tensor,
     shape: torch.Size,
+    reduce_counts: Callable[[Tensor], Tensor] | None,
     *,
     mask_T: Tensor | None,
     num_tokens: Tensor | float | None,
@@ -150,11 +154,13 @@ def _sequence_balance(
         mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
     balanced_TK = routed.balanced_ids_TK
     ids_TK = routed.expert_ids_TK if balanced_TK is None else balanced_TK
+    total = None if reduce_counts is None else partial(reduced, reduce_counts=reduce_counts)
     return sequence_load_balancing_loss(
         _by_sequence(probs_TE, shape, config.sequence_dim),
         _by_sequence(ids_TK, shape, config.sequence_dim),
         mask_BS=mask_BS,
         num_tokens=num_tokens,
+        reduce_counts=total,
     )
 
 

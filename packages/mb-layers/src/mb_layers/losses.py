@@ -26,6 +26,7 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def sequence_load_balancing_loss(
     *,
     mask_BS: Tensor | None = None,
     num_tokens: Tensor | float | None = None,
+    reduce_counts: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the mean over sequences of each sequence's load-balancing loss, an fp32 scalar.
 
@@ -89,6 +91,8 @@ def sequence_load_balancing_loss(
         expert_ids_BSK: the chosen experts [B, S, K], any integer dtype; an id that is no expert's
             counts nowhere.
         mask_BS, num_tokens: see `mean_over_tokens`.
+        reduce_counts: where these are parts of sequences, adds up counts [B, E] over the ranks that
+            have the others. Then the mean of the ranks' results is the loss of whole sequences.
 
     Raises:
         ValueError: `probs_BSE`, `expert_ids_BSK` or `mask_BS` of another shape.
@@ -109,6 +113,8 @@ def sequence_load_balancing_loss(
     ids_BN = torch.where((ids_BN >= 0) & (ids_BN < num_experts), ids_BN, num_experts)
     counts_BE = probs_BSE.new_zeros(num_sequences, num_experts + 1)
     counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))[:, :-1]
+    if reduce_counts is not None:
+        counts_BE = reduce_counts(counts_BE)
     load_BE = counts_BE / counts_BE.sum(dim=1, keepdim=True).clamp(min=1)
     with without_autocast(probs_BSE):  # it would round the product to 16 bits
         loads_BS = num_experts * torch.linalg.vecdot(probs_BSE, load_BE[:, None, :])

@@ -255,7 +255,7 @@ class MoELayer(nn.Module):
                 "expected balanced_ids_TK in the RouterOutput with balance_by='scores', got None: "
                 "give the best experts of each token there, or balance_by='visits'"
             )
-        if self.reduce_counts is not None:
+        if self.reduce_counts is not None and self.config.balance_over != "sequence":
             balance_counts_E = reduced(balance_counts_E, self.reduce_counts)
         elif self.config.balance_over == "global_batch" and self.training:
             raise ValueError(
@@ -269,6 +269,7 @@ class MoELayer(nn.Module):
             dispatched,
             shape,
             balance_counts_E=balance_counts_E,
+            reduce_counts=self.reduce_counts,
             mask_T=mask_T,
             num_tokens=valid_tokens,
             probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
@@ -335,7 +336,8 @@ class dMoE(MoELayer):  # noqa: N801, the paper's name
         reduce_counts: for `balance_over="global_batch"`: takes this micro-batch's tokens per expert
             [E] and returns those of the global batch, for instance by an all-reduce over the
             data-parallel ranks, plus the counts of the step's earlier micro-batches. Without it
-            training with "global_batch" is an error. May be set later: `layer.reduce_counts`.
+            training with "global_batch" is an error. May be set later: `layer.reduce_counts`; then
+            also for parts of sequences, with `balance_over="sequence"` and counts [B, E].
         device, dtype: of the parameters, as for `nn.Linear`.
     """
 

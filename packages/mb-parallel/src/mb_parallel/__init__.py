@@ -7,8 +7,8 @@
   `sum_gradients`.
 - Gradients: `clip_grad_norm`.
 
-More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.pipeline_parallel`, `.recompute`,
-`.random` and `.testing`.
+More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.context_parallel`, `.pipeline_parallel`,
+`.recompute`, `.random` and `.testing`.
 """
 
 import types as _types

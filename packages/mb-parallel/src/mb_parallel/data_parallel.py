@@ -103,7 +103,7 @@ def apply_data_parallel(
             earlier call for the model, a model that is sharded already or has replicas, one in a
             wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
             unit, in stage 0 DTensors over data-parallel ranks or weights on the meta device, or
-            experts with working copies or, where ep or tp > 1, without `parallelize_experts`.
+            experts with working copies or, where ep, cp or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -192,10 +192,13 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             "ep = 1."
         )
     layers = (module for module in model.modules() if isinstance(module, MoELayer))
-    if mesh.tp_size > 1 and not all(map(is_surrounded, layers)):
+    if mesh.dims.cp_tp > 1 and not all(map(is_surrounded, layers)):
+        sizes, counts = f"tp = {mesh.tp_size}", "tokens once for each rank"
+        if mesh.cp_size > 1:
+            sizes, counts = f"cp = {mesh.cp_size} and {sizes}", "each rank's tokens alone"
         raise ValueError(
-            f"Expected layers of experts that know of tp = {mesh.tp_size}, got one that counts "
-            "tokens once for each rank. Call parallelize_experts first, with ep = 1 too."
+            f"Expected layers of experts that know of {sizes}, got one that counts {counts}. Call "
+            "parallelize_experts first, with ep = 1 too."
         )
     if mesh.dims.edp > 1 and any(module.working_copies for module in experts):
         raise ValueError(

@@ -18,8 +18,13 @@ dp_shard = 2, tp = 2, pp = 2, with ep = 4:
                                                               edp 0     8  9 10 11
     dp groups  {0, 2, 4, 6} {1, 3, 5, 7} ...                  edp 1    12 13 14 15     (pp 1)
 
-Ranks are numbered node by node (`torchrun` does), so tp, and ep up to a node's size, stay within a
-node; pp, which sends least, spans nodes first.
+Sequences see the dp ranks as (data, cp). The cp ranks of a group are neighbours in dp, share their
+samples, and hold successive parts of every sequence. All else about them is what it is about
+data-parallel ranks: parameters and their shards, gradients, experts, checkpoints. In the picture,
+with cp = 2, {0, 2} see one part of the samples and {4, 6} the other.
+
+Ranks are numbered node by node (`torchrun` does), so tp and cp, and ep up to a node's size, stay
+within a node; pp, which sends least, spans nodes first.
 
 A single process needs no process group and gets none: every axis is None and nothing is paid.
 """
@@ -43,6 +48,7 @@ from mb_parallel.world import check_same, of_all_ranks, rank, ranks_on_host, wor
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+_OTHER_AXES = ("dp", "cp", "cp_tp")
 _SIZES = "_mb_sizes"
 
 
@@ -53,22 +59,30 @@ class ParallelDims:
     Args:
         dp_replicate: whole replicas of the sharded model, which see different samples.
         dp_shard: ranks that see different samples and share one copy of the parameters.
+        cp: of these, neighbours that see the same samples, each a part of every sequence; divides
+            dp_replicate * dp_shard. A group may lie across replicas.
         tp: ranks that share every weight matrix of the dense layers, and their samples.
         pp: pipeline stages.
         ep: ranks that share the experts of a layer; divides dp_replicate * dp_shard * tp.
 
     Raises:
-        ValueError: a size that is no integer of at least 1, or an `ep` that does not divide.
+        ValueError: a size that is no integer of at least 1, or a `cp` or `ep` that does not divide.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     ep: int = 1
 
     def __post_init__(self) -> None:
         at_least_1(**{f.name: getattr(self, f.name) for f in fields(self)})
+        if self.dp % self.cp:
+            raise ValueError(
+                f"Expected cp to divide the {self.dp} data-parallel ranks (all ranks / (tp * pp)), "
+                f"got {self.cp}."
+            )
         if (self.dp * self.tp) % self.ep:
             raise ValueError(
                 f"Expected ep to divide the {self.dp * self.tp} ranks of a pipeline stage (all "
@@ -77,7 +91,14 @@ class ParallelDims:
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1, dp_replicate: int = 1
+        cls,
+        world_size: int,
+        *,
+        cp: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        dp_replicate: int = 1,
     ) -> ParallelDims:
         """Work out `dp_shard` from the number of ranks and the other sizes.
 
@@ -93,7 +114,7 @@ class ParallelDims:
                 f"{dp_replicate} * {tp} * {pp} = {sizes.world_size} on {world_size} ranks. "
                 f"Start a multiple of {sizes.world_size} processes or change a size."
             )
-        return cls(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, ep=ep)
+        return cls(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep)
 
     @property
     def world_size(self) -> int:
@@ -102,8 +123,18 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: ranks of a stage that see different samples (times tp)."""
+        """Data-parallel size: ranks of a stage that see different tokens (times tp)."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def data(self) -> int:
+        """Groups of cp ranks, which see different samples."""
+        return self.dp // self.cp
+
+    @property
+    def cp_tp(self) -> int:
+        """Ranks of a stage that see the same samples."""
+        return self.cp * self.tp
 
     @property
     def edp(self) -> int:
@@ -152,9 +183,16 @@ class ParallelDims:
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
-        for mesh in (dense, dp, expert):
+        meshes = [dense, dp, expert]
+        context = cp_tp = None
+        if self.cp > 1:
+            sizes = (self.pp * self.data, self.cp, self.tp)
+            context = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "tp"))
+            cp_tp = context["cp", "tp"]._flatten("cp_tp")
+            meshes += [context, cp_tp]
+        for mesh in meshes:
             keep_timeout(mesh.get_all_groups())
-        return ParallelMesh(self, dense, expert, dp)
+        return ParallelMesh(self, dense, expert, dp, context, cp_tp)
 
     def _warn_of_spread_nodes(self) -> None:
         on_node = ranks_on_host()
@@ -175,30 +213,42 @@ class ParallelMesh:
     dense: mesh with axes `DENSE_AXES`, or None for one process.
     expert: the same ranks with axes `EXPERT_AXES`, or None.
     dp: the one-dimensional mesh of dp_replicate and dp_shard in one, or None.
+    context: where cp > 1 the same ranks with axes "cp" and "tp" behind a first one, else None.
+    cp_tp: the one-dimensional mesh of these two in one, or None.
     """
 
     dims: ParallelDims
     dense: DeviceMesh | None
     expert: DeviceMesh | None
     dp: DeviceMesh | None
+    context: DeviceMesh | None = None
+    cp_tp: DeviceMesh | None = None
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of an axis, None if it has a single rank.
 
         Args:
-            name: of `DENSE_AXES` or `EXPERT_AXES`, or "dp": dp_replicate and dp_shard in one.
+            name: of `DENSE_AXES` or `EXPERT_AXES`, or "dp": dp_replicate and dp_shard in one, or
+                "cp", or "cp_tp": the ranks that see the same samples, in the order of their parts
+                of a sequence.
 
         Raises:
             ValueError: no such axis.
         """
-        if name not in (*DENSE_AXES, *EXPERT_AXES, "dp"):
-            known = ", ".join((*DENSE_AXES, "dp", *EXPERT_AXES[1:]))
+        if name not in (*DENSE_AXES, *EXPERT_AXES, *_OTHER_AXES):
+            known = ", ".join((*DENSE_AXES, *_OTHER_AXES, *EXPERT_AXES[1:]))
             raise ValueError(f"Expected an axis of {known}, got {name!r}.")
         if getattr(self.dims, name) == 1:
             return None
-        if name == "dp":
-            return self.dp
-        mesh = self.expert if name in EXPERT_AXES[1:] else self.dense
+        if name == "cp_tp" and self.dims.cp == 1:
+            name = "tp"
+        if name in ("dp", "cp_tp"):
+            return self.dp if name == "dp" else self.cp_tp
+        mesh = self.dense
+        if name in EXPERT_AXES[1:]:
+            mesh = self.expert
+        elif name == "cp":
+            mesh = self.context
         assert mesh is not None
         return mesh[name]
 
@@ -225,8 +275,26 @@ class ParallelMesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which samples this rank sees: 0 to dp_size - 1, the same for all of a tp and pp group."""
+        """Which tokens this rank sees: 0 to dp_size - 1, the same for all of a tp and pp group."""
         return self._rank("dp")
+
+    @property
+    def data_size(self) -> int:
+        return self.dims.data
+
+    @property
+    def data_rank(self) -> int:
+        """Which samples this rank sees: 0 to data_size - 1, the same for all of a cp group too."""
+        return self.dp_rank // self.dims.cp
+
+    @property
+    def cp_size(self) -> int:
+        return self.dims.cp
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of every sequence this rank sees: 0 to cp_size - 1, in their order."""
+        return self._rank("cp")
 
     @property
     def tp_size(self) -> int:

@@ -4,9 +4,9 @@ The default stream is seeded for every micro-batch from its place in the global 
 data-parallel ranks and pipeline stages draw different numbers, and tensor-parallel ranks, which
 have the same samples, draw equal ones. A resumed run draws the same numbers as if it had not
 stopped, even on another number of data-parallel ranks. Only the step has to be saved. (With another
-number of stages or, under sequence parallelism, of tensor-parallel ranks, masks differ. torch's
-compiler draws dropout's masks in its own way: other ones than uncompiled code, and on GPUs others
-for another number of ranks.)
+number of stages, of ranks that share a sequence or, under sequence parallelism, of tensor-parallel
+ranks, masks differ. torch's compiler draws dropout's masks in its own way: other ones than
+uncompiled code, and on GPUs others for another number of ranks.)
 
 If tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
 sequence), equal masks would be wrong. For these, `distinct` switches to numbers of the rank's own.

@@ -39,8 +39,8 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
             Infinite: it never does.
 
     Raises:
-        ValueError: another device type, more ranks on this host than devices, or an environment
-            that names no rank.
+        ValueError: another device type, on this rank or on others, more ranks on this host than
+            devices, or an environment that names no rank.
         ConnectionError: the other ranks were not reached.
     """
     device_type_name(device_type)
@@ -87,6 +87,7 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
         # find where the ranks of the one before listened, and wait for them there.
         joined = store.add(f"mb_parallel/joined_by_{here}", 1)
         store = dist.PrefixStore(f"mb_parallel/{joined}", store)
+        _check_device_types(store, ranks, here, device.type)
         dist.init_process_group(
             store=store, rank=here, world_size=ranks, timeout=timeout, **options
         )
@@ -98,6 +99,19 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
             "MASTER_ADDR is not the first node's, or MASTER_PORT is taken: give torchrun another "
             "--master_port."
         ) from error
+
+
+def _check_device_types(store: dist.Store, ranks: int, here: int, mine: str) -> None:
+    """Raise ValueError on all ranks if some are on GPUs and some are not: they would never meet."""
+    store.set(f"device/{here}", mine)
+    by_rank = store.multi_get([f"device/{r}" for r in range(ranks)])
+    first = {kind.decode(): by_rank.index(kind) for kind in by_rank}
+    if len(first) > 1:
+        told = ", ".join(f"{kind} on rank {r}" for kind, r in first.items())
+        raise ValueError(
+            f"Expected one type of device for all {ranks} ranks, got {told}. Look for the GPUs of "
+            "that rank's node with nvidia-smi or rocm-smi, or ask for the CPU on all."
+        )
 
 
 def _launched() -> tuple[int, int, int]:

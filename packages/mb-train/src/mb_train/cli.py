@@ -19,6 +19,7 @@ from mb_train.commands.train import train
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import run_command
 from mb_train.logs.console import in_a_line, out_of_memory
+from mb_train.machine.host import called
 
 
 def program() -> NoReturn:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except KeyboardInterrupt:
-        print("mb-train: interrupted", file=sys.stderr)
+        print(f"{called()}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():  # `| head` has seen enough
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         defect = isinstance(error, RuntimeError) and not out_of_memory(error)
         if defect or os.environ.get("MB_TRACEBACK"):
             raise
-        print(f"mb-train: {in_a_line(error)}", file=sys.stderr)
+        print(f"{called()}: {in_a_line(error)}", file=sys.stderr)
         return 2
 
 

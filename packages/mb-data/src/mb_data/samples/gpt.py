@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 import os
 from functools import partial
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -140,13 +140,32 @@ class GPTDataset:
         )
 
 
+class Documents(Protocol):
+    """What samples are cut from: documents by number, as the sequences of an ``IndexedDataset``."""
+
+    prefix: str
+    sizes: npt.NDArray[np.int32]
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int, offset: int, length: int, /) -> npt.NDArray[Any]: ...
+
+    def expect_random_access(self) -> None: ...
+
+
 def check_part(
-    indexed: IndexedDataset, documents: range, seq_length: int, num_samples: int
+    indexed: Documents, documents: range, seq_length: int, num_samples: int
 ) -> tuple[npt.NDArray[np.int32], int, int]:
     """Tokens of each of the documents, ``seq_length`` and ``num_samples`` as ints.
 
-    Raises ValueError for what is out of range, and for documents without a token.
+    Raises ValueError for what is out of range, for documents without a token, and for sequences
+    that are parts of conversations.
     """
+    if isinstance(indexed, IndexedDataset) and indexed.modes is not None:
+        raise ValueError(
+            f"{indexed.prefix}: its sequences are parts of documents, which some of the tokens of "
+            "are learned of: take build_conversation_datasets, with mb-train --sft"
+        )
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:
         raise ValueError(

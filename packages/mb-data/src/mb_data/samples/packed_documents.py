@@ -20,9 +20,8 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
-from mb_data.samples.gpt import check_part, check_tokens
+from mb_data.samples.gpt import Documents, check_part, check_tokens
 from mb_data.samples.index_cache import digest, load_or_build
 from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 
@@ -31,8 +30,8 @@ class PackedDataset:
     """Samples of ``seq_length + 1`` tokens, int64, of whole documents.
 
     Args:
-        indexed: the tokens.
-        documents: which of its sequences to use.
+        indexed: the tokens; an ``IndexedDataset`` has a document in each of its sequences.
+        documents: which of them to use.
         seq_length: S.
         num_samples: how many samples to give; the packed ones are repeated, in another order in
             every epoch, until there are so many.
@@ -51,7 +50,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        indexed: IndexedDataset,
+        indexed: Documents,
         documents: range,
         *,
         seq_length: int,
@@ -100,7 +99,7 @@ class PackedDataset:
         """Sample ``index``: int64 [S + 1]. A function of the index and the seed alone."""
         sample = np.full(self.seq_length + 1, self.eod, dtype=np.int64)
         filled = 0
-        for sequence, first, length in self._pieces_of(index):
+        for sequence, first, length in self.pieces_of(index):
             sample[filled : filled + length] = self.indexed.get(sequence, first, length)
             filled += length
         if self.vocab_size is not None:
@@ -109,9 +108,10 @@ class PackedDataset:
 
     def documents_of(self, index: int) -> list[tuple[str, int]]:
         """As ``GPTDataset.documents_of``."""
-        return [(self.indexed.prefix, sequence) for sequence, *_ in self._pieces_of(index)]
+        return [(self.indexed.prefix, sequence) for sequence, *_ in self.pieces_of(index)]
 
-    def _pieces_of(self, index: int) -> list[list[int]]:
+    def pieces_of(self, index: int) -> list[list[int]]:
+        """Document, first token and length of each piece of a sample."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
         epoch, place = divmod(index % len(self), len(self.starts) - 1)

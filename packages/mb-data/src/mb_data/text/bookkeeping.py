@@ -71,12 +71,9 @@ class Bookkeeping(AbstractContextManager):
             if not self.skip:
                 raise ValueError(f"{message}; --on-error skip leaves bad lines out")
             reported = self.partial.report(message)
-        ends = (
-            Place(*map(sum, zip(place, lengths, strict=True)))
-            for place, lengths in zip(before.places, result.lengths, strict=True)
-        )
         self.placed = State(
-            places=tuple(ends),
+            places=tuple(map(Place.plus, before.places, result.lengths)),
+            sums=tuple(map(Place.plus, before.sums, result.sums)),
             blocks=before.blocks + 1,
             units=units,
             inside=inside,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.text.parse import Problems, Texts, parse_block
-from mb_data.text.partial_output import Place
+from mb_data.text.partial_output import Place, sum_of
 from mb_data.text.reading import Block
 from mb_data.text.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
@@ -53,17 +53,24 @@ class Tokens(NamedTuple):
     empty: int
     text_bytes: int
 
+    @property
+    def arrays(self) -> tuple[npt.NDArray, npt.NDArray, npt.NDArray]:
+        """For the files of ``PartialOutput.key_files``."""
+        return self.tokens, self.sizes, self.counts
+
 
 class Result(NamedTuple):
     """What a worker reports of a block: how much is in it, and what was wrong.
 
-    ``lengths`` are of each key's arrays; ``documents`` and the like are of all keys together.
+    ``lengths`` and ``sums`` are of each key's arrays; ``documents`` and the like are of all keys
+    together.
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block.
     ``fatal`` is the line and message of a document on which two implementations disagree.
     ``careful`` counts documents that the tokenizer left to its readable twin.
     """
 
     lengths: list[Place]
+    sums: list[Place]
     documents: int
     empty: int
     text_bytes: int
@@ -96,7 +103,8 @@ def encode_block(job: Job, block: Block) -> tuple[list[npt.NDArray], Result]:
                 fatal = texts.numbers[row], f"{key!r}: {difference}"
     keys = [tokens for tokens, _ in encoded]
     result = Result(
-        lengths=[Place(len(k.tokens), len(k.sizes), len(k.counts)) for k in keys],
+        lengths=[Place(*map(len, k.arrays)) for k in keys],
+        sums=[Place(*map(sum_of, k.arrays)) for k in keys],
         documents=sum(k.documents for k in keys),
         empty=sum(k.empty for k in keys),
         text_bytes=sum(k.text_bytes for k in keys),
@@ -106,7 +114,7 @@ def encode_block(job: Job, block: Block) -> tuple[list[npt.NDArray], Result]:
         fatal=fatal,
         careful=careful,
     )
-    return [array for k in keys for array in (k.tokens, k.sizes, k.counts)], result
+    return [array for k in keys for array in k.arrays], result
 
 
 def _without_refused(job: Job, texts: Texts, problems: Problems) -> Texts:

@@ -36,25 +36,44 @@ def read_columns(path: str, groups: range, keys: Sequence[str]) -> list[list[Any
     with naming(path), _open(path) as file:
         schema = file.schema_arrow
         for key in keys:
-            if key not in schema.names:
-                raise ValueError(
-                    f"{path}: no column {key!r}; the columns are {', '.join(schema.names)}"
-                )
+            _check_column(path, schema, key)
             kind = str(schema.field(key).type)
             if not kind.removeprefix("dictionary<values=").startswith(("string", "large_string")):
                 raise ValueError(f"{path}: column {key!r} must hold text, got {kind}")
-        try:
-            table = file.read_row_groups(list(groups), columns=list(keys), use_threads=False)
-            return [table.column(key).to_pylist() for key in keys]
-        except (ValueError, OSError) as error:  # Arrow's, and text that is no UTF-8
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            rows = _rows(file, groups)
-            raise DamagedParquetError(
-                f"damaged Parquet data: {' '.join(str(error).split())}; the {rows:,} rows of its "
-                "row group are left out",
-                rows,
-            ) from error
+        return _values(file, groups, keys)
+
+
+def read_rows(path: str, groups: range, key: str, *others: str) -> list[dict[str, Any]]:
+    """Rows of some row groups, of whatever types: a column, and those of the others that are there.
+
+    Raises ValueError for a column that is not there; DamagedParquetError.
+    """
+    with naming(path), _open(path) as file:
+        schema = file.schema_arrow
+        _check_column(path, schema, key)
+        keys = [key, *(name for name in others if name in schema.names)]
+        columns = _values(file, groups, keys)
+        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _check_column(path: str, schema: Any, key: str) -> None:
+    if key not in schema.names:
+        raise ValueError(f"{path}: no column {key!r}; the columns are {', '.join(schema.names)}")
+
+
+def _values(file: Any, groups: range, keys: Sequence[str]) -> list[list[Any]]:
+    try:
+        table = file.read_row_groups(list(groups), columns=list(keys), use_threads=False)
+        return [table.column(key).to_pylist() for key in keys]
+    except (ValueError, OSError) as error:  # Arrow's, and text that is no UTF-8
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        rows = _rows(file, groups)
+        raise DamagedParquetError(
+            f"damaged Parquet data: {' '.join(str(error).split())}; the {rows:,} rows of its "
+            "row group are left out",
+            rows,
+        ) from error
 
 
 def _rows(file: Any, groups: Iterable[int]) -> int:

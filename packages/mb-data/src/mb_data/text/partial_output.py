@@ -3,8 +3,9 @@
 Everything is in ``<prefix>.partial/``. For each key there are three growing files: the tokens,
 which become the ``.bin`` file as they are, the sizes of the sequences (i32) and, for documents that
 were split, their numbers of sequences (i32). ``state.json`` says how much of each is safely on
-disk. It is replaced, never edited, and only after the files were synced. What the files hold beyond
-that is ignored, so a run may die at any point. Only ``finish`` makes the final names.
+disk, and the sum of its numbers. It is replaced, never edited, and only after the files were
+synced. What the files hold beyond that is ignored, so a run may die at any point. Only ``finish``
+makes the final names.
 
 Finished work is never dropped silently: a run with other settings is refused unless ``restart`` is
 given. A directory of that name that holds anything else is always refused.
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mb_data.dataset_builder import name_files, write_index
 from mb_data.system import naming, sync_directory, sync_file, try_lock
@@ -33,11 +35,18 @@ LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they
 
 
 class Place(NamedTuple):
-    """Lengths of one key's files, or positions in them: tokens, sequences, split documents."""
+    """Lengths of one key's files, or positions in them: tokens, sequences, split documents.
+
+    Or the sums of the numbers there.
+    """
 
     tokens: int = 0
     sequences: int = 0
     counts: int = 0
+
+    def plus(self, other: Place) -> Place:
+        """Of both together."""
+        return Place(*map(sum, zip(self, other, strict=True)))
 
 
 class State(NamedTuple):
@@ -47,9 +56,15 @@ class State(NamedTuple):
     units, and ``inside`` more of the next one, an archive. ``lines`` counts lines of the current
     input file, ``position`` input bytes, ``reported`` bytes of the list of bad lines.
     Lines longer than ``line_limit`` are bad. The other fields are sums over all keys.
+
+    Attributes:
+        places: lengths of each key's files.
+        sums: of the numbers in them. Workers write a file in any order: only what does not depend
+            on it can be known of all while they do. A flipped bit changes the sum.
     """
 
     places: tuple[Place, ...]
+    sums: tuple[Place, ...]
     blocks: int = 0
     units: int = 0
     inside: int = 0
@@ -102,7 +117,8 @@ class PartialOutput:
         self._settings = settings
         self.resume = resume
         self._restart = restart
-        self.state = State(tuple(Place() for _ in outputs))
+        nothing = tuple(Place() for _ in outputs)
+        self.state = State(nothing, nothing)
         self.kept = 0  # blocks that are safely on disk
 
     def __enter__(self) -> PartialOutput:
@@ -164,8 +180,8 @@ class PartialOutput:
                 os.fsync(file.fileno())
             target = self.directory / f"{key}.idx"
             with naming(target), open(target, "wb") as index:
-                split = _map_int32(counts, place.counts) if place.counts else None
-                write_index(index, self.dtype, _map_int32(sizes, place.sequences), split)
+                split = _map(counts, _SIZES, place.counts) if place.counts else None
+                write_index(index, self.dtype, _map(sizes, _SIZES, place.sequences), split)
                 index.flush()
                 os.fsync(index.fileno())
         for key, output in enumerate(self.outputs):
@@ -195,7 +211,7 @@ class PartialOutput:
             )
 
     def _load(self) -> State | None:
-        """The saved state; None if there is none, or a damaged one, or its files are shorter than
+        """The saved state; None if there is none, or a damaged one, or its files do not hold what
         it says.
 
         Raises ValueError if it has other settings.
@@ -216,10 +232,10 @@ class PartialOutput:
                     f"interrupted, with other settings ({', '.join(other)}); give that command "
                     "again to go on, or --restart to drop them"
                 )
-            for key, place in enumerate(state.places):
-                widths = (self.dtype.itemsize, 4, 4)
-                for path, count, width in zip(self.key_files(key), place, widths, strict=True):
-                    if path.stat().st_size < count * width:
+            for key, (place, sums) in enumerate(zip(state.places, state.sums, strict=True)):
+                dtypes = self.dtype, _SIZES, _SIZES
+                for file in zip(self.key_files(key), dtypes, place, sums, strict=True):
+                    if not _holds(*file):
                         return None
             if (self.directory / "bad").stat().st_size < state.reported:
                 return None
@@ -280,10 +296,25 @@ def is_unfinished(folder: str) -> bool:
 _OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx|idx\.old)")
 
 
-def _map_int32(path: Path, count: int) -> np.ndarray:
+_SIZES = np.dtype("<i4")
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not count:
-        return np.zeros(0, dtype=np.int32)
-    return np.memmap(path, dtype="<i4", mode="r", shape=(count,))
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r", shape=(count,))
+
+
+def _holds(path: Path, dtype: np.dtype, count: int, total: int) -> bool:
+    """Whether a file begins with so many numbers, of this sum."""
+    if path.stat().st_size < count * dtype.itemsize:
+        return False
+    return sum_of(_map(path, dtype, count)) == total
+
+
+def sum_of(numbers: npt.NDArray) -> int:
+    """The sum of a file's numbers, or of those of a part of it."""
+    return int(numbers.sum(dtype=np.int64))
 
 
 def _write_synced(path: Path, value: Any) -> None:
@@ -306,5 +337,6 @@ def _from_json(fields: dict[str, Any]) -> State:
     """Raises KeyError, TypeError, ValueError or AttributeError for what is no state."""
     if fields.pop("crc32") != zlib.crc32(json.dumps(fields).encode()):
         raise ValueError("it is not what was written")
-    fields["places"] = tuple(Place(*place) for place in fields["places"])
+    for name in ("places", "sums"):
+        fields[name] = tuple(Place(*place) for place in fields[name])
     return State(**fields)

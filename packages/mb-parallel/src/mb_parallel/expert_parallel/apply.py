@@ -109,9 +109,10 @@ def parallelize_experts(
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
             layers or arguments that differ between the ranks of ep, another `sequence_parallel`
-            than that of `parallelize_tensors` or neither with tp > 1, a mesh of other sizes than in
-            an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`, or a
-            model that is wrapped by DDP or FSDP already.
+            than that of `parallelize_tensors` or neither with tp > 1, a capacity with cp > 1 and
+            tp > 1 but no sequence parallelism, a mesh of other sizes than in an earlier call, a
+            layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
+            by DDP or FSDP already.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -133,7 +134,7 @@ def parallelize_experts(
             )  # fmt: skip
             check_same(alike, "what parallelize_experts is given", group=ep.get_group())
         for name, layer in layers.items():
-            _refuse(name, layer, in_parts[name], dispatcher)
+            _refuse(name, layer, mesh, in_parts[name], dispatcher)
         if ep is not None:
             _refuse_held(model, layers, ep)
     meshes = experts_meshes(mesh, {layer.config.num_experts for layer in layers.values()})
@@ -227,7 +228,9 @@ def _in_parts(name: str, layer: MoELayer, mesh: ParallelMesh, given: bool | None
     return noted
 
 
-def _refuse(name: str, layer: MoELayer, in_parts: bool, dispatcher: str) -> None:
+def _refuse(
+    name: str, layer: MoELayer, mesh: ParallelMesh, in_parts: bool, dispatcher: str
+) -> None:
     if is_surrounded(layer):
         local = isinstance(layer.dispatcher, LocalDispatcher)
         got = "an earlier call's" if local else type(layer.dispatcher).__name__
@@ -241,11 +244,14 @@ def _refuse(name: str, layer: MoELayer, in_parts: bool, dispatcher: str) -> None
             "token. Take another dispatcher, or MoE."
         )
     check_sequence_parallel(layer, in_parts)
-    if in_parts and layer.config.balance_over == "sequence":
+    factors = (layer.config.capacity_factor, layer.config.eval_capacity_factor)
+    limited = dispatcher != "fixed" and any(factor is not None for factor in factors)
+    if limited and mesh.cp_size > 1 and mesh.tp_size > 1 and not in_parts:
+        # Shares of parts are in no order of a batch of several sequences.
         raise ValueError(
-            f"Expected whole sequences for balance_over='sequence' in {name}, got sequence "
-            "parallelism, where a rank sees a part of each. Balance over micro_batch or "
-            "global_batch, or pass sequence_parallel=False."
+            f"Expected sequence_parallel=True for the capacity of {name} with cp = {mesh.cp_size} "
+            f"and tp = {mesh.tp_size}, got False. Spread the sequences over tp as well, or use "
+            "dMoE."
         )
 
 

@@ -37,7 +37,7 @@ class GlobalCapacity:
         place: the ranks that share the capacity.
         equal_tokens: all ranks always bring the same number of tokens and of sequences.
         split_over: number of neighbouring ranks that hold successive parts of the same sequences
-            (sequence parallelism); 1: a rank has whole sequences.
+            (context and sequence parallelism); 1: a rank has whole sequences.
 
     `sequences`, used with `split_over`, is the number of sequences in the next call of `dispatch`.
     """

@@ -43,8 +43,8 @@ def surround(
     if tp is not None:
         keep_sequence_parallel(layer, sequence_parallel)
     moves: TokenDispatcher = layer.dispatcher
-    split_over = 1 if tp is None or not sequence_parallel else tp.size()
-    shared = mesh.ep_size > 1 or tp is not None
+    split_over = mesh.dims.cp_tp if sequence_parallel else mesh.cp_size
+    shared = mesh.ep_size > 1 or mesh.dims.cp_tp > 1
     if isinstance(moves, LocalDispatcher) and shared:
         moves = LocalDispatcher(config.num_experts)  # the capacity is that of all ranks
 
@@ -73,9 +73,14 @@ def surround(
             layer.eval_dispatcher = around(moves, config.eval_capacity_factor)
     if split_over > 1:
         layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
-    axes = ["dp"] if config.balance_over == "global_batch" else []
+    # The loss of a micro-batch is the mean of its parts', each with the load of all. Over tp ranks
+    # it is taken here, over data-parallel ones by whoever adds up their losses.
+    axes = []
+    if config.balance_over == "global_batch":
+        axes = ["dp", "tp"] if sequence_parallel else ["dp"]
+    elif split_over > 1:
+        axes = ["cp_tp" if sequence_parallel else "cp"]
     if tp is not None and sequence_parallel:
-        axes.append("tp")
         layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
     if axes and layer.reduce_counts is None:
         layer.reduce_counts = _sum_counts(mesh, axes)
@@ -89,14 +94,17 @@ def is_surrounded(layer: MoELayer) -> bool:
 
 
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
-    """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
-    ep, tp = mesh.ep_size, mesh.tp_size
-    if ep % tp and tp % ep:
+    """The ranks whose tokens share the experts' capacity: those of an ep and of a cp x tp group."""
+    ep, same = mesh.ep_size, mesh.dims.cp_tp
+    if ep % same and same % ep:
+        product, sizes = "tp", f"tp = {mesh.tp_size}"
+        if mesh.cp_size > 1:
+            product, sizes = "cp * tp", f"cp * tp = {mesh.cp_size} * {mesh.tp_size}"
         raise ValueError(
-            "Expected one of ep and tp to divide the other for layers with a capacity, got "
-            f"ep = {ep} and tp = {tp}. Change one, or use dMoE."
+            f"Expected one of ep and {product} to divide the other for layers with a capacity, got "
+            f"ep = {ep} and {sizes}. Change one, or use dMoE."
         )
-    axis = mesh.axis("ep" if ep >= tp else "tp")
+    axis = mesh.axis("ep" if ep >= same else "cp_tp")
     assert axis is not None
     return axis.get_group()
 

@@ -1,4 +1,4 @@
-"""Six collectives in three pairs, each the other's backward, on plain tensors.
+"""Collectives in pairs, each the other's backward, on plain tensors; the last is its own.
 
     forward                       backward
     copy      nothing             sum over the ranks      into a region, where each rank
@@ -7,9 +7,11 @@
     scatter   sum, keep own slice concatenate             tokens are spread over the ranks
     split     keep own slice      concatenate             if all ranks hold the same tensor and
     join      concatenate         keep own slice          compute the same with it
+    exchange  to each its slice   to each its slice       from one way of spreading to another
 
-(Megatron-LM's regions, arXiv 1909.08053 and, with sequence parallelism, 2205.05198.) `dim` is the
-dimension that is spread. The number of ranks has to divide it.
+(Megatron-LM's regions, arXiv 1909.08053 and, with sequence parallelism, 2205.05198; the exchange is
+DeepSpeed-Ulysses', 2309.14509, see `mb_parallel.context_parallel`.) `dim` is the dimension that is
+spread. The number of ranks has to divide it.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ def split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """All ranks' slices in one, with which all ranks compute the same."""
     return _Pair.apply(x, group, dim, _concatenate, _slice)
+
+
+def exchange(x_P: Tensor, group: ProcessGroup) -> Tensor:
+    """Of x [ranks, ...] the r-th slice goes to rank r, from which the r-th of the result comes."""
+    return _Pair.apply(x_P, group, 0, _exchanged, _exchanged)
 
 
 def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -120,6 +127,13 @@ def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     mine = torch.empty_like(slices[0])
     _reduce_scatter(mine, slices.flatten(0, 1), group=group)
     return _new(mine)
+
+
+def _exchanged(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    # A gradient comes as it was left, and what is empty like it may have gaps in memory, too.
+    theirs = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dist.all_to_all_single(theirs, x.contiguous(), group=group)
+    return _new(theirs)
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

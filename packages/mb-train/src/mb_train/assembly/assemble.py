@@ -1,7 +1,7 @@
 """A model put together for a run: cut into stages, shared out over ranks, made ready to train.
 
-The order is that of the interfaces: stages, tensors, experts, recompute, compile, and outermost the
-sharding of data parallelism. A model's own text knows of none of it.
+The order is that of the interfaces: stages, tensors, experts, recompute, context, compile, and
+outermost the sharding of data parallelism. A model's own text knows of none of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mb_parallel import (
     of_all_ranks,
     parallelize_experts,
 )
+from mb_parallel.context_parallel import parallelize_context
 from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel import budgets_of, choose_dispatcher
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
@@ -33,6 +34,7 @@ from mb_train.assembly.layout import stage_layers
 from mb_train.config import TrainConfig, whole
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
+from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
@@ -208,6 +210,10 @@ def _spread(
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     _recompute(blocks, config)
+    if mesh.cp_size > 1:
+        assert isinstance(model, GPT)
+        parallelize_context(_cores(blocks), mesh)
+        model.parts = mesh.cp_size
     if config.compile and device.type == "cuda":
         compile_blocks(blocks, config, tp_size=mesh.tp_size)
     apply_data_parallel(
@@ -256,11 +262,14 @@ def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int
         block.compile()
 
 
+def _cores(blocks: list[Block]) -> list[nn.Module]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
+
+
 def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
-        cores = [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
-        apply_recompute(cores, "full")
+        apply_recompute(_cores(blocks), "full")
     elif config.recompute_granularity == "full":
         first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
         apply_recompute(blocks[:first], "full")

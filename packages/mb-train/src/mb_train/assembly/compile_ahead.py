@@ -30,7 +30,7 @@ def compile_experts(
     experts = expert_config(config)
     if experts is None or device.type != "cuda":
         return None
-    tokens = whole(config.micro_batch_size) * whole(config.seq_length)
+    tokens = whole(config.micro_batch_size) * whole(config.seq_length) // mesh.cp_size
     return mb_layers.warm_up(
         experts, tokens=tokens, dtype=compute_dtype, ranks=mesh.ep_size, device=device
     )

@@ -62,6 +62,7 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
             f"{config.zero_stage}, whose passes gather weights",
         ),
         (dims.tp * dims.pp > 1, "no tensor or pipeline parallelism", f"{dims.tp} x {dims.pp}"),
+        (dims.cp > 1, "no context parallelism", f"{dims.cp}, whose exchange is not captured"),
         (
             dims.ep > 1 and config.moe_capacity_factor > 0 and by_weight,
             "--moe-drop-policy position over several ranks",

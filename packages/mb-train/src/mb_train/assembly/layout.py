@@ -10,6 +10,7 @@ from mb_train.config.field import in_flags
 
 # The field behind each size that mb_parallel names.
 FIELDS = {
+    "cp": "context_parallel_size",
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",

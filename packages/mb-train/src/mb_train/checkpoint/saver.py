@@ -17,6 +17,7 @@ import contextlib
 import math
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -144,16 +145,16 @@ class Saver:
             if self._thread is not None:
                 snapshot.update(self.snapshots.take(tensors))
 
-        problem = _attempt(prepare)
-        if any_rank(problem is not None):
-            return self._failed(iteration, problem or "another rank failed")
-        if self._thread is None:
-            try:
+        try:
+            problem = _attempt(prepare)
+            if any_rank(problem is not None):
+                return self._failed(iteration, problem or "another rank failed")
+            if self._thread is None:
                 problem = _attempt(lambda: self._write(run, tensors, {}))
-            except KeyboardInterrupt:
-                self._discard(iteration)
-                raise
-            return self._finish(iteration, problem)
+                return self._finish(iteration, problem)
+        except BaseException:  # a Ctrl-C, the loss of another rank: it ends the run
+            self._discard(iteration)
+            raise
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._pending = iteration, self._thread.submit(self._write, run, tensors, snapshot, copied)
         return True
@@ -221,16 +222,31 @@ class Saver:
 
         from mb_train.checkpoint.writer import Planner, Writer
 
-        if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
-        with quiet():
-            dcp.save(
-                dict(tensors),
-                storage_writer=Writer(self._draft(run.iteration), run),
-                planner=Planner(snapshot),
-                process_group=self._group,
-                no_dist=world_size() == 1,
-            )
+        try:
+            if copied is not None:
+                torch.cuda.current_stream().wait_event(copied)
+            with quiet():
+                dcp.save(
+                    dict(tensors),
+                    storage_writer=Writer(self._draft(run.iteration), run),
+                    planner=Planner(snapshot),
+                    process_group=self._group,
+                    no_dist=world_size() == 1,
+                )
+        except Exception as error:  # of this rank alone: what torch tells all is none
+            self._hang_up(error)
+            raise
+
+    def _hang_up(self, error: Exception) -> None:
+        """Have the other writing threads learn that this one has failed.
+
+        They wait for it, and their ranks for them, before these close the connections by which the
+        training would learn. This group's close when nothing holds it, frames of `error` neither.
+        """
+        if self._group is not None:
+            traceback.clear_frames(error.__traceback__)
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _finish(self, iteration: int, problem: str | None) -> bool:
         """Say what became of a checkpoint, equal on all ranks."""

@@ -90,7 +90,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     }  # fmt: skip
     config = resolve(command, base)
     dims = parallel_dims(config, int(os.environ.get("WORLD_SIZE", "1")))
-    batch = config.batch_size(dims.dp)
+    batch = config.batch_size(dims.data)
     lengths = {
         "train_iters": math.ceil(epochs * examples / batch),
         "eval_interval": math.ceil(examples / batch),

@@ -17,6 +17,11 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several times for several texts"
     )
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="each prompt is what a user says, put into the model's chat template",
+    )  # fmt: skip
+    parser.add_argument("--system", help="what a system message says first, with --chat")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
     parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
@@ -26,7 +31,7 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
     options = parser.parse_args(arguments)
-    from mb_train.inference.generate import Generator, Sampling
+    from mb_train.inference.generate import Generator, Prompt, Sampling
 
     sampling = Sampling(
         temperature=options.temperature,
@@ -34,21 +39,30 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
+    if options.system is not None and not options.chat:
+        raise ValueError("Expected --chat with --system, got none.")
+    if options.chat and not options.prompt:
+        raise ValueError("Expected a --prompt with --chat, got none.")
     generator = Generator.of_run(Path(options.run), options.device)
-    prompts, limit = options.prompt or [""], options.max_new_tokens
+    said, limit = options.prompt or [""], options.max_new_tokens
+    prompts: list[Prompt] = [*said]
+    if options.chat:
+        first = [] if options.system is None else [{"role": "system", "content": options.system}]
+        prompts = [generator.asked([*first, {"role": "user", "content": text}]) for text in said]
+        said = [""] * len(prompts)  # answers are shown alone
     # A model may have learnt to write what a terminal obeys; a file gets what it wrote.
     shown = printable if sys.stdout.isatty() else str
     if len(prompts) > 1:
         found = generator.complete(prompts, sampling, max_new_tokens=limit)
-        for prompt, completion in zip(prompts, found, strict=True):
-            print(f"{shown(f'{prompt}{completion.text}')}\n")
+        for text, completion in zip(said, found, strict=True):
+            print(f"{shown(f'{text}{completion.text}')}\n")
         return 0
     steps = generator.stream(prompts, sampling, max_new_tokens=limit)
-    print(shown(prompts[0]), end="", flush=True)
-    said = 0
+    print(shown(said[0]), end="", flush=True)
+    written = 0
     for (completion,) in steps:
-        print(shown(completion.text[said:]), end="", flush=True)
-        said = len(completion.text)
+        print(shown(completion.text[written:]), end="", flush=True)
+        written = len(completion.text)
     print()
     return 0
 

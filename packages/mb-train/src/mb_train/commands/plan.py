@@ -26,7 +26,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     tell_notes(resolved.notes)
     import torch
 
-    from mb_train.data.tokenizers import vocabulary_of
+    from mb_train.data.vocabulary import vocabulary_of
     from mb_train.plan.sizing import describe, sizes
 
     there = torch.cuda.device_count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,10 @@ class DataFields:
     document_packing: str = flag(
         "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits (ours)",
         "end_to_end", choices=("end_to_end", "best_fit"), on_load="fixed",
+    )  # fmt: skip
+    sft: bool = flag(
+        "learn the answers of conversations that mb-data chats wrote, each whole in a sample",
+        False, on_load="fixed", needs=("model", "gpt"),
     )  # fmt: skip
     fim_data: bool = flag(
         "rearrange documents so that their middle comes last", False, on_load="said"
@@ -232,7 +237,9 @@ class DataFields:
         return {} if self.data_path is None else {"": self.data_path}
 
     def check_data(self) -> None:
-        """Raise ValueError for files that exclude each other."""
+        """Raise ValueError for files that exclude each other, or are not what is read."""
+        if self.sft:
+            self._check_conversations()
         given = [name for name in WAYS if getattr(self, name)]
         parts = [name for name in given if name not in _AS_ONE]
         if len(given) > max(len(parts), 1):
@@ -254,6 +261,19 @@ class DataFields:
                 f"Expected --tokenizer or Megatron's tokenizer flags, got {self.tokenizer!r} and "
                 f"{files!r}."
             )
+
+    def _check_conversations(self) -> None:
+        for words, given in {"--fim-data": self.fim_data, "--mock-data": self.mock_data}.items():
+            if given:
+                raise ValueError(f"Expected conversations with --sft, got {words}. Leave one out.")
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            for path in getattr(self, name) or ():
+                if path.endswith((".jsonl", ".json", ".parquet")):
+                    raise ValueError(
+                        f"Expected {flag_name(name)} to be what mb-data chats wrote, with --sft, "
+                        f"got {path}. Run mb-data chats --input {shlex.quote(path)} --tokenizer "
+                        "FOLDER --output-prefix NAME first, and give NAME_messages_document."
+                    )
 
     def check_blends(self) -> None:
         """Raise ValueError where token files are not prefixes, or weights and prefixes by turns."""

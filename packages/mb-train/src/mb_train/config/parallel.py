@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, whole
+from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, flag_name, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,10 @@ class ParallelFields:
     sequence_parallel: bool = flag(
         "those ranks share the sequence between the matrices as well", False,
         needs=("tensor_model_parallel_size", ABOVE_1),
+    )  # fmt: skip
+    context_parallel_size: int = flag(
+        "ranks that share each sequence, a successive part each, for --model gpt", 1,
+        bounds=POSITIVE,
     )  # fmt: skip
     pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
@@ -40,7 +45,7 @@ class ParallelFields:
         instead_of=("moe_expert_model_parallelism",),
     )
     moe_expert_model_parallelism: bool = flag(
-        "all data-parallel ranks share the experts of a layer", False,
+        "all data- and context-parallel ranks share the experts of a layer", False,
         also=("--expert-model-parallelism",), instead_of=("expert_model_parallel_size",),
     )  # fmt: skip
     moe_dispatcher: str = flag(
@@ -99,24 +104,26 @@ class ParallelFields:
         return self.num_layers_per_virtual_pipeline_stage or None
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that train on different sequences.
+        """Ranks that train on different sequences; of those that share them, one counts.
 
         Raises:
-            ValueError: tensor x pipeline parallel sizes do not divide the world.
+            ValueError: tensor x pipeline x context parallel sizes do not divide the world.
         """
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        if world_size % (tensor * pipeline):
+        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+        names += ["context_parallel_size"] if self.context_parallel_size > 1 else []
+        sizes = [getattr(self, name) for name in names]
+        together = math.prod(sizes)
+        if world_size % together:
             raise ValueError(
-                "Expected --tensor-model-parallel-size x --pipeline-model-parallel-size = "
-                f"{tensor} x {pipeline} to divide the {world_size} ranks. Start a multiple of "
-                f"{tensor * pipeline}, or lower one."
+                f"Expected {' x '.join(map(flag_name, names))} = {' x '.join(map(str, sizes))} to "
+                f"divide the {world_size} ranks. Start a multiple of {together}, or lower one."
             )
-        return world_size // (tensor * pipeline)
+        return world_size // together
 
     def expert_parallel_size(self, world_size: int) -> int:
         """Ranks that share the experts of a layer, of `world_size` in all."""
         if self.moe_expert_model_parallelism:
-            return self.data_parallel_size(world_size)
+            return self.data_parallel_size(world_size) * self.context_parallel_size
         return self.expert_model_parallel_size
 
     def check_parallel(self, layers: int, flags: str) -> None:

@@ -8,6 +8,7 @@ are layers of the same fields: see `mb_train.flags.command_line`. Nothing here i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -100,6 +101,7 @@ class TrainConfig(
         self.check_logging()
         self._check_positions()
         self._check_decoder()
+        self._check_context()
         self._check_shared_sequences()
         self._check_samples()
         self._check_classifier()
@@ -234,17 +236,38 @@ class TrainConfig(
         if self.model == "t5" and self.decoder_seq_length is None:
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
 
+    def _check_context(self) -> None:
+        cp, tp = self.context_parallel_size, self.tensor_model_parallel_size
+        if cp > 1 and self.model != "gpt":
+            raise ValueError(
+                f"Expected --context-parallel-size 1 with --model {self.model}, whose sequences "
+                f"are short, and padded, got {cp}. Leave it out: the ranks then share the samples."
+            )
+        if cp > 1 and whole(self.num_attention_heads) % (cp * tp):
+            across = f" x --tensor-model-parallel-size {tp}" if tp > 1 else ""
+            raise ValueError(
+                "Expected --num-attention-heads to be a multiple of --context-parallel-size "
+                f"{cp}{across}, for each rank computes attention of whole heads, got "
+                f"{self.num_attention_heads}. Lower --context-parallel-size."
+            )
+
     def _check_shared_sequences(self) -> None:
-        ranks = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        sharing: dict[str, int] = {}
+        if self.context_parallel_size > 1:
+            sharing["--context-parallel-size"] = self.context_parallel_size
+        if self.sequence_parallel:
+            tensor = self.tensor_model_parallel_size
+            sharing["--tensor-model-parallel-size with --sequence-parallel"] = tensor
+        ranks = math.prod(sharing.values())
+        less = ", or leave --sequence-parallel out" if self.sequence_parallel else ""
         lengths = {"--seq-length": self.seq_length}
         if self.model == "t5":
             lengths["--decoder-seq-length"] = self.decoder_seq_length
         for words, length in lengths.items():
             if whole(length) % ranks:
                 raise ValueError(
-                    f"Expected {words} to be a multiple of --tensor-model-parallel-size with "
-                    f"--sequence-parallel, got {length} and {ranks}. Change one, or leave "
-                    "--sequence-parallel out."
+                    f"Expected {words} to be a multiple of {' x '.join(sharing)}, got {length} and "
+                    f"{ranks}. Change one{less}."
                 )
 
     def _check_samples(self) -> None:
@@ -252,6 +275,7 @@ class TrainConfig(
             "--fim-data": self.fim_data,
             "--document-packing best_fit": self.packs_whole,
             "--mock-data": self.mock_data,
+            "--sft": self.sft,
         }
         for words, given in of_a_gpt.items():
             if given and self.model != "gpt":

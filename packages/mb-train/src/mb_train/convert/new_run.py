@@ -15,7 +15,8 @@ from mb_train.checkpoint.read import Progress
 from mb_train.checkpoint.saver import Saver
 from mb_train.config import TrainConfig
 from mb_train.convert.vocabulary import rows_of
-from mb_train.data.tokenizers import keep_tokenizer, load_tokenizer
+from mb_train.data.tokenizer_files import keep_tokenizer
+from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import TOKENIZER, checkpoints
 from mb_train.models.unfilled import unfilled

@@ -65,9 +65,10 @@ def batches(
     apart: bool = False,
     stop: StopFlag,
 ) -> Generator[Batch]:
-    """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
+    """This rank's micro-batches from `consumed_samples` on, on the device.
 
-    Ranks that share a model (tensor and pipeline parallel) each read the same samples.
+    Ranks that share a model or sequences (tensor, pipeline and context parallel) each read the same
+    samples; of sequences that are shared the task gives this rank's part.
 
     Args:
         workers: threads that prepare batches ahead; 0: none.
@@ -84,8 +85,8 @@ def batches(
         len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=micro_batch_size,
-        rank=mesh.dp_rank,
-        world_size=mesh.dp_size,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
     )
     pin = device.type == "cuda"
 

@@ -61,6 +61,8 @@ def prepare_data(
         OSError: a file that cannot be read.
     """
     named = named_data(config)
+    if not named and config.sft:
+        raise ValueError("Expected --data-path, what mb-data chats wrote, with --sft, got none.")
     if not named:
         corpus = on_rank_zero_first(
             lambda: sample_corpus(

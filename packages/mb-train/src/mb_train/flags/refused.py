@@ -74,9 +74,11 @@ _REASONS: Mapping[str, str] = {
     "with more ranks than experts --expert-model-parallel-size cuts them": """
         --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,
-    "there is no context parallelism. Long sequences: --sequence-parallel, recompute": """
-        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank --ds-sequence-parallel-size
-        --force-ds-sequence-parallel
+    "all sequences are shared by as many ranks, see --context-parallel-size": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+    """,
+    "say --context-parallel-size, which exchanges heads as DeepSpeed-Ulysses does": """
+        --ds-sequence-parallel-size --force-ds-sequence-parallel
     """,
     "say --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "the optimizer stays on the GPUs: see --zero-stage": """
@@ -104,8 +106,8 @@ _REASONS: Mapping[str, str] = {
     """,
     "the convert command does that": "--ckpt-convert-*",
     "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
-    "there is no training on chats: --load RUN --finetune goes on with texts": """
-        --sft --sft-tokenizer-prompt-format --finetune-hf-dataset
+    "mb-data chats writes conversations with their model's own template, for --sft": """
+        --sft-tokenizer-prompt-format --finetune-hf-dataset
     """,
     "there is no reinforcement learning: a run learns from the texts of --data-path": """
         --perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-*
@@ -252,6 +254,7 @@ _REASONS: Mapping[str, str] = {
     "say --moe-top-k": "--num-experts-per-tok",
     "say --tensor-model-parallel-size": "--tp --tp-size",
     "say --pipeline-model-parallel-size": "--pp --pp-size",
+    "say --context-parallel-size": "--cp --cp-size",
     "say --expert-model-parallel-size": "--ep --ep-size",
     "data-parallel are the ranks that the other parallel sizes leave": "--dp --dp-size",
     "say --bf16 or --fp16": "--dtype --precision --mixed-precision",

@@ -236,7 +236,9 @@ _ANSWERS: Mapping[str, str] = {
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params
     """,
-    "there is no context parallelism": "--cp-comm-type=+ --hierarchical-context-parallel-sizes=+",
+    "context-parallel ranks exchange heads by all-to-all, and the results are those of any way": """
+        --cp-comm-type=+ --hierarchical-context-parallel-sizes=+
+    """,
     "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",
     "stages get equally many layers, the first ones more where they do not divide": """
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split

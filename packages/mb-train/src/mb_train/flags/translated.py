@@ -71,7 +71,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     # Here there is only this choice, which a script may name.
     "--outer-dp-sharding-strategy": {"no_shard": {}},
-    "--context-parallel-size": {"1": {}},
     "--expert-tensor-parallel-size": {"1": {}},
     "--encoder-tensor-model-parallel-size": {"0": {}},
     "--encoder-pipeline-model-parallel-size": {"0": {}},
@@ -87,7 +86,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 _INSTEAD: Mapping[str, str] = {
     "--moe-router-load-balancing-type": " There is no Sinkhorn in a run.",
-    "--context-parallel-size": " Long sequences: --sequence-parallel, recompute.",
     "--expert-tensor-parallel-size": " With more ranks than experts --expert-model-parallel-size "
     "cuts them.",
     "--cpu-offloading-num-layers": " Activations stay on the GPUs: see --recompute-granularity.",

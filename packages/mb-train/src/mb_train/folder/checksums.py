@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
@@ -91,8 +92,14 @@ def summed_file(path: Path) -> Generator[SummedFile]:
 
 def sum_of(path: Path) -> str:
     """SHA-256 of a file, 64 hexadecimal digits."""
-    with path.open("rb") as file:
+    with _naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _naming(path: Path) -> AbstractContextManager[None]:
+    from mb_data.system import naming  # here: NumPy comes with it, and help does not wait for that
+
+    return naming(path)
 
 
 def format_sums(sums: Mapping[str, str]) -> str:
@@ -107,7 +114,9 @@ def read_sums(path: Path) -> dict[str, str]:
         ValueError: not such a file.
     """
     sums = {}
-    for line in path.read_bytes().decode("utf-8", errors="replace").splitlines():
+    with _naming(path):
+        content = path.read_bytes()
+    for line in content.decode("utf-8", errors="replace").splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"{path} is damaged: {line[:80]!r} is no line of a SHA256SUMS file.")

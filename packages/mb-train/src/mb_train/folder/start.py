@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
@@ -28,6 +29,11 @@ class Start:
     def run(self) -> Path:
         """Folder of the run that it is a checkpoint of."""
         return self.checkpoint.parent
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What tells this checkpoint from others, also from one that had its place before."""
+        return {"checkpoint": str(self.checkpoint), "written": self.saved.written}
 
     def is_in(self, folder: Path) -> bool:
         """Whether the checkpoint is one of this run folder's."""

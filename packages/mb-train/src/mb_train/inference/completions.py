@@ -130,7 +130,7 @@ class Answer:
 
     def __init__(self, request: Request, name: str, tokenizer: Tokenizer) -> None:
         self._request, self._tokenizer = request, tokenizer
-        self._heading = {
+        self._heading: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mb_train.data.tokenizers import beginning, further_ends, preceding
+from mb_train.data.tokenizers import beginning, chat_tokenizer, further_ends, preceding
 from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 
 if TYPE_CHECKING:
-    from mb_data import Tokenizer
+    from mb_data import ChatTokenizer, Tokenizer
 
 # A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
@@ -238,7 +239,8 @@ class Generator:
     def __init__(self, trained: Trained) -> None:
         self.model = trained.model
         self.tokenizer = trained.tokenizer
-        further = further_ends(trained.config, trained.checkpoint.parent)
+        self._config, self._run = trained.config, trained.checkpoint.parent
+        further = further_ends(self._config, self._run)
         self.ends = frozenset((self.tokenizer.eod, *further))
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
@@ -249,6 +251,22 @@ class Generator:
     def of_run(cls, run: Path, device: str) -> Generator:
         """From a run folder or an iteration folder; as `load_trained`."""
         return cls(load_trained(run, device))
+
+    def asked(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
+        """The tokens that an answer to messages stands behind; from now on its end ends a text.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or that refuses these messages.
+        """
+        end = self._chats.end()
+        if end is not None:
+            self.ends |= {end}
+        return self._chats.prompt(messages, tools)
+
+    @cached_property
+    def _chats(self) -> ChatTokenizer:
+        """Loaded when it is first asked for: most models have none."""
+        return chat_tokenizer(self._config, self._run)
 
     def beginning(self, prompt: Prompt) -> list[int]:
         """What is before a text, as before every document; before tokens nothing is."""

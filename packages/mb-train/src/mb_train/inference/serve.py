@@ -4,7 +4,9 @@
         -d '{"prompt": "def f(", "max_tokens": 32, "temperature": 0.8}'
 
 POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, temperature, top_p,
-n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them; GET /v1/models
+n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them. POST
+/v1/chat/completions takes messages (and tools) instead of prompt, for a model whose tokenizer has a
+chat template, and no logprobs or echo; its answer may fill the context. GET /v1/models
 lists the model and GET /v1/models/NAME is its entry; GET /health answers. Prompt and max_tokens
 have to fit into the model's context together. What is wrong gets status 400, 404, 405 or 413
 (more than 32 MiB) and JSON that says what was expected. One request is computed at a time.
@@ -16,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,7 +30,7 @@ from starlette.routing import Route
 
 from mb_train.inference.completions import error
 from mb_train.inference.generate import Generator
-from mb_train.inference.service import Service
+from mb_train.inference.service import Asked, Service
 
 # Of a request: as many prompts as one may have, of 256 kB each. Without a bound a client could fill
 # the memory.
@@ -42,14 +45,23 @@ class _Endpoints:
         self._about = {"id": name, "object": "model", "created": 0, "owned_by": "mb-train"}
         self.routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
         ]
 
     async def _completions(self, http: Request) -> Response:
+        return await self._answer(http, self._service.understand)
+
+    async def _chat(self, http: Request) -> Response:
+        return await self._answer(http, self._service.understand_chat)
+
+    async def _answer(
+        self, http: Request, understand: Callable[[Any], Awaitable[Asked]]
+    ) -> Response:
         try:
-            asked = await self._service.understand(json.loads(await _body(http)))
+            asked = await understand(json.loads(await _body(http)))
         except _TooLargeError as wrong:
             return _refusal(wrong, 413)
         except (ValueError, RecursionError) as wrong:  # JSON may be nested too deeply

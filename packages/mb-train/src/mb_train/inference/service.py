@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mb_train.inference.chat import ChatAnswer, chat_request
 from mb_train.inference.completions import Answer, Request, Told, error, event
 from mb_train.inference.generate import Completion, Generator, Likelihood, Prompt
 
@@ -41,12 +42,20 @@ class Service:
         self._thread = ThreadPoolExecutor(1, "completions")
 
     async def understand(self, content: Any) -> Asked:
-        """A request out of its JSON.
+        """A request for a completion out of its JSON.
 
         Raises:
             ValueError: something that is wrong with it.
         """
-        request = Request.of_json(content)
+        return await self._understood(Request.of_json(content), Answer)
+
+    async def understand_chat(self, content: Any) -> Asked:
+        """The same of one for a chat completion, where the model has a chat template."""
+        generator = self._generator
+        request = await self._computed(chat_request, content, generator.asked, generator.context)
+        return await self._understood(request, ChatAnswer)
+
+    async def _understood(self, request: Request, kind: type[Answer]) -> Asked:
         # A text of many MB takes seconds, in which others must be heard.
         prompts = [
             await self._computed(self._generator.tokens_of, prompt) for prompt in request.prompts
@@ -60,7 +69,7 @@ class Service:
         async with self._one_at_a_time:
             pairs = zip(request.prompts, prompts, strict=True)
             echoes = [await self._echo(request, prompt, tokens) for prompt, tokens in pairs]
-        answer = Answer(request, self._name, self._generator.tokenizer)
+        answer = kind(request, self._name, self._generator.tokenizer)
         return Asked(request, prompts, request.copies(echoes), answer)
 
     async def whole(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:

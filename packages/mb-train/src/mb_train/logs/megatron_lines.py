@@ -13,10 +13,14 @@ from dataclasses import asdict
 from mb_train.config import TrainConfig
 
 
-def world_line(ranks: int, *, data: int, tensor: int, pipeline: int) -> str:
-    """How many ranks there are, and how they are divided."""
+def world_line(ranks: int, *, data: int, tensor: int, pipeline: int, context: int = 1) -> str:
+    """How many ranks there are, and how they are divided.
+
+    Of context parallelism, which Megatron-LM did not have, only where there is some.
+    """
+    shared = f"context-parallel-size: {context}, " if context > 1 else ""
     return (
-        f"using world size: {ranks}, data-parallel-size: {data}, "
+        f"using world size: {ranks}, data-parallel-size: {data}, {shared}"
         f"tensor-model-parallel size: {tensor}, pipeline-model-parallel size: {pipeline} "
     )
 

@@ -1,4 +1,4 @@
-"""This process on its host: whether it speaks, how it waits, keeps memory and collects garbage.
+"""This process on its host: its name, how it waits, keeps memory and collects garbage.
 
 No torch: some of it has to be set before that is imported.
 """
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import socket
 import sys
 from collections.abc import Generator
 
@@ -17,10 +18,21 @@ from collections.abc import Generator
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 
 
+def _rank() -> str | None:
+    """This process's among those that torchrun made; None alone, whatever RANK is left over."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return None if alone else os.environ.get("RANK", "0")
+
+
 def leads() -> bool:
-    """Whether this process is the one that speaks: alone, or rank 0 of those that torchrun made."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # whatever RANK is left over
-    return alone or os.environ.get("RANK", "0") == "0"
+    """Whether this process is the one that speaks: alone, or rank 0."""
+    return _rank() in (None, "0")
+
+
+def called() -> str:
+    """What errors begin with: of one rank alone they may be."""
+    rank = _rank()
+    return "mb-train" if rank is None else f"mb-train, rank {rank} on {socket.gethostname()}"
 
 
 def prepare_host() -> None:

@@ -202,7 +202,7 @@ class Attention(nn.Module):
         sinks_H = self.sinks
         if self.softmax == "off-by-one":
             sinks_H = q.new_zeros(q.shape[2], dtype=torch.float32)
-        return self.out(self.core(q, k, v, context, sinks_H).flatten(2))
+        return self.out(self.core(q, k, v, context, sinks_H=sinks_H).flatten(2))
 
     def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
         """q_BQHC, k_BSGC, v_BSGC."""

@@ -46,6 +46,8 @@ class GPT(nn.Module):
         embedding: None on a stage that neither begins the model nor ends it with a tied head.
         stack: the blocks and the final norm.
         head: on the last stage, if it is not tied to the embedding.
+        parts: how many parts sequences are in. With several the model is given one of them, and
+            its attention cores bring them together (`mb_parallel.context_parallel`).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GPT(nn.Module):
         self.config, self.compute_dtype = config, compute_dtype
         self.cross_entropy = linear_cross_entropy
         self.first = self.last = True
+        self.parts = 1
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = own_head(config)
@@ -94,12 +97,15 @@ class GPT(nn.Module):
             x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
             labels_BS: int64 in [0, V).
             weights_BS: fp32 weight of each label's loss in the sum; None is 1 / (B S), the mean.
-            positions_BS: of each token; None counts from 0 in every sequence.
-            segments_BS: integer document of each token, for attention within documents alone.
-            ends_BN: the same in another form, the place behind each document, ascending to S; the
-                GPU's kernel takes no other (`models.segments`).
+            positions_BS: of each token; None counts from 0 in every sequence. Of a part they have
+                to be given.
+            segments_BS: integer document of each token, for attention within documents alone; of
+                the whole sequences, where x is a part of them.
+            ends_BN: the same in another form, the place behind each document, ascending to the end
+                of the whole sequence; the GPU's kernel takes no other (`models.segments`).
         """
         if positions_BS is None:
+            assert self.parts == 1
             positions_BS = running_positions(labels_BS)
         x_BSD, reports = self._hidden(x, positions_BS, segments_BS, ends_BN)
         if not self.last:
@@ -160,19 +166,18 @@ class GPT(nn.Module):
     def _within(
         self, B: int, positions_BS: Tensor, segments_BS: Tensor | None, ends_BN: Tensor | None
     ) -> dict[str, Any]:
-        """What the tokens of B sequences see, as a `BlockContext` has it."""
+        """What the tokens of B whole sequences see, as a `BlockContext` has it."""
         config, dtype, device = self.config, self.compute_dtype, positions_BS.device
-        S, whole = positions_BS.shape[1], config.plain_attention
-        flash = flash_takes(config, dtype, device, training=self.training)
-        if ends_BN is None and segments_BS is None and flash and not whole:
-            ends_BN = torch.full((B, 1), S, device=device)
         within: dict[str, Any] = {"causal": True}
-        if ends_BN is not None:
+        S, whole = positions_BS.shape[1] * self.parts, config.plain_attention
+        if segments_BS is not None and ends_BN is None:
+            within["mask"] = segment_mask(segments_BS, causal=True)
+        elif ends_BN is not None or not whole:
+            flash = flash_takes(config, dtype, device, training=self.training)
+            ends_BN = torch.full((B, 1), S, device=device) if ends_BN is None else ends_BN
             segments = Segments(ends_BN, S)
             within = within_segments(segments, causal=True, flash=flash, whole=whole)
-        elif segments_BS is not None:
-            within["mask"] = segment_mask(segments_BS, causal=True)
-        if "bounds" in within:
+        if whole or "bounds" in within:
             return within
         places_1S = torch.arange(S, device=device)[None]
         return within | seen(config, within.get("mask"), places_1S, dtype)

@@ -6,6 +6,7 @@ Padding counts like any token: a batch may have none of it.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
@@ -47,7 +48,7 @@ def activations_bytes(
     # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
     in_flight = dims.pp
     # fp32 embeddings; hidden states and their gradient at the head.
-    ends = 4 * samples * work.tokens * hidden * 2
+    ends = 4 * samples * work.tokens / dims.cp * hidden * 2
     return width * samples * kept * in_flight + ends
 
 
@@ -79,13 +80,15 @@ def kept_by_layer(
     found = []
     for each in work.passes:
         around, inside, dense, experts = _of_token(each, width, rows)
+        inside += _exchanged(each, dims)
         if pairs:
             inside += _pairs(each)
         experts += each.blocks.hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
             token = around / split + inside / dims.tp + ffn
-            found.append(Kept(each.tokens * token, each.tokens * each.blocks.hidden_size / split))
+            tokens = each.tokens / dims.cp
+            found.append(Kept(tokens * token, tokens * each.blocks.hidden_size / split))
     return found[: -(-len(found) // dims.pp)]
 
 
@@ -135,6 +138,21 @@ def _in_attention(each: Pass) -> tuple[float, float]:
     return 0.0, inside
 
 
+def _exchanged(each: Pass, dims: ParallelDims) -> float:
+    """Numbers of a token that context parallelism adds in an attention, of all its heads.
+
+    What attention returns is kept as it was before its way back, too; keys and values are repeated
+    where their heads are too few for the ranks.
+    """
+    if dims.cp == 1:
+        return 0.0
+    config = each.blocks
+    groups = max(config.num_kv_heads // dims.tp, 1)
+    more = math.lcm(groups, dims.cp) // groups - 1
+    keys = config.num_kv_heads * (config.head_size + config.value_size)
+    return config.num_heads * config.value_size + more * keys
+
+
 def _pairs(each: Pass) -> int:
     """Numbers of a token for the tokens that it sees: scores; with dropout a mask, and both."""
     dropped = 3 if each.blocks.attention_dropout else 0
@@ -170,7 +188,9 @@ def loss_bytes(work: Workload, config: TrainConfig, dims: ParallelDims, width: i
     needed = [0.0]
     for head in work.heads:
         rows = min(
-            whole(config.micro_batch_size) * head.places, _LOGIT_ROWS, _LOGITS // head.outputs
+            whole(config.micro_batch_size) * head.places // dims.cp,
+            _LOGIT_ROWS,
+            _LOGITS // head.outputs,
         )
         share = head.outputs / dims.tp
         needed.append(rows * share * width + 4 * share * work.passes[0].blocks.hidden_size)

@@ -98,8 +98,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     on_gpu = device != "CPU"
     width = compute_dtype(config, "cuda" if on_gpu else "cpu").itemsize
     narrow = width if width < 4 else 0
-    batch = config.batch_size(dims.dp)
-    micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
+    batch = config.batch_size(dims.data)
+    micro_batches = batch // (whole(config.micro_batch_size) * dims.data)
     whole_experts = ranks == 1 or config.zero_stage == 0
     copied = narrow > 0 and whole_experts
     parts = _parts([model], config, dims, stages=dims.pp, copied=copied)
@@ -259,7 +259,7 @@ def _demand(
     again = 1 + sum(recomputes(config, len(layers))) / len(layers) / 3
     blocks, attention, heads = flops(work)
     logits = sum(head.places * head.outputs for head in work.heads)
-    ranks = dims.tp * dims.pp
+    ranks = dims.cp_tp * dims.pp
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
     step = [

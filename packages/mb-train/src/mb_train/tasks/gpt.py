@@ -9,6 +9,7 @@ from typing import Any, cast
 import mb_data
 import numpy as np
 import torch
+from mb_parallel import ParallelMesh
 from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
@@ -27,6 +28,7 @@ class GPTTask:
         vocab_size: padded.
         eod: the end-of-document token.
         rearranged: what makes a dataset of rearranged documents of one, if they are to be.
+        mesh: of ranks that may hold parts of sequences; None: this one has them whole.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -42,6 +44,7 @@ class GPTTask:
         vocab_size: int,
         eod: int,
         rearranged: Callable[[Dataset], Dataset] | None = None,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
         self._length = whole(config.seq_length)
@@ -50,6 +53,7 @@ class GPTTask:
             (Pass(self.model_config, self._length),), (Head(self._length, vocab_size),)
         )
         self._config, self._eod, self._rearranged = config, eod, rearranged
+        self._part, self._parts = (0, 1) if mesh is None else (mesh.cp_rank, mesh.cp_size)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
@@ -85,6 +89,15 @@ class GPTTask:
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """tokens_BS and labels_BS, one place apart, weights_BS, and what documents change.
 
+        Under context parallelism what is of tokens is of this rank's part of every sequence, with
+        their positions in the whole; documents, of which attention asks, are the whole sequences'.
+        """
+        batch = self._whole(samples)
+        return batch if self._parts == 1 else batch | self._cut(batch)
+
+    def _whole(self, samples: list[Any]) -> dict[str, np.ndarray]:
+        """A batch of whole sequences.
+
         The end of a document belongs to the document it ends, as in Megatron-LM: positions and
         attention begin anew behind it, and `--eod-mask-loss` leaves out what follows it. So does
         best-fit packing, where nothing follows: ends of documents fill a sample up.
@@ -98,13 +111,24 @@ class GPTTask:
             weights_BS[ends_BS] = 0
         batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
         if config.reset_attention_mask:
-            if config.pipeline_model_parallel_size > 1:  # which sends arrays of one size
-                batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
-            else:
-                batch["ends_BN"] = ends_of(ends_BS)
+            batch |= self._apart(ends_BS)
         if config.reset_position_ids:
-            batch["positions_BS"] = mb_data.document_layout(tokens_BS, self._eod).position_ids
+            batch["positions_BS"] = positions_of(ends_BS)
         return batch
+
+    def _cut(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Those of its arrays that are of tokens, cut to this rank's part of the sequences."""
+        length = self._length // self._parts
+        start = self._part * length
+        by_token = {name: batch[name] for name in ("tokens_BS", "labels_BS", "weights_BS")}
+        by_token["positions_BS"] = batch.get("positions_BS", np.arange(self._length)[None])
+        return {name: array[:, start : start + length] for name, array in by_token.items()}
+
+    def _apart(self, ends_BS: np.ndarray) -> dict[str, np.ndarray]:
+        """What keeps documents apart that end at these places."""
+        if self._config.pipeline_model_parallel_size > 1:  # which sends arrays of one size
+            return {"segments_BS": np.cumsum(ends_BS, axis=1) - ends_BS}
+        return {"ends_BN": ends_of(ends_BS)}
 
     def evaluate_more(self, model: GPT, dataset: Dataset, count: int) -> dict[str, float]:
         """Nothing: the loss says it all."""
@@ -123,6 +147,14 @@ def ends_of(ends_BS: np.ndarray) -> np.ndarray:
         behind = np.flatnonzero(ends_S[:-1]) + 1
         row[: len(behind)] = behind
     return places_BN
+
+
+def positions_of(ends_BS: np.ndarray) -> np.ndarray:
+    """Each token's place in its document, int64 [B, S]."""
+    places_S = np.arange(ends_BS.shape[1])
+    starts_BS = np.zeros(ends_BS.shape, np.int64)
+    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], places_S[1:], 0)
+    return places_S - np.maximum.accumulate(starts_BS, axis=1)
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

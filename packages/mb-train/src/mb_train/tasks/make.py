@@ -16,6 +16,7 @@ from mb_train.tasks.base import Task
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.classify import ClassifyTask
 from mb_train.tasks.collate import LEAST_STEP
+from mb_train.tasks.conversations import ConversationTask
 from mb_train.tasks.gpt import GPTTask, fill_in_the_middle
 from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.t5 import T5Task
@@ -42,8 +43,10 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
                 f"{tokenizer.name}, which has none. Give the one that the data was made with, or "
                 "name the --eod-token that it was made with, or take another --model."
             ) from None
+        if config.sft:
+            return ConversationTask(config, vocab_size=vocab_size, eod=eod, mesh=mesh)
         fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
-        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim)
+        return GPTTask(config, vocab_size=vocab_size, eod=eod, rearranged=fim, mesh=mesh)
     kinds: dict[str, Callable[..., Task]] = {
         "bert": BertTask, "t5": T5Task, "classifier": ClassifyTask,
         "ict": partial(ICTTask, mesh=mesh),

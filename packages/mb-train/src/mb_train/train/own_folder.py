@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from mb_parallel import of_all_ranks
+
 from mb_train.config import TrainConfig
 from mb_train.config.toml_file import to_toml
-from mb_train.data.tokenizers import copies_for, keep_tokenizer
+from mb_train.data.tokenizer_files import copies_for, keep_tokenizer
 from mb_train.folder import history, run_folder
-from mb_train.folder.lock import locked
+from mb_train.folder.lock import HOLDER_FILE, locked
 from mb_train.folder.start import Start
 from mb_train.folder.whole_files import write_text
 from mb_train.machine.rank_zero import on_rank_zero
@@ -42,6 +44,34 @@ def only_writer(save: str | None) -> Generator[list[str]]:
                 raise OSError(f"Cannot write into --save {save}: {why}.") from None
 
         yield on_rank_zero(hold) or []
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError on all ranks unless a run folder is one and the same for all of them.
+
+    Each would write its part of a checkpoint into its own.
+
+    Args:
+        folder: held by `only_writer`.
+    """
+    notes = of_all_ranks(_note_in(folder))
+    apart = [rank for rank, note in enumerate(notes) if note != notes[0]]
+    if apart:
+        raise ValueError(
+            f"Expected --save {folder} to be one folder for all ranks, got another one on rank "
+            f"{apart[0]} than on rank 0. Give one that all nodes mount, by its whole path."
+        )
+
+
+def _note_in(folder: Path) -> str | None:
+    """The note of who holds the folder that this rank knows by this name; None without one."""
+    with contextlib.suppress(OSError):
+        # Where a network file system remembers from a moment ago that it was not there, this asks.
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / HOLDER_FILE).exists():
+            return (folder / HOLDER_FILE).read_text()
+        folder.rmdir()  # it was made by this, or is empty
+    return None
 
 
 def take_over(

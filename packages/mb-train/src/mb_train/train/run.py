@@ -33,7 +33,7 @@ from mb_train.data.batches import batches
 from mb_train.data.datasets import Data, prepare_data
 from mb_train.data.named import check_files
 from mb_train.data.same import check_same_data
-from mb_train.data.tokenizers import vocabulary_of
+from mb_train.data.vocabulary import vocabulary_of
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.folder.start import Start
 from mb_train.logs.boards import check_boards, open_boards
@@ -49,12 +49,13 @@ from mb_train.logs.megatron_lines import (
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype, device_name
+from mb_train.machine.rank_zero import on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
 from mb_train.plan.sizing import memory_warning
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import Batch, Dataset, Task, make_task
-from mb_train.train.own_folder import take_over
+from mb_train.train.own_folder import check_shared, take_over
 from mb_train.train.profiling import check_profiled
 
 
@@ -78,11 +79,16 @@ class Run:
         self.device = device
         self.directory = os.getcwd()  # where relative paths of the configuration begin
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
+        check_same(None if start is None else start.told, "the checkpoint to go on from")
         config = self.config
         self._place(start)
         self.compute_dtype = compute_dtype(config, device.type)
         dims = self.mesh.dims
-        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
+        self.say(
+            world_line(
+                world_size(), data=dims.data, context=dims.cp, tensor=dims.tp, pipeline=dims.pp
+            )
+        )
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         tokenizer = self._choose_task(start)
@@ -94,7 +100,7 @@ class Run:
         self.log = RunLog(None)
         self.saver: Saver | None = None
         try:
-            self._open_log(start)  # now that nothing is wrong
+            on_rank_zero(lambda: self._open_log(start))  # now that nothing is wrong
             self.saver = self._open_saver()
             self._tell(start, compiling)
         except BaseException:
@@ -139,6 +145,7 @@ class Run:
         self.identity = config.model_identity(
             vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
         )
+        check_same(self.identity, "the model")
         if start is not None:
             start.saved.check_model(self.identity)
         self.task: Task = make_task(config, tokenizer, vocab_size=self.vocab_size, mesh=self.mesh)
@@ -221,6 +228,7 @@ class Run:
             self.config, self.task, batch_size, samples, folder, self.say,
             tokenizer=tokenizer, vocab_size=self.vocab_size,
         )  # fmt: skip
+        check_same(data.identity, "the data")
         if start is None or self.config.finetune:
             return data
         check_same_data(start.saved.data, data.identity, self.say)
@@ -228,8 +236,6 @@ class Run:
 
     def _open_log(self, start: Start | None) -> None:
         """The log of rank 0, in a folder that is this run's from here on."""
-        if rank() != 0:
-            return
         boards = open_boards(self.config, self.say)
         self.log = RunLog(None, boards)  # which closes them, come what may
         if self.folder is None:
@@ -300,10 +306,12 @@ def _laid_out(
     if world_size() > 1:
         check_same(versions(), "the program")
     check_same(config, "the configuration")  # before groups: other sizes would make others
+    if config.save and config.save_interval != 0:
+        check_shared(Path(config.save))
     mesh = layout.parallel_dims(config, world_size()).build(device.type)
-    batch_size = config.batch_size(mesh.dp_size)
+    batch_size = config.batch_size(mesh.data_size)
     # What the ranks of this start decided stays the run's own, on however many it goes on.
     config = dataclasses.replace(config, global_batch_size=batch_size)
-    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.dp_size)
+    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.data_size)
     layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
     return config, mesh, sizes

@@ -42,7 +42,8 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
 
     def before(index: int) -> None:
         # Dropout, jitter and noise follow from (seed, step, place of the micro-batch in the global
-        # batch): no generator's state has to be saved, and any number of ranks draws the same.
+        # batch): no generator's state has to be saved, and any number of ranks draws the same. (A
+        # part of a sequence has a place of its own.)
         place = index * mesh.dp_size + mesh.dp_rank
         seed_micro_batch(config.seed, step=iteration, place=place)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")

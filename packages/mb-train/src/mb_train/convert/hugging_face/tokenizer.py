@@ -11,7 +11,7 @@ import mb_data
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import read_object
-from mb_train.data.tokenizers import TOKENIZER_FILES, tokenizer_files
+from mb_train.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from mb_train.folder.whole_files import write_text
 
 _CASED = "BertWordPieceCase"

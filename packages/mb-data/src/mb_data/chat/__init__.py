@@ -1,0 +1,1 @@
+"""Conversations: a model's own template around their turns, and which tokens are learned."""

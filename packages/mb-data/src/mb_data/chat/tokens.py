@@ -1,0 +1,137 @@
+"""A conversation's tokens, and which of them are learned.
+
+Whole texts are encoded by the tokenizers library, special tokens and all, as transformers does it:
+where a template's words meet a message's, one token may hold of both. A message that names a
+special token itself is refused: it would be that token, and could end a turn that has not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.chat.conversation import ASSISTANT, Conversation, Written, texts_in, write
+from mb_data.chat.template import ChatTemplate, Message
+
+FILE = "tokenizer.json"
+
+
+class Encoded(NamedTuple):
+    """tokens [n], and whether each is learned [n]."""
+
+    tokens: npt.NDArray[np.int64]
+    learned: npt.NDArray[np.bool_]
+
+
+class ChatTokenizer:
+    """Template and tokenizer of a chat model's folder.
+
+    Args:
+        folder: with a tokenizer.json and a chat template; or the path of that tokenizer.json.
+        variables: of the template, as ``{"enable_thinking": False}``.
+
+    Raises:
+        ValueError: a file that is missing, or is not what it should be.
+        ModuleNotFoundError: Jinja2 or tokenizers is not installed.
+    """
+
+    def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None) -> None:
+        file = Path(folder)
+        if file.name != FILE:
+            file = file / FILE
+        if not file.is_file():
+            raise ValueError(
+                f"{folder}: expected a folder with {FILE} and a chat template, as that of a chat "
+                "model from Hugging Face"
+            )
+        self.template = ChatTemplate.from_folder(file.parent, variables)
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{file} needs the tokenizers library: pip install 'mb-data[chat]'",
+                name="tokenizers",
+            ) from error
+        try:
+            self._library = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"{file}: not a tokenizer.json: {error}") from error
+        self._library.no_truncation()
+        self._library.no_padding()
+        added = json.loads(self._library.to_str())["added_tokens"]
+        special = [token["content"] for token in added if token["special"]]
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """The tokens that an answer to these messages stands behind.
+
+        Raises:
+            ValueError: the template refuses them, or one holds a special token.
+        """
+        self._check(messages)
+        text = self.template.render(messages, tools=tools, add_generation_prompt=True)
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def end(self) -> int | None:
+        """The special token that an answer ends with; None if the template lets none end it."""
+        asked: list[Message] = [{"role": "user", "content": "a"}]
+        try:
+            texts = self.texts(Conversation([*asked, {"role": ASSISTANT, "content": "b"}]), "last")
+        except ValueError:  # it wants other messages
+            return None
+        (encoded,) = self.encode(texts)
+        last = int(encoded.tokens[np.flatnonzero(encoded.learned)[-1]])
+        name = self._library.id_to_token(last) or ""
+        return last if self._special.fullmatch(name) else None
+
+    def texts(self, conversation: Conversation, turns: str) -> list[Written]:
+        """See ``conversation.write``, for messages without special tokens.
+
+        Raises:
+            ValueError: see there; a message holds a special token.
+        """
+        self._check(conversation.messages)
+        return write(conversation, self.template, turns)
+
+    def encode(self, texts: Sequence[Written]) -> list[Encoded]:
+        """Tokens of texts; learned are those that begin within what is learned."""
+        encodings = self._library.encode_batch(
+            [one.text for one in texts], add_special_tokens=False
+        )
+        return [
+            Encoded(np.array(encoding.ids, np.int64), _learned(encoding.offsets, one.learned))
+            for encoding, one in zip(encodings, texts, strict=True)
+        ]
+
+    def _check(self, messages: Iterable[Message]) -> None:
+        for place, message in enumerate(messages):
+            for text in texts_in(message):
+                if found := self._special.search(text):
+                    raise ValueError(
+                        f"message {place} holds {found[0]!r}, a special token of the tokenizer: in "
+                        "it the template alone may place that; take it out of the text"
+                    )
+
+
+def _learned(
+    offsets: Sequence[tuple[int, int]], learned: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
+    """Of tokens at these places of a text, which are learned.
+
+    One across the border before an answer is not: the model is given what is before it. The first
+    of a text never is, for nothing stands before it.
+    """
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    first = np.array([start for start, _ in learned], np.int64)
+    stop = np.array([end for _, end in learned], np.int64)
+    of = np.searchsorted(first, places[:, 0], side="right") - 1
+    found = (of >= 0) & (places[:, 1] > places[:, 0])
+    found &= places[:, 0] < stop[np.maximum(of, 0)]
+    found[:1] = False
+    return found

@@ -1,0 +1,317 @@
+"""Conversations: their texts beside transformers', and which of their tokens are learned."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from chat_helpers import CHATML, THINKING, TWO_ANSWERS, chat_folder, chats
+from mb_data import ChatTokenizer, IndexedDataset, build_conversation_datasets, preprocess_chats
+from mb_data.chat import tokens
+from mb_data.chat.conversation import Conversation, conversation_of
+from mb_data.maintenance import decode, merge, shuffle, validate
+from mb_data.samples.conversations import LEARNED, READ, Conversations
+
+
+def messages(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return chat_folder(tmp_path / "model")
+
+
+def learned_texts(dataset, tokenizer, document):
+    """The text of each sequence that is learned."""
+    return [
+        tokenizer.decode(dataset[i].tolist(), skip_special_tokens=False)
+        for i in dataset.document(document)
+        if dataset.modes[i] == LEARNED
+    ]
+
+
+def theirs(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_tokens_are_transformers(folder, tmp_path):
+    tokenizer = theirs(folder)
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS, TWO_ANSWERS[:3])
+    summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    dataset = IndexedDataset(summary.output)
+    assert dataset.num_documents == summary.documents == summary.conversations == 2
+    for document, pairs in enumerate((TWO_ANSWERS, TWO_ANSWERS[:3])):
+        expected = tokenizer.apply_chat_template(messages(*pairs), return_dict=False)
+        found = np.concatenate([dataset[i] for i in dataset.document(document)])
+        assert found.tolist() == expected
+    assert learned_texts(dataset, tokenizer, 0) == [
+        "It is four.\n<|im_end|>",
+        "\nSeven é.<|im_end|>",
+    ]
+    assert learned_texts(dataset, tokenizer, 1) == ["It is four.\n<|im_end|>"]
+    assert summary.tokens == len(dataset.tokens)
+    assert summary.longest == max(
+        sum(len(dataset[i]) for i in dataset.document(d)) for d in range(2)
+    )
+    assert summary.learned == sum(dataset.sizes[dataset.modes == LEARNED])
+    assert not validate(summary.output)
+    chat = ChatTokenizer(folder)
+    for asked in (2, 4):
+        so_far = messages(*TWO_ANSWERS[:asked])
+        prompt = tokenizer.apply_chat_template(
+            so_far, add_generation_prompt=True, return_dict=False
+        )
+        assert chat.prompt(so_far) == prompt
+    # What is learned stands behind just what an answer is asked for with.
+    asked = chat.prompt(messages(*TWO_ANSWERS[:2]))
+    whole = np.concatenate([dataset[i] for i in dataset.document(0)]).tolist()
+    assert whole[: len(asked)] == asked
+    assert dataset.sizes[0] == len(asked)
+
+
+def test_a_token_across_the_border_is_not_learned():
+    offsets = [(0, 3), (3, 5), (5, 7), (6, 9), (9, 9), (9, 12), (12, 14), (14, 15)]
+    found = tokens._learned(offsets, [(4, 9), (12, 14)])
+    assert found.tolist() == [False, False, True, True, False, False, True, False]
+    assert tokens._learned([(0, 2), (2, 3)], [(0, 3)]).tolist() == [False, True]
+    assert tokens._learned([], [(0, 3)]).tolist() == []
+
+
+def test_each_and_last(tmp_path):
+    folder = chat_folder(tmp_path / "model", THINKING)
+    tokenizer = theirs(folder)
+    pairs = [
+        ("user", "one"), ("assistant", "hm</think>two"),
+        ("user", "three"), ("assistant", "ah</think>four"), ("user", "unanswered"),
+    ]  # fmt: skip
+    source = chats(tmp_path / "in.jsonl", pairs)
+    with pytest.raises(ValueError, match=r"line 1: .*writes message 1 otherwise.*--turns"):
+        preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("out")] == []
+    each = preprocess_chats(source, tmp_path / "each", tokenizer=folder, turns="each")
+    dataset = IndexedDataset(each.output)
+    assert (each.conversations, each.documents) == (1, 2)
+    texts = ["hm</think>two<|im_end|>", "ah</think>four<|im_end|>"]
+    assert [learned_texts(dataset, tokenizer, d) for d in (0, 1)] == [texts[:1], texts[1:]]
+    for document, stop in enumerate((2, 4)):
+        found = np.concatenate([dataset[i] for i in dataset.document(document)])
+        expected = tokenizer.apply_chat_template(messages(*pairs[:stop]), return_dict=False)
+        assert found.tolist() == expected
+    last = preprocess_chats(source, tmp_path / "last", tokenizer=folder, turns="last")
+    dataset = IndexedDataset(last.output)
+    assert last.documents == 1
+    assert learned_texts(dataset, tokenizer, 0) == texts[1:]
+
+
+def test_other_forms(folder, tmp_path):
+    shared = {
+        "conversations": [
+            {"from": "human", "value": "one"}, {"from": "gpt", "value": "two"},
+        ]
+    }  # fmt: skip
+    plain = messages(("user", "one"), ("assistant", "two"))
+    assert conversation_of(shared, "conversations") == Conversation(plain)
+    source = tmp_path / "in.jsonl"
+    source.write_text("\ufeff" + json.dumps(shared) + "\n\n")
+    summary = preprocess_chats(source, tmp_path / "a", tokenizer=folder, key="conversations")
+    assert summary.output.endswith("a_conversations_document")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = pyarrow.table({"messages": [plain, plain], "tools": [[], None], "n": [1, 2]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    rows = preprocess_chats(tmp_path / "in.parquet", tmp_path / "b", tokenizer=folder)
+    assert rows.documents == 2
+    assert np.array_equal(
+        IndexedDataset(rows.output).tokens, np.tile(IndexedDataset(summary.output).tokens, 2)
+    )
+
+
+def test_tools_and_variables_reach_the_template(tmp_path):
+    template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ bos_token }}" + CHATML
+    folder = chat_folder(tmp_path / "model", template, bos_token="<|endoftext|>")
+    chat = ChatTokenizer(folder, {"mood": "glad"})
+    found = chat.prompt(messages(("user", "a")), [{"name": "<é>"}])
+    text = theirs(folder).decode(found)
+    assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
+
+
+def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
+    folder = chat_folder(tmp_path / "model")
+    marked = CHATML.replace("message.content", "'' }}{% generation %}{{ message.content")
+    marked = marked.replace("+ '<|im_end|>'", "}}{% endgeneration %}{{ '<|im_end|>'")
+    (folder / "chat_template.jinja").write_text(marked)
+    one = messages(("user", "a"), ("assistant", "b"))
+    assert ChatTokenizer(folder).template.render(one) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"text": "a"}', "no key 'messages'; the keys are text"),
+        ('{"messages": []}', "must be a list of messages"),
+        ('{"messages": ["a"]}', "message 0 must be an object with role and content"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the role 'assistant'"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
+            "message 0 holds '<|im_end|>', a special token",
+        ),
+        ('{"messages": [{"role": "assistant", "content": 3}]}', "the chat template refuses it"),
+        (
+            '{"messages": [{"role": "assistant", "content": ""}], "tools": 1}',
+            "tools must be a list",
+        ),
+    ],
+)
+def test_bad_lines(folder, tmp_path, line, said):
+    good = chats(tmp_path / "good.jsonl", TWO_ANSWERS).read_text()
+    source = tmp_path / "in.jsonl"
+    source.write_text(good + "\n" + line + "\n" + good)
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 3: ") as caught:
+        preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    assert said in str(caught.value)
+    assert not [*tmp_path.glob("out*")]
+    summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
+    assert (summary.conversations, summary.bad_lines) == (2, 1)
+    assert said in (tmp_path / "out_skipped.txt").read_text()
+    source.write_text(good)
+    preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    assert not (tmp_path / "out_skipped.txt").exists()
+    source.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"no conversation under 'messages'.*1 bad lines: "):
+        preprocess_chats(source, tmp_path / "none", tokenizer=folder, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template"),
+        ("{% if %}", "not a chat template"),
+        ("{{ raise_exception('not so') }}", "refuses it: not so"),
+        ("{{ messages.__class__.__mro__ }}", "refuses it: .*unsafe"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}?{% endif %}",
+            "does not begin message 1 with what it has an answer begin with",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_templates(tmp_path, template, said):
+    folder = chat_folder(tmp_path / "model", template)
+    source = chats(tmp_path / "in.jsonl", [("user", "a"), ("assistant", "b")])
+    with pytest.raises(ValueError, match=said):
+        preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    for name in ("gpt2", tmp_path):
+        with pytest.raises(ValueError, match=r"expected a folder with tokenizer\.json"):
+            preprocess_chats(source, tmp_path / "out", tokenizer=name)
+
+
+def written(folder, tmp_path, count=40, seed=0):
+    """A dataset of conversations of many lengths."""
+    rng = np.random.default_rng(seed)
+    pairs = [
+        [("user", "a" * int(rng.integers(1, 60))), ("assistant", "b" * int(rng.integers(1, 80)))]
+        * int(rng.integers(1, 3))
+        for _ in range(count)
+    ]
+    source = chats(tmp_path / "many.jsonl", *pairs)
+    return preprocess_chats(source, tmp_path / "many", tokenizer=folder).output
+
+
+@pytest.mark.parametrize("seq_length", [16, 63, 200])
+def test_samples(folder, tmp_path, seq_length):
+    prefix = written(folder, tmp_path)
+    indexed = IndexedDataset(prefix)
+    how = {"seq_length": seq_length, "split": "90,10,0", "num_samples": (70, 3, None)}
+    with pytest.warns(RuntimeWarning, match=r"\d of 36 conversations are longer than a sample of"):
+        parts = build_conversation_datasets(prefix, eod=0, seed=5, **how)
+    train, valid, test = parts
+    assert test is None
+    assert len(valid) >= 3
+    assert len(train) >= 70
+    documents = [np.concatenate([indexed[i] for i in indexed.document(d)]) for d in range(40)]
+    learned = [
+        np.concatenate([np.full(indexed.sizes[i], indexed.modes[i]) for i in indexed.document(d)])
+        for d in range(40)
+    ]
+    met = []
+    for index in range(len(train)):
+        sample, places = train[index], train.documents_of(index)
+        assert sample.tokens.shape == sample.learned.shape == (seq_length + 1,)
+        assert len(places) == len(sample.lengths)
+        at = 0
+        for (name, document), length in zip(places, sample.lengths, strict=True):
+            assert name == prefix
+            assert length == min(len(documents[document]), seq_length + 1)
+            piece = slice(at, at + length)
+            assert np.array_equal(sample.tokens[piece], documents[document][:length])
+            expected = learned[document][:length].astype(bool)
+            expected[0] = False
+            assert np.array_equal(sample.learned[piece], expected)
+            met.append(document)
+            at += length
+        assert (sample.tokens[at:] == 0).all()
+        assert not sample.learned[at:].any()
+    assert set(met) == set(range(36))
+    again = pickle.loads(pickle.dumps(train))
+    assert np.array_equal(again[7].tokens, train[7].tokens)
+
+
+def test_what_is_no_conversation(folder, tmp_path):
+    from mb_data import build_gpt_datasets, preprocess
+
+    (tmp_path / "t.txt").write_text("a line\n")
+    plain = preprocess(tmp_path / "t.txt", tmp_path / "plain").outputs[0]
+    how = {"seq_length": 8, "seed": 1, "split": "1", "num_samples": (1, None, None)}
+    with pytest.raises(ValueError, match=r"no conversations: .* `mb-data chats`"):
+        build_conversation_datasets(plain, eod=0, **how)
+    with pytest.raises(ValueError, match=r"parts of documents.*--sft"):
+        build_gpt_datasets(written(folder, tmp_path), **how)
+
+
+def test_maintenance_keeps_what_is_learned(folder, tmp_path):
+    prefix = written(folder, tmp_path, count=6)
+    merge([prefix, prefix], tmp_path / "both")
+    both, one = IndexedDataset(tmp_path / "both"), IndexedDataset(prefix)
+    assert np.array_equal(both.modes, np.tile(one.modes, 2))
+    shuffle(prefix, tmp_path / "mixed", seed=3)
+    mixed = Conversations(IndexedDataset(tmp_path / "mixed"), 10_000)
+    plain = Conversations(one, 10_000)
+    everything = lambda it: sorted(  # noqa: E731
+        (it.get(d, 0, it.sizes[d]).tolist(), it.learned(d, it.sizes[d]).tolist())
+        for d in range(len(it))
+    )
+    assert everything(mixed) == everything(plain)
+    from mb_data import load_tokenizer
+
+    assert decode(prefix, 0, load_tokenizer(folder)).startswith("<|im_start|>user\na")
+    assert {*one.modes.tolist()} == {READ, LEARNED}
+
+
+def test_command(folder, tmp_path):
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS, [("user", "x")])
+    words = ["chats", "--input", source, "--output-prefix", tmp_path / "out", "--tokenizer", folder]
+    run = lambda *more: subprocess.run(  # noqa: E731
+        [sys.executable, "-m", "mb_data", *map(str, words), *more], capture_output=True, text=True
+    )
+    failed = run()
+    assert failed.returncode == 2
+    assert "in.jsonl, line 2: no message of the role" in failed.stderr
+    done = run("--on-error", "skip", "--template-variables", '{"a": 1}', "--turns", "last")
+    assert done.returncode == 0, done.stderr
+    assert "1 conversations in 1 documents" in done.stdout
+    assert "1 bad lines" in done.stdout
+    assert run("--template-variables", "[1]").returncode == 2

@@ -1,0 +1,147 @@
+"""Context parallelism: each rank of a group holds a part of every sequence.
+
+Norms, maps, experts and losses compute token by token and do not notice. Attention does: before it
+the ranks exchange parts of sequences for shares of the heads, and after it they exchange them back
+(DeepSpeed-Ulysses, arXiv 2309.14509; Megatron Core's `--cp-comm-type a2a`).
+
+    of 4 heads of 6 tokens, rank 0 of 2 holds      and computes attention with
+
+         a b c d e f                                    a b c d e f
+      0  x x x                                       0  x x x x x x
+      1  x x x                                       1  x x x x x x
+      2  x x x                                       2
+      3  x x x                                       3
+
+So a core sees whole sequences, and any kernel serves, with any mask. Every rank computes as much as
+every other, causal or not. Queries, keys and values travel in one message.
+
+Where ranks are more than key-value heads, or cut across the queries of one, keys and values are
+repeated before they travel: each rank is sent those that its queries need.
+
+Letters: B sequences, S tokens of a sequence, s of a rank's part of it, H query heads, G key-value
+heads, C width of a head, V of its value, P ranks, W all that a rank is sent of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mb_parallel.arguments import several
+from mb_parallel.forwards import wrap_forward
+from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.tensor_parallel.collectives import exchange
+
+_GROUP = "_mb_context_group"
+
+
+def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
+    """Let attention cores see whole sequences of which each cp rank holds a part, in place.
+
+    A core is called with q [B, s, H, C], k [B, s, G, C] and v [B, s, G, V] by position, and with
+    whatever else, and returns y [B, s, H, V]; it is without weights. It gets [B, S, ...] of some of
+    the heads instead, and of `sinks_H`, if it is given that by name, a number for each head, those
+    of its heads. What else it is given, such as a mask, is of the whole sequences, and alike for
+    all heads. The ranks draw different random numbers already, as data-parallel ranks do.
+
+    Call it after `parallelize_tensors` and `apply_recompute`, which is to keep what was exchanged,
+    and before compilation and `apply_data_parallel`. Everything else of the model works token by
+    token on its part, with positions of the whole, and the losses of the ranks have to add up.
+
+    Args:
+        cores: every attention core of the model.
+        mesh: from `ParallelDims.build`; nothing is done where cp is 1.
+
+    Returns:
+        How many cores exchange heads now.
+
+    Raises:
+        ValueError: one module for several, one that exchanges heads already, another mesh. In a
+            core's forward: a number of query heads that cp, or the number of key-value heads, does
+            not divide.
+    """
+    chosen = list(dict.fromkeys(several(cores, "cores")))
+    check_mesh(mesh)
+    cp = mesh.axis("cp")
+    if cp is None:
+        return 0
+    for core in chosen:
+        if hasattr(core, _GROUP):
+            raise ValueError(
+                f"Expected attention cores that exchange no heads yet, got a {type(core).__name__} "
+                "that does. Call parallelize_context once."
+            )
+    for core in chosen:
+        setattr(core, _GROUP, _Group(cp.get_group()))
+        wrap_forward(core, _over_whole_sequences)
+    return len(chosen)
+
+
+class _Group:
+    """A process group on a module, of which copies of a model have the same."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Group:
+        return self
+
+
+def _over_whole_sequences(
+    core: nn.Module,
+    forward: Callable[..., Tensor],
+    q_BsHC: Tensor,
+    k_BsGC: Tensor,
+    v_BsGV: Tensor,
+    *args: Any,
+    sinks_H: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    group = getattr(core, _GROUP).group
+    whole = heads_for_parts((q_BsHC, k_BsGC, v_BsGV), group)
+    if sinks_H is not None:
+        kwargs["sinks_H"] = sinks_H.unflatten(0, (group.size(), -1))[group.rank()]
+    return parts_for_heads(forward(*whole, *args, **kwargs), group)
+
+
+def heads_for_parts(
+    qkv: tuple[Tensor, Tensor, Tensor], group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all heads of a part, [B, s, H, C]: this rank's of the whole sequences, [B, S, H / P, C].
+
+    Args:
+        qkv: queries, keys and values; the latter two of fewer heads, perhaps, and repeated then as
+            often as it takes that each rank is sent whole ones.
+
+    Raises:
+        ValueError: a number of query heads that the ranks or the key-value heads do not divide.
+    """
+    q_BsHC, k_BsGC, v_BsGV = qkv
+    ranks, heads, groups = group.size(), q_BsHC.shape[2], k_BsGC.shape[2]
+    if heads % ranks or heads % groups:
+        raise ValueError(
+            f"Expected cp = {ranks} and the {groups} key-value heads to divide the {heads} query "
+            "heads of a rank, for each computes attention of whole ones. Choose a smaller cp, or "
+            "spread the rest over pipeline stages or by sequence parallelism."
+        )
+    repeats = math.lcm(groups, ranks) // groups
+    if repeats > 1:
+        k_BsGC, v_BsGV = (x.repeat_interleave(repeats, dim=2) for x in (k_BsGC, v_BsGV))
+    parts = [x.unflatten(2, (ranks, -1)) for x in (q_BsHC, k_BsGC, v_BsGV)]
+    sizes = [x.shape[3:] for x in parts]
+    sent_PBsW = torch.cat([x.flatten(3).movedim(2, 0) for x in parts], dim=3)
+    whole_BSW = exchange(sent_PBsW, group).movedim(0, 1).flatten(1, 2)
+    split = whole_BSW.split([math.prod(size) for size in sizes], dim=2)
+    q, k, v = (x.unflatten(2, size) for x, size in zip(split, sizes, strict=True))
+    return q, k, v
+
+
+def parts_for_heads(y_BSHV: Tensor, group: ProcessGroup) -> Tensor:
+    """The reverse: of this rank's heads, [B, S, H / P, V], all heads of its part, [B, s, H, V]."""
+    sent_PBsHV = y_BSHV.unflatten(1, (group.size(), -1)).movedim(1, 0)
+    return exchange(sent_PBsHV, group).movedim(0, 2).flatten(2, 3)

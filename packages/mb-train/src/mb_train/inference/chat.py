@@ -1,0 +1,73 @@
+"""OpenAI's chat completions: a request is one for a completion of what the template makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mb_train.inference.completions import Answer, Request, Told
+
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
+
+_LIMITS = ("max_completion_tokens", "max_tokens")
+_SHARED = ("temperature", "top_p", "top_k", "n", "stop", "stream", "stream_options", "seed")
+_IGNORED = ("model", "user")
+_REFUSED = (
+    "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
+    "response_format", "tool_choice", "functions", "function_call",
+)  # fmt: skip
+
+
+def chat_request(
+    body: Any, asked: Callable[[Sequence[Any], Sequence[Any] | None], list[int]], context: int
+) -> Request:
+    """Read a request's body.
+
+    Args:
+        asked: the tokens that an answer to messages, with these tools, stands behind.
+        context: tokens that the model sees; an answer may fill it unless the request says less.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    if not isinstance(body, Mapping):
+        raise ValueError("Expected a JSON object.")
+    known = {"messages", "tools", *_LIMITS, *_SHARED, *_IGNORED, *_REFUSED}
+    unknown = sorted(body.keys() - known)
+    if unknown:
+        raise ValueError(f"Unknown parameter {unknown[0]!r}.")
+    for name in _REFUSED:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported.")
+    messages, tools = body.get("messages"), body.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("Expected messages to be a list of one message at least.")
+    if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+        raise ValueError("Expected each of messages to be an object with role and content.")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError("Expected tools to be a list.")
+    prompt = asked(messages, tools or None)
+    limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
+    if limit is None:
+        limit = max(context - len(prompt), 1)
+    shared = {name: body[name] for name in _SHARED if name in body}
+    return Request.of_json({"prompt": prompt, "max_tokens": limit, **shared})
+
+
+class ChatAnswer(Answer):
+    """Parts of the answer to a request for a chat completion."""
+
+    def __init__(self, request: Request, name: str, tokenizer: Tokenizer) -> None:
+        super().__init__(request, name, tokenizer)
+        self._parts = request.stream
+        self._heading["id"] = f"chat{self._heading['id']}"
+        self._heading["object"] = f"chat.completion{'.chunk' * self._parts}"
+
+    def choice(
+        self, index: int, text: str, reason: str | None, told: Told, said: int = 0
+    ) -> dict[str, Any]:
+        """A choice: a message, or what is new of it where its first `said` tokens were sent."""
+        role = {} if said else {"role": "assistant"}
+        where = "delta" if self._parts else "message"
+        return {"index": index, where: {**role, "content": text}, "finish_reason": reason}

@@ -11,9 +11,10 @@ from mb_layers.state_dicts import Rule
 from torch import Tensor
 
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
-from mb_train.convert.hugging_face.llama import decoder_fields, rope_of, rules_of
+from mb_train.convert.hugging_face.llama import decoder_fields, rope_of
 from mb_train.convert.hugging_face.windows import all_layers, window_fields
 from mb_train.models.config import TransformerConfig
 
@@ -36,7 +37,7 @@ def phi3_rules(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
     """Llama's rules of the parts of these matrices, which are read alone."""
     H, G, C = config.num_heads, config.num_kv_heads, config.head_size
     rules = []
-    for rule in rules_of(config, experts):
+    for rule in decoder_rules(config, experts):
         first = rule.sources[0]
         if rule.target.endswith("attention.qkv.weight"):
 

@@ -14,7 +14,8 @@ from mb_layers.state_dicts import translate
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.architectures import Architecture, Rules, architecture_of
+from mb_train.convert.hugging_face.architecture import Architecture, Rules
+from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
 from mb_train.convert.hugging_face.quantized import block_of

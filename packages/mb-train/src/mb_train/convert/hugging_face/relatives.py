@@ -11,6 +11,7 @@ from typing import Any
 
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.deepseek import (
     LATENTS,
     LAYERS_BEHIND,
@@ -23,7 +24,6 @@ from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
     rope_of,
-    rules_of,
     wholly_turned,
 )
 from mb_train.convert.hugging_face.windows import by_number, window_fields
@@ -181,7 +181,7 @@ def seed_oss_fields(config: Json) -> dict[str, Any]:
     }
 
 
-ernie_rules = partial(rules_of, neighbours=True)
+ernie_rules = partial(decoder_rules, neighbours=True)
 
 
 def ernie4_5_fields(config: Json) -> dict[str, Any]:

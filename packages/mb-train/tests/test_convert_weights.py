@@ -10,7 +10,9 @@ from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_
 from their_models import ALL, DEEP, logits_of, ours, theirs
 
 # With experts, whose names do not say so.
-OTHERS = ("mixtral", "deepseek_v2", "deepseek_v3")
+OTHERS = (
+    "mixtral", "deepseek_v2", "deepseek_v3", "dots1", "solar_open", "hy_v3", "minimax_m2",
+)  # fmt: skip
 safetensors = pytest.importorskip("safetensors")
 
 
@@ -190,6 +192,20 @@ def test_layers_behind_the_last_are_left_out_with_a_word(tmp_path):
     said = []
     read_model(tmp_path, say=said.append)
     assert [line[:23] for line in said] == [f"its layer {n} is left out" for n in (3, 4)]
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_what_guesses_without_a_layers_number_is_left_out_with_a_word(tmp_path):
+    model = theirs("ernie4_5_moe")
+    model.save_pretrained(tmp_path)
+    guessing = ("mtp_block.0.self_attn.q_proj", "mtp_linear_proj.0")
+    more = {f"model.{name}.weight": torch.ones(2) for name in guessing}
+    write_tensors(tmp_path, {**TensorFolder(tmp_path), **more})
+    said = []
+    read_model(tmp_path, say=said.append)
+    assert len(said) == 1
+    assert "mtp_" in said[0]
+    assert "left out" in said[0]
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 

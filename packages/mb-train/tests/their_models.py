@@ -29,6 +29,19 @@ GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
     "num_hidden_layers": 3, "initializer_range": 0.2, "swiglu_limit": 0.7, "hidden_size": 64,
 }  # fmt: skip
+HUNYUAN = {
+    **EXPERTS, "moe_intermediate_size": 16, "num_shared_experts": 2, "head_dim": 16,
+    "initializer_range": 0.2, "num_hidden_layers": 3,
+}  # fmt: skip
+MINIMAX = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8,
+    "initializer_range": 0.2,
+}  # fmt: skip
+# Its padding would be a token whose vector is zero and has no gradient.
+ERNIE = {
+    "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "initializer_range": 0.2, "pad_token_id": None,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -52,9 +65,30 @@ ALL = {
     ),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "dots1": (
+        "Dots1",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": None},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**DEEPSEEK, "first_k_dense_replace": 0, "head_dim": 16, "routed_scaling_factor": 2.5},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "hy_v3": ("HYV3", HUNYUAN),
+    "minimax_m2": ("MiniMaxM2", MINIMAX),
+    "phi3": ("Phi3", {"pad_token_id": None}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "pad_token_id": None}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", ERNIE),
     # Experts that are asked for more than the clamp allows.
     "gpt_oss": ("GptOss", GPT_OSS),
 }
+# Of those that are written as another, which that is.
+WRITTEN = {
+    "dots1": "glm4_moe", "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
+    "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
+    "phi3": "llama",
+}  # fmt: skip
 # Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
@@ -80,7 +114,7 @@ def theirs(kind, **also):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-        for name, bias in model.named_buffers():
+        for name, bias in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
                 bias.normal_(std=0.3)
     return model.eval()

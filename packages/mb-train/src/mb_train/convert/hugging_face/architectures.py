@@ -7,9 +7,9 @@ and one of ours that no architecture can express, are refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from mb_kernels.activation import parse
 from mb_layers.state_dicts import Rule
@@ -18,96 +18,23 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
 from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
-from mb_train.convert.hugging_face import bert, deepseek, experts, gpt2, gpt_oss, llama, t5
-from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.experts import ExpertNames, expert_rules
+from mb_train.convert.hugging_face import (
+    bert,
+    deepseek,
+    experts,
+    gpt2,
+    gpt_oss,
+    llama,
+    phi3,
+    relatives,
+    t5,
+)
+from mb_train.convert.hugging_face.architecture import Architecture, special_tokens
+from mb_train.convert.hugging_face.config_json import Json
+from mb_train.convert.hugging_face.decoder_rules import decoder_rules
+from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
-
-Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
-
-
-def _special(tokenizer: Any) -> dict[str, Any]:
-    """None where the tokenizer has none: their classes have numbers of their own for that."""
-    return {
-        "bos_token_id": tokenizer.special.get("bos"),
-        "eos_token_id": tokenizer.special.get("eod"),
-        "pad_token_id": tokenizer.special.get("pad"),
-    }
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One of Hugging Face's model types.
-
-    Attributes:
-        name: of its class.
-        fields: from its config.json to fields of a `TrainConfig`.
-        config: back.
-        rules: from its tensors to ours.
-        stacked: the same where the experts of a layer are one tensor; None: without experts.
-        packed: the same where their matrices are in MXFP4; None: they never are.
-        defaults: what the class has for settings that a config.json leaves out.
-        aliases: other names of settings, and which these are.
-        prefix: of its tensors' names, but the head's.
-        left_out: patterns of tensors that files may hold and that say nothing.
-        layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
-            next from it, and it does without them.
-        copies: tensors that files may hold once more under another name, and which these are.
-        renamed: patterns of names that some files have, and what stands in their place today.
-        special: special tokens of its config.json, from a tokenizer.
-    """
-
-    model_type: str
-    name: str
-    fields: Callable[[Json], dict[str, Any]]
-    config: Callable[[TrainConfig], dict[str, Any]]
-    rules: Rules
-    stacked: Rules | None = None
-    packed: Rules | None = None
-    defaults: Json = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
-    left_out: tuple[str, ...] = ()
-    layers_behind: str | None = None
-    copies: Mapping[str, str] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    special: Callable[[Any], dict[str, Any]] = _special
-
-    def read(self, config: Json) -> dict[str, Any]:
-        """Fields of a `TrainConfig` from a config.json, by whatever names it has its settings.
-
-        Raises:
-            ValueError: something that our models have not.
-            KeyError: a size that is not there.
-        """
-        refuse(config, per_layer_config=(None,))
-        if quantized := config.get("quantization_config"):
-            kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-            if self.packed is None or kind != "mxfp4":
-                raise ValueError(
-                    f"Expected no quantization_config of config.json, got {kind}. Quantized "
-                    "weights are not read, but GPT-OSS's in mxfp4: take the model that they were "
-                    "made of, or write it in bf16 with what its authors give for that."
-                )
-        return self.fields(self.settled(config))
-
-    def settled(self, config: Json) -> dict[str, Any]:
-        """A config.json with its settings by one name each, and those that it leaves out."""
-        renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
-        return {**self.defaults, **config, **renamed}
-
-    def layers_left_out(self, config: Json) -> range:
-        """Numbers of layers behind the last that files may hold.
-
-        Raises:
-            TypeError: one of the counts is none.
-        """
-        if self.layers_behind is None:
-            return range(0)
-        settled = self.settled(config)
-        layers = settled["num_hidden_layers"]
-        return range(layers, layers + (settled[self.layers_behind] or 0))
 
 
 def architecture_of(config: Json) -> Architecture:
@@ -132,6 +59,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
         ValueError: none has what the model has; says what.
     """
     found = ARCHITECTURES[_nearest(config)]
+    assert found.config is not None
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
     # Of experts that it cannot have their number says it all.
@@ -175,10 +103,13 @@ def _nearest(config: TrainConfig) -> str:
         # for windows.
         divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
         return "llama" if divides and config.windows is None else "mistral"
+    if by_bias and config.moe_router_score_function == "softmax":
+        return "ernie4_5_moe"
+    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
     if by_bias:
-        return "glm4_moe"
+        return "minimax_m2" if over_width else "glm4_moe"
     if config.qk_layernorm:
-        return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
+        return "olmoe" if over_width else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
@@ -198,25 +129,34 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+_DEFAULTS = {
+    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS,
+    "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
+}  # fmt: skip
+
+
 def _llama_like(
     kind: str,
     name: str,
     fields_of: Callable[[Json], dict[str, Any]],
-    config_of: Callable[[TrainConfig], dict[str, Any]],
+    config_of: Callable[[TrainConfig], dict[str, Any]] | None,
     names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
     layers_behind: str | None = None,
+    guessing: str | None = None,
+    rules_of: Callable[[TransformerConfig, ExpertRules], list[Rule]] = decoder_rules,
 ) -> Architecture:
     return Architecture(
         kind,
         name,
         fields_of,
         config_of,
-        rules=lambda _, c: llama.rules_of(c, partial(expert_rules, names)),
-        stacked=lambda _, c: llama.rules_of(c, partial(expert_rules, names.stacked())),
-        defaults={**llama.DEFAULTS, **deepseek.DEFAULTS, "gpt_oss": gpt_oss.DEFAULTS}[kind],
+        rules=lambda _, c: rules_of(c, partial(expert_rules, names)),
+        stacked=lambda _, c: rules_of(c, partial(expert_rules, names.stacked())),
+        defaults=_DEFAULTS[kind],
         aliases=aliases or {},
         layers_behind=layers_behind,
+        guessing=guessing,
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
@@ -225,7 +165,7 @@ def _llama_like(
 
 
 def _gpt_oss_rules(_: TrainConfig, config: TransformerConfig) -> list[Rule]:
-    return llama.rules_of(config, gpt_oss.expert_rules)
+    return decoder_rules(config, gpt_oss.expert_rules)
 
 
 # Names of models whose code comes with their files, and whose class they are all the same.
@@ -239,7 +179,7 @@ ARCHITECTURES = {
             defaults=gpt2.DEFAULTS, aliases=gpt2.ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
-            special=lambda t: {**_special(t), "bos_token_id": t.special.get("eod")},
+            special=lambda t: {**special_tokens(t), "bos_token_id": t.special.get("eod")},
         ),
         Architecture(
             "bert", "BertForPreTraining", partial(bert.fields_of, post_norm=True), bert.config_of,
@@ -301,6 +241,42 @@ ARCHITECTURES = {
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
             deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
+        _llama_like(
+            "dots1", "Dots1ForCausalLM", relatives.dots1_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES,
+        ),
+        _llama_like(
+            "solar_open", "SolarOpenForCausalLM", relatives.solar_open_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES,
+        ),
+        _llama_like(
+            "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
+            experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "minimax_m2", "MiniMaxM2ForCausalLM", relatives.minimax_m2_fields,
+            relatives.minimax_m2_config, experts.MINIMAX, {"num_experts": "num_local_experts"},
+        ),
+        _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
+        _llama_like(
+            "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None,
+            rules_of=relatives.ernie_rules,
+        ),
+        _llama_like(
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", relatives.ernie4_5_moe_fields,
+            relatives.ernie4_5_moe_config, experts.ERNIE, relatives.ERNIE_ALIASES,
+            guessing=r"model\.mtp_.*", rules_of=relatives.ernie_rules,
+        ),
+        replace(
+            _llama_like(
+                "phi3", "Phi3ForCausalLM", phi3.phi3_fields, None, rules_of=phi3.phi3_rules
+            ),
+            shared=True,
+        ),
         replace(
             _llama_like(
                 "gpt_oss", "GptOssForCausalLM", gpt_oss.gpt_oss_fields, gpt_oss.gpt_oss_config,
@@ -308,7 +284,7 @@ ARCHITECTURES = {
             ),
             rules=_gpt_oss_rules,
             stacked=_gpt_oss_rules,
-            packed=lambda _, c: llama.rules_of(c, partial(gpt_oss.expert_rules, packed=True)),
+            packed=lambda _, c: decoder_rules(c, partial(gpt_oss.expert_rules, packed=True)),
         ),
     )
 }  # fmt: skip

@@ -12,14 +12,14 @@ from typing import Any
 
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
+from mb_train.convert.hugging_face.llama import decoder_fields, llama_config, wholly_turned
 
 _LATENT_EPSILON = 1e-6  # whatever the other norms have
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False,
     "attention_bias": False, "attention_dropout": 0.0,
 }  # fmt: skip
-_LATENTS = {
+LATENTS = {
     **_DEFAULTS, "rms_norm_eps": 1e-6, "q_lora_rank": 1536, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
@@ -32,12 +32,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0, "use_qk_norm": False, "num_nextn_predict_layers": 1,
     },
     "deepseek_v2": {
-        **_LATENTS, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+        **LATENTS, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
         "first_k_dense_replace": 0, "n_group": None, "topk_group": None, "topk_method": "greedy",
         "routed_scaling_factor": 1.0,
     },
     "deepseek_v3": {
-        **_LATENTS, "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        **LATENTS, "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
         "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
     },
@@ -49,22 +49,26 @@ V2_ALIASES = {"num_experts": "n_routed_experts"}
 
 def glm4_moe_fields(config: Json) -> dict[str, Any]:
     """Llama's with V3's experts; it may have biases as Qwen2, norms as Qwen3 and partial turns."""
-    fields = decoder_fields(config)
-    turned = int(fields["kv_channels"] * fields["rotary_percent"])
-    if turned % 2:
-        raise ValueError(
-            "Expected partial_rotary_factor of config.json to leave an even number of channels of "
-            f"a head to turn, got {turned}: this model has something that ours have not."
-        )
     return (
-        fields
-        | _v3_experts(config)
+        partly_turned(decoder_fields(config))
+        | v3_experts(config, config["first_k_dense_replace"])
         | {
             "add_qkv_bias": config["attention_bias"],
             "qk_layernorm": config["use_qk_norm"],
             "qk_layernorm_over": "head",
         }
     )
+
+
+def partly_turned(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a model that may turn a part of each head, if that is a number of pairs."""
+    turned = int(fields["kv_channels"] * fields["rotary_percent"])
+    if turned % 2:
+        raise ValueError(
+            "Expected partial_rotary_factor of config.json to leave an even number of channels of "
+            f"a head to turn, got {turned}: this model has something that ours have not."
+        )
+    return fields
 
 
 def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:
@@ -84,8 +88,13 @@ def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 def deepseek_v3_fields(config: Json) -> dict[str, Any]:
     """V3, R1 and whoever has their class: latent attention."""
+    return latent_decoder(config) | v3_experts(config, config["first_k_dense_replace"])
+
+
+def latent_decoder(config: Json) -> dict[str, Any]:
+    """V3 without its experts."""
     refuse(config, rope_interleave=(True,))
-    return decoder_fields(config) | _latent_fields(config) | _v3_experts(config)
+    return wholly_turned(config) | _latent_fields(config)
 
 
 def deepseek_v3_config(config: TrainConfig) -> dict[str, Any]:
@@ -99,9 +108,11 @@ def deepseek_v2_fields(config: Json) -> dict[str, Any]:
     methods = {"greedy": {}, "group_limited_greedy": _group_fields(config, score_top=1)}
     refuse(config, scoring_func=("softmax",), topk_method=tuple(methods), moe_layer_freq=(1,),
            norm_topk_prob=(False, None))  # fmt: skip
-    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+    dense = config["first_k_dense_replace"]
+    layers = config["num_hidden_layers"] - dense
     experts = _expert_fields(
         config,
+        dense,
         # Settings of the code beside the files, which adds the losses of all layers; ours is their
         # mean.
         moe_loss_weight=(config.get("aux_loss_alpha") or 0.0) * layers,
@@ -173,11 +184,14 @@ def _latent_config(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _v3_experts(config: Json) -> dict[str, Any]:
+def v3_experts(config: Json, dense: int) -> dict[str, Any]:
+    """Behind so many dense layers."""
     # Settings of the files that transformers passes over: the code beside them has other choices.
-    refuse(config, scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
+    refuse(config, scoring_func=("sigmoid", "noaux_tc"), topk_method=("noaux_tc",),
+           moe_layer_freq=(1,))  # fmt: skip
     return _expert_fields(
         config,
+        dense,
         moe_router_score_function="sigmoid",
         moe_renormalize=config["norm_topk_prob"],
         moe_router_enable_expert_bias=True,
@@ -185,16 +199,16 @@ def _v3_experts(config: Json) -> dict[str, Any]:
     )
 
 
-def _expert_fields(config: Json, **routing: Any) -> dict[str, Any]:
+def _expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
     """Theirs, whose tokens choose as `routing` says; none where all layers are dense."""
-    if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
+    if dense >= config["num_hidden_layers"]:
         return {}
     width, shared = config["moe_intermediate_size"], config["n_shared_experts"] or 0
     return {
         "moe_num_experts": config["n_routed_experts"],
         "moe_top_k": config["num_experts_per_tok"],
         "moe_ffn_hidden_size": width,
-        "moe_first_k_dense": config["first_k_dense_replace"],
+        "moe_first_k_dense": dense,
         "moe_shared_expert_intermediate_size": shared * width or None,
         "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
         "moe_loss_weight": 0.0,  # unless `routing` says so: their classes have no such loss

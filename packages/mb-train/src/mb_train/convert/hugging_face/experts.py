@@ -9,8 +9,8 @@ Letters: D hidden, E experts, F their width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -26,6 +26,8 @@ class ExpertNames:
         gate, up, down: of one expert, by its number; None: all of them are in one tensor.
         shared: of the expert that every token visits.
         bias: what is added to the scores for the choice of experts.
+        bias_rows: it is [1, E].
+        today: names that differ where the experts of a layer are in one tensor.
     """
 
     router: str = "mlp.gate"
@@ -34,10 +36,12 @@ class ExpertNames:
     down: str = "mlp.experts.{}.down_proj"
     shared: str = "mlp.shared_expert"
     bias: str = "mlp.gate.e_score_correction_bias"
+    bias_rows: bool = False
+    today: Mapping[str, str] = field(default_factory=dict)
 
     def stacked(self) -> ExpertNames:
         """The same where the experts of a layer are in one tensor, and the router has one name."""
-        return replace(self, router=LLAMA.router, gate=None)
+        return replace(self, router=LLAMA.router, gate=None, **self.today)
 
 
 LLAMA = ExpertNames()
@@ -48,6 +52,23 @@ MIXTRAL = ExpertNames(
     "block_sparse_moe.experts.{}.w2",
 )
 DEEPSEEK = ExpertNames(shared="mlp.shared_experts")  # as one, however many they are
+MINIMAX = replace(
+    MIXTRAL,
+    bias="block_sparse_moe.e_score_correction_bias",
+    today={"bias": "mlp.e_score_correction_bias"},
+)
+ERNIE = replace(
+    DEEPSEEK,
+    bias="mlp.moe_statics.e_score_correction_bias",
+    bias_rows=True,
+    today={"bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+)
+HUNYUAN = ExpertNames(
+    "mlp.router.gate",
+    shared="mlp.shared_mlp",
+    bias="mlp.expert_bias",
+    today={"bias": "mlp.e_score_correction_bias", "shared": DEEPSEEK.shared},
+)
 
 
 # Those of a layer's experts and router, whose names begin with the two words: ours, and theirs.
@@ -58,7 +79,10 @@ def expert_rules(names: ExpertNames, moe: MoEConfig, ours: str, theirs: str) -> 
     """Rules of a layer with experts by these names, see `ExpertRules`."""
     rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",))]
     if moe.balancing_bias:
-        rules.append(Rule(f"{ours}mlp.router.balancing_bias", (f"{theirs}{names.bias}",)))
+        rule = Rule(f"{ours}mlp.router.balancing_bias", (f"{theirs}{names.bias}",))
+        if names.bias_rows:
+            rule = rule._replace(build=lambda b_1E: b_1E.squeeze(0), split=lambda b_E: (b_E[None],))
+        rules.append(rule)
     if names.gate is None:
         rules += [
             Rule(f"{ours}mlp.experts.{our}", (f"{theirs}mlp.experts.{their}",))

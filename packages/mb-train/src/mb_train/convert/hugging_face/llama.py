@@ -1,22 +1,15 @@
-"""Llama and its relatives, dense and with experts: configurations and tensors, and ours, both ways.
+"""Llama and its relatives, dense and with experts: configurations, and ours, both ways.
 
 All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
 keys, by windows, and by their experts.
-
-Letters: H query heads, G key-value heads.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mb_layers.state_dicts import Rule
-
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.experts import ExpertRules
-from mb_train.convert.hugging_face.latent import latent_rules
-from mb_train.convert.hugging_face.rules import both, fused_rule, own_head
 from mb_train.convert.hugging_face.windows import (
     LAYER_TYPES,
     all_layers,
@@ -28,7 +21,6 @@ from mb_train.convert.hugging_face.windows import (
     window_fields,
     windows_if_used,
 )
-from mb_train.models.config import TransformerConfig
 from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
 _DEFAULTS: dict[str, Any] = {
@@ -72,13 +64,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
     refuse(config, attention_bias=(False,))
-    # Their classes turn whole heads, whatever a file says. transformers moves the factor among the
-    # rope's settings, other programs read it where it is.
-    refuse({**config, **_rope(config)}, partial_rotary_factor=(1.0, None))
+    return wholly_turned(config)
+
+
+def wholly_turned(config: Json) -> dict[str, Any]:
+    """Of decoders whose classes turn whole heads, whatever a file says."""
+    # transformers moves the factor among the rope's settings, other programs read it where it is.
+    refuse({**config, **rope_of(config)}, partial_rotary_factor=(1.0, None))
     return decoder_fields(config)
 
 
-def _rope(config: Json) -> Json:
+def rope_of(config: Json) -> Json:
     """Settings of the rotations."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
@@ -87,7 +83,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
     """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU."""
     refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
            is_causal=(True, None))  # fmt: skip
-    rope = _rope(config)
+    rope = rope_of(config)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -305,42 +301,3 @@ def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
             "mlp_only_layers": list(range(config.moe_first_k_dense)),
         }
     )
-
-
-def rules_of(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
-    """Separate projections, and these experts."""
-    rules = [
-        Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
-        Rule("stack.norm.weight", ("model.norm.weight",)),
-        *own_head(config),
-    ]
-    attention_rules = _attention_rules if config.latent is None else latent_rules
-    for layer in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
-        names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-        for our, their in names.items():
-            rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
-        rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
-        if config.has_experts(layer):
-            assert config.moe is not None
-            rules += experts(config.moe, ours, theirs)
-        else:
-            for part in ("gate", "up", "down"):
-                their = f"{theirs}mlp.{part}_proj.weight"
-                rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
-    return rules
-
-
-def _attention_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
-    rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
-    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
-    rules += [
-        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
-    ]
-    if config.softmax == "learnable":
-        rules.append(Rule(f"{ours}sinks", (f"{theirs}sinks",)))
-    H, G = config.num_heads, config.num_kv_heads
-    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-        parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]
-        rules.append(fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1)))
-    return rules

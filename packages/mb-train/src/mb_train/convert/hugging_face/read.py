@@ -14,9 +14,11 @@ from mb_layers.state_dicts import translate
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.architectures import Architecture, Rules, architecture_of
+from mb_train.convert.hugging_face.architecture import Architecture, Rules
+from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
+from mb_train.convert.hugging_face.quantized import block_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
@@ -67,8 +69,8 @@ def read_model(
             f"Expected a model without an adapter, got {_ADAPTER} in {folder}. Merge the adapter "
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
-    source = _tensors(folder, found)
-    for line in _layers_left_out(source, behind):
+    source = _tensors(folder, found, block_of(theirs))
+    for line in _guessers_left_out(source, behind, found.guessing):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
@@ -93,7 +95,7 @@ def read_model(
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
     try:
-        weights = translate(source, rules, shapes)
+        weights = translate(source, rules, shapes, shared=found.shared)
     except RuntimeError as error:  # parts that cannot be laid together
         raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
     check_shapes(weights, shapes, folder)
@@ -158,10 +160,10 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _tensors(folder: Path, found: Architecture) -> TensorFolder:
+def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -> TensorFolder:
     """The tensors of a folder, by today's names and each of them once."""
     packed = () if found.packed is None else PACKED
-    source = TensorFolder(folder, prefix=found.prefix, packed=packed)
+    source = TensorFolder(folder, prefix=found.prefix, packed=packed, block=block)
     for pattern, name in found.renamed.items():
         source.rename(pattern, name)
     for pattern in found.left_out:
@@ -177,12 +179,16 @@ def _tensors(folder: Path, found: Architecture) -> TensorFolder:
     return source
 
 
-def _layers_left_out(source: TensorFolder, behind: range) -> Iterator[str]:
-    """Leave out what there is of layers behind the last, a line on each."""
+def _guessers_left_out(source: TensorFolder, behind: range, guessing: str | None) -> Iterator[str]:
+    """Leave out what there is of layers behind the last and their like, a line on each."""
+    why = "left out: it guesses tokens beyond the next, ours do not"
     numbers = {int(found[1]) for found in map(_LAYER.match, source) if found is not None}
     for number in sorted(n for n in numbers if n in behind):
         source.leave_out(rf"model\.layers\.{number}\..*")
-        yield f"its layer {number} is left out: it guesses tokens beyond the next, ours do not"
+        yield f"its layer {number} is {why}"
+    if guessing is not None and (name := next(filter(re.compile(guessing).match, source), None)):
+        source.leave_out(guessing)
+        yield f"what {name} belongs to is {why}"
 
 
 def import_model(

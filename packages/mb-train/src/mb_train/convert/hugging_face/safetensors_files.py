@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mb_train.convert.hugging_face.quantized import FP8, SCALES, dequantized
 from mb_train.convert.new_run import check_dtype
 from mb_train.convert.on_demand import OnDemand
 from mb_train.folder.whole_files import write_text
@@ -33,15 +34,25 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
             index.
         prefix: left off names that begin with it.
         packed: ends of the names of tensors that may hold bytes.
+        block: rows and columns that share a scale of FP8. Such a matrix comes in fp32, and its
+            scales are no tensor of their own.
 
     Raises:
-        ValueError: neither is there, or a file is damaged; (a tensor) it is quantized, or holds no
-            real numbers.
+        ValueError: neither is there, or a file is damaged; (a tensor) it is quantized in another
+            way, or holds no real numbers.
     """
 
-    def __init__(self, folder: Path, *, prefix: str = "", packed: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefix: str = "",
+        packed: tuple[str, ...] = (),
+        block: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
-        self._packed = packed
+        self._packed, self._block = packed, block
+        self._scales: dict[tuple[Path, str], tuple[Path, str]] = {}
         safe_open = _safetensors()
         files = [folder / SINGLE]
         if not files[0].is_file() and (folder / INDEX).is_file():
@@ -70,6 +81,9 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
                 place = self.places.setdefault(name.removeprefix(prefix), (path, name))
                 if place != (path, name):
                     raise ValueError(f"{path} holds {name}, which {place[0]} holds as {place[1]}.")
+        if block is not None:
+            for name in [name for name in self.places if name + SCALES in self.places]:
+                self._scales[self.places[name]] = self.places.pop(name + SCALES)
 
     def rename(self, pattern: str, name: str) -> None:
         """Put `name` in the place of a pattern in all names.
@@ -95,6 +109,11 @@ class TensorFolder(OnDemand[tuple[Path, str]]):
         path, there = place
         with _safetensors()(path, "pt") as file:
             tensor = file.get_tensor(there)
+        if self._block is not None and place in self._scales:
+            scales = self.read(self._scales[place])
+            return dequantized(tensor, scales, self._block, f"{there} in {path}")
+        if self._block is not None and tensor.dtype == FP8:
+            raise ValueError(f"Expected {there}{SCALES} beside {there} in {path}, found none.")
         if not (there.endswith(self._packed) and tensor.dtype == torch.uint8):
             check_dtype(tensor.dtype, f"{there} in {path}")
         return tensor

@@ -66,13 +66,18 @@ def by_type(config: Json, default: int | None) -> int | None:
     return every_nth_full([kind == _NEAR for kind in types])
 
 
-def qwen_windows(config: Json) -> dict[str, Any]:
-    """Of a dense Qwen: in layers from a number on, unless the file says in which."""
+def by_number(config: Json) -> int | None:
+    """The same in layers from a number on, unless the file says in which."""
     first = config["max_window_layers"]
     every = all_layers(config) if first <= 0 else None
     if first >= config["num_hidden_layers"]:
         every = 1
-    return windows_if_used(config, by_type(config, every))
+    return by_type(config, every)
+
+
+def qwen_windows(config: Json) -> dict[str, Any]:
+    """Of a dense Qwen."""
+    return windows_if_used(config, by_number(config))
 
 
 def windows_if_used(config: Json, every: int | None) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def export_model(
     trained = load_trained(run, kinds=("gpt", "bert", "t5"))
     config, state = trained.config, trained.model.state_dict()
     found = architecture_for(config)
+    assert found.config is not None
     rules = found.rules(config, trained.model.config)
     names = [name for rule in rules for name in rule.sources]
     # What is no parameter, the bias of a router, moves by less than 16 bits can tell.

@@ -1,0 +1,96 @@
+"""One of Hugging Face's architectures: what it takes to read and to write its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from mb_layers.state_dicts import Rule
+
+from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.quantized import check_quantization
+from mb_train.models.config import TransformerConfig
+
+Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
+
+
+def special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """None where the tokenizer has none: their classes have numbers of their own for that."""
+    return {
+        "bos_token_id": tokenizer.special.get("bos"),
+        "eos_token_id": tokenizer.special.get("eod"),
+        "pad_token_id": tokenizer.special.get("pad"),
+    }
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of Hugging Face's model types.
+
+    Attributes:
+        name: of its class.
+        fields: from its config.json to fields of a `TrainConfig`.
+        config: back; None: a model like it is written as another that computes the same.
+        rules: from its tensors to ours.
+        stacked: the same where the experts of a layer are one tensor; None: without experts.
+        packed: the same where their matrices are in MXFP4; None: they never are.
+        defaults: what the class has for settings that a config.json leaves out.
+        aliases: other names of settings, and which these are.
+        prefix: of its tensors' names, but the head's.
+        left_out: patterns of tensors that files may hold and that say nothing.
+        layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
+            next from it, and it does without them.
+        guessing: a pattern of tensors that do so and have no layer's number.
+        shared: one tensor may hold parts of several of ours.
+        copies: tensors that files may hold once more under another name, and which these are.
+        renamed: patterns of names that some files have, and what stands in their place today.
+        special: special tokens of its config.json, from a tokenizer.
+    """
+
+    model_type: str
+    name: str
+    fields: Callable[[Json], dict[str, Any]]
+    config: Callable[[TrainConfig], dict[str, Any]] | None
+    rules: Rules
+    stacked: Rules | None = None
+    packed: Rules | None = None
+    defaults: Json = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    left_out: tuple[str, ...] = ()
+    layers_behind: str | None = None
+    guessing: str | None = None
+    shared: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    special: Callable[[Any], dict[str, Any]] = special_tokens
+
+    def read(self, config: Json) -> dict[str, Any]:
+        """Fields of a `TrainConfig` from a config.json, by whatever names it has its settings.
+
+        Raises:
+            ValueError: something that our models have not.
+            KeyError: a size that is not there.
+        """
+        refuse(config, per_layer_config=(None,))
+        check_quantization(config, mxfp4=self.packed is not None)
+        return self.fields(self.settled(config))
+
+    def settled(self, config: Json) -> dict[str, Any]:
+        """A config.json with its settings by one name each, and those that it leaves out."""
+        renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
+        return {**self.defaults, **config, **renamed}
+
+    def layers_left_out(self, config: Json) -> range:
+        """Numbers of layers behind the last that files may hold.
+
+        Raises:
+            TypeError: one of the counts is none.
+        """
+        if self.layers_behind is None:
+            return range(0)
+        settled = self.settled(config)
+        layers = settled["num_hidden_layers"]
+        return range(layers, layers + (settled[self.layers_behind] or 0))

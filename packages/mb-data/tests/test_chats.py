@@ -215,7 +215,7 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
     ("line", "said"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "expected a JSON object, got list"),
+        ("[1]", "expected a JSON object, got list; of a JSON array make lines: jq"),
         ('{"text": "a"}', "no key 'messages'; the keys are text"),
         ('{"messages": []}', "must be a list of messages"),
         ('{"messages": ["a"]}', "message 0 must be an object with role and content"),

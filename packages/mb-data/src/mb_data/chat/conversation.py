@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mb_data.chat.template import TEMPLATE, ChatTemplate, Message
+from mb_data.text.parse import ARRAY_TO_LINES
 
 ASSISTANT = "assistant"
 TURNS = ("all", "each", "last")
@@ -40,7 +41,8 @@ def conversation_of(record: Any, key: str) -> Conversation:
         ValueError: says what is wrong with it.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        hint = f"; {ARRAY_TO_LINES}" if isinstance(record, list) else ""
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}{hint}")
     if key not in record:
         raise ValueError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
     found, tools = record[key], record.get("tools")

@@ -92,7 +92,7 @@ class ChatTokenizer:
     def end_of(self, encoded: Encoded) -> int | None:
         """The special token that is learned last; None if another token is, or none."""
         for token in encoded.tokens[encoded.learned][-1:].tolist():
-            if self._special.fullmatch(self._library.id_to_token(token)):
+            if self._special.fullmatch(self._library.id_to_token(token) or ""):
                 return token
         return None
 

@@ -14,6 +14,8 @@ from mb_data.chat.template import TEMPLATE, ChatTemplate, Message
 from mb_data.text.parse import ARRAY_TO_LINES
 
 ASSISTANT = "assistant"
+# Roles that every template knows. Many leave out a message of another, without a word.
+_KNOWN = ("system", "user", ASSISTANT, "tool")
 TURNS = ("all", "each", "last")
 # Names of roles in the files that began with ShareGPT, which have from and value.
 _SHARED = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT}
@@ -87,10 +89,16 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             in which that one is; "last": a text up to the last answer, in which it is.
 
     Raises:
-        ValueError: the template refuses it; with "all", it writes an answer otherwise where a turn
-            follows it.
+        ValueError: the template refuses it, or leaves out a message of a role of its own; with
+            "all", it writes an answer otherwise where a turn follows it.
     """
     messages, tools = conversation
+    for place, one in enumerate(messages):
+        if one["role"] not in _KNOWN and _left_out(conversation, place, template):
+            raise ValueError(
+                f"the chat template leaves out message {place}, of the role {one['role']!r}; say "
+                f"{', '.join(_KNOWN)}, or a role that it knows"
+            )
 
     def answered(place: int) -> tuple[str, int]:
         """The text up to the answer at `place` and with it, and where in it the answer begins."""
@@ -117,6 +125,16 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
                 "each in a text of its own, or --turns last"
             )
     return [_written(whole, [(first, len(text)) for text, first in texts])]
+
+
+def _left_out(conversation: Conversation, place: int, template: ChatTemplate) -> bool:
+    """Whether the text is the same without a message."""
+    messages, tools = conversation
+    whole = template.render(messages, tools=tools)
+    try:
+        return whole == template.render(messages[:place] + messages[place + 1 :], tools=tools)
+    except ValueError:  # it misses the message
+        return False
 
 
 def _written(text: str, learned: list[tuple[int, int]]) -> Written:

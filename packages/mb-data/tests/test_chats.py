@@ -96,6 +96,17 @@ def test_answers_without_an_end_are_told_of(tmp_path):
     assert ChatTokenizer(folder).end() == theirs(folder).convert_tokens_to_ids("<|im_end|>")
 
 
+def test_tools_that_are_left_out_are_told_of(folder, tmp_path):
+    asked = messages(("user", "a"), ("assistant", "b"))
+    with_tools = conversation_of({"m": asked, "tools": [{"name": "add"}]}, "m")
+    with pytest.raises(ValueError, match="the chat template leaves out the tools; take"):
+        ChatTokenizer(folder).texts(with_tools, "all")
+    assert ChatTokenizer(folder).texts(conversation_of({"m": asked, "tools": []}, "m"), "all")
+    knowing = chat_folder(tmp_path / "other", "{{ (tools or []) | tojson }}" + CHATML)
+    (text,) = ChatTokenizer(knowing).texts(with_tools, "all")
+    assert text.text.startswith('[{"name": "add"}]<|im_start|>user')
+
+
 def test_a_message_that_is_left_out_is_told_of(tmp_path):
     """Unless the template writes it, or refuses to do without."""
     pairs = [("user", "a"), ("observation", "b"), ("assistant", "c")]

@@ -89,16 +89,11 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             in which that one is; "last": a text up to the last answer, in which it is.
 
     Raises:
-        ValueError: the template refuses it, or leaves out a message of a role of its own; with
-            "all", it writes an answer otherwise where a turn follows it.
+        ValueError: the template refuses it, or leaves out a message of a role of its own, or the
+            tools; with "all", it writes an answer otherwise where a turn follows it.
     """
     messages, tools = conversation
-    for place, one in enumerate(messages):
-        if one["role"] not in _KNOWN and _left_out(conversation, place, template):
-            raise ValueError(
-                f"the chat template leaves out message {place}, of the role {one['role']!r}; say "
-                f"{', '.join(_KNOWN)}, or a role that it knows"
-            )
+    _check_nothing_is_lost(conversation, template)
 
     def answered(place: int) -> tuple[str, int]:
         """The text up to the answer at `place` and with it, and where in it the answer begins."""
@@ -127,13 +122,28 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
     return [_written(whole, [(first, len(text)) for text, first in texts])]
 
 
-def _left_out(conversation: Conversation, place: int, template: ChatTemplate) -> bool:
-    """Whether the text is the same without a message."""
+def _check_nothing_is_lost(conversation: Conversation, template: ChatTemplate) -> None:
     messages, tools = conversation
-    whole = template.render(messages, tools=tools)
+    if tools and _same(template, conversation, Conversation(messages)):
+        raise ValueError(
+            "the chat template leaves out the tools; take them out of the line, or give the "
+            f"tokenizer's folder a {TEMPLATE} that writes them"
+        )
+    for place, one in enumerate(messages):
+        without = Conversation(messages[:place] + messages[place + 1 :], tools)
+        if one["role"] not in _KNOWN and _same(template, conversation, without):
+            raise ValueError(
+                f"the chat template leaves out message {place}, of the role {one['role']!r}; say "
+                f"{', '.join(_KNOWN)}, or a role that it knows"
+            )
+
+
+def _same(template: ChatTemplate, conversation: Conversation, less: Conversation) -> bool:
+    """Whether the template makes the same text of a conversation and of less than it."""
+    whole = template.render(conversation.messages, tools=conversation.tools)
     try:
-        return whole == template.render(messages[:place] + messages[place + 1 :], tools=tools)
-    except ValueError:  # it misses the message
+        return whole == template.render(less.messages, tools=less.tools)
+    except ValueError:  # it misses something
         return False
 
 

@@ -24,6 +24,7 @@ TESTS = [
     "integration-tests/test_parallel.py",  # the longest first
     "packages/mb-parallel",
     "packages/mb-layers/tests/test_living.py",
+    "packages/mb-train/tests/test_segments.py",
     "packages/mb-train/tests/test_tensor_plans.py",
     "packages/mb-train/tests/test_sinks.py",
 ]

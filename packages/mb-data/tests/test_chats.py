@@ -96,6 +96,34 @@ def test_answers_without_an_end_are_told_of(tmp_path):
     assert ChatTokenizer(folder).end() == theirs(folder).convert_tokens_to_ids("<|im_end|>")
 
 
+def test_tools_that_are_left_out_are_told_of(folder, tmp_path):
+    asked = messages(("user", "a"), ("assistant", "b"))
+    with_tools = conversation_of({"m": asked, "tools": [{"name": "add"}]}, "m")
+    with pytest.raises(ValueError, match="the chat template leaves out the tools; take"):
+        ChatTokenizer(folder).texts(with_tools, "all")
+    assert ChatTokenizer(folder).texts(conversation_of({"m": asked, "tools": []}, "m"), "all")
+    knowing = chat_folder(tmp_path / "other", "{{ (tools or []) | tojson }}" + CHATML)
+    (text,) = ChatTokenizer(knowing).texts(with_tools, "all")
+    assert text.text.startswith('[{"name": "add"}]<|im_start|>user')
+
+
+def test_a_message_that_is_left_out_is_told_of(tmp_path):
+    """Unless the template writes it, or refuses to do without."""
+    pairs = [("user", "a"), ("observation", "b"), ("assistant", "c")]
+    knowing = CHATML.replace(
+        "for message in messages", "for message in messages if message.role in known"
+    )
+    chat = ChatTokenizer(chat_folder(tmp_path / "model", knowing), {"known": ["user", "assistant"]})
+    with pytest.raises(ValueError, match="leaves out message 1, of the role 'observation'; say"):
+        chat.texts(Conversation(messages(*pairs)), "all")
+    chat = ChatTokenizer(tmp_path / "model", {"known": ["user", "observation", "assistant"]})
+    assert "<|im_start|>observation\nb" in chat.texts(Conversation(messages(*pairs)), "all")[0].text
+    found = "messages | selectattr('role', 'equalto', 'observation') | list"
+    asking = knowing + "{% if not (" + found + ") %}{{ raise_exception('none') }}{% endif %}"
+    chat = ChatTokenizer(chat_folder(tmp_path / "other", asking), {"known": ["user", "assistant"]})
+    assert "observation" not in chat.texts(Conversation(messages(*pairs)), "all")[0].text
+
+
 def test_each_and_last(tmp_path):
     folder = chat_folder(tmp_path / "model", THINKING)
     tokenizer = theirs(folder)
@@ -215,7 +243,7 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
     ("line", "said"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "expected a JSON object, got list"),
+        ("[1]", "expected a JSON object, got list; of a JSON array make lines: jq"),
         ('{"text": "a"}', "no key 'messages'; the keys are text"),
         ('{"messages": []}', "must be a list of messages"),
         ('{"messages": ["a"]}', "message 0 must be an object with role and content"),

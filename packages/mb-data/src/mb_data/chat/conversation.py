@@ -11,8 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mb_data.chat.template import TEMPLATE, ChatTemplate, Message
+from mb_data.text.parse import ARRAY_TO_LINES
 
 ASSISTANT = "assistant"
+# Roles that every template knows. Many leave out a message of another, without a word.
+_KNOWN = ("system", "user", ASSISTANT, "tool")
 TURNS = ("all", "each", "last")
 # Names of roles in the files that began with ShareGPT, which have from and value.
 _SHARED = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT}
@@ -40,7 +43,8 @@ def conversation_of(record: Any, key: str) -> Conversation:
         ValueError: says what is wrong with it.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        hint = f"; {ARRAY_TO_LINES}" if isinstance(record, list) else ""
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}{hint}")
     if key not in record:
         raise ValueError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
     found, tools = record[key], record.get("tools")
@@ -85,10 +89,11 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             in which that one is; "last": a text up to the last answer, in which it is.
 
     Raises:
-        ValueError: the template refuses it; with "all", it writes an answer otherwise where a turn
-            follows it.
+        ValueError: the template refuses it, or leaves out a message of a role of its own, or the
+            tools; with "all", it writes an answer otherwise where a turn follows it.
     """
     messages, tools = conversation
+    _check_nothing_is_lost(conversation, template)
 
     def answered(place: int) -> tuple[str, int]:
         """The text up to the answer at `place` and with it, and where in it the answer begins."""
@@ -115,6 +120,31 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
                 "each in a text of its own, or --turns last"
             )
     return [_written(whole, [(first, len(text)) for text, first in texts])]
+
+
+def _check_nothing_is_lost(conversation: Conversation, template: ChatTemplate) -> None:
+    messages, tools = conversation
+    if tools and _same(template, conversation, Conversation(messages)):
+        raise ValueError(
+            "the chat template leaves out the tools; take them out of the line, or give the "
+            f"tokenizer's folder a {TEMPLATE} that writes them"
+        )
+    for place, one in enumerate(messages):
+        without = Conversation(messages[:place] + messages[place + 1 :], tools)
+        if one["role"] not in _KNOWN and _same(template, conversation, without):
+            raise ValueError(
+                f"the chat template leaves out message {place}, of the role {one['role']!r}; say "
+                f"{', '.join(_KNOWN)}, or a role that it knows"
+            )
+
+
+def _same(template: ChatTemplate, conversation: Conversation, less: Conversation) -> bool:
+    """Whether the template makes the same text of a conversation and of less than it."""
+    whole = template.render(conversation.messages, tools=conversation.tools)
+    try:
+        return whole == template.render(less.messages, tools=less.tools)
+    except ValueError:  # it misses something
+        return False
 
 
 def _written(text: str, learned: list[tuple[int, int]]) -> Written:

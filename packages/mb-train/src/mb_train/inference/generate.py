@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mb_train.data.tokenizers import beginning, chat_tokenizer, further_ends, preceding
+from mb_train.data.tokenizers import (
+    beginning,
+    chat_tokenizer,
+    ends_of_answers,
+    further_ends,
+    preceding,
+)
 from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
@@ -241,7 +247,8 @@ class Generator:
         self.tokenizer = trained.tokenizer
         self._config, self._run = trained.config, trained.checkpoint.parent
         further = further_ends(self._config, self._run)
-        self.ends = frozenset((self.tokenizer.eod, *further))
+        answered = ends_of_answers(self._config, self._run)
+        self.ends = frozenset((self.tokenizer.eod, *further, *answered))
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
         self._together = not trained.config.moe_capacity_factor
@@ -253,14 +260,11 @@ class Generator:
         return cls(load_trained(run, device))
 
     def asked(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
-        """The tokens that an answer to messages stands behind; from now on its end ends a text.
+        """The tokens that an answer to messages stands behind.
 
         Raises:
             ValueError: the tokenizer has no chat template, or that refuses these messages.
         """
-        end = self._chats.end()
-        if end is not None:
-            self.ends |= {end}
         return self._chats.prompt(messages, tools)
 
     @cached_property

@@ -5,8 +5,6 @@ That every layout takes the steps of one process is `test_parallel.py`'s part.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import tiny_run
 import torch
 from mb_parallel.testing import run_ranks
 from mb_train.cli import main
-from test_data_parallel import torchrun
 from test_resume_bitwise import DROPOUT, _same
 
 CP = "--context-parallel-size"
@@ -27,17 +24,6 @@ GPU_DOCUMENTS = (
 )
 
 
-def _lines(rank: int, world_size: int, lines: list[list[str]]) -> tuple[list[str], str]:
-    """What each line failed with, "" for none, and all that was printed."""
-    failed, out = [], io.StringIO()
-    for arguments in lines:
-        err = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = tiny_run.train(arguments)
-        failed.append(err.getvalue() if code else "")
-    return failed, out.getvalue()
-
-
 @pytest.fixture(scope="module")
 def one_process(tokens, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("one") / "run"
@@ -48,7 +34,7 @@ def one_process(tokens, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchrun_starts_ranks_that_share_sequences(one_process, tokens, tmp_path, ranks):
     run = tmp_path / "run"
-    torchrun(tiny_run.flags(tokens, run, SAME, f"{CP} {ranks}"), ranks)
+    tiny_run.torchrun(tiny_run.flags(tokens, run, SAME, f"{CP} {ranks}"), ranks)
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process), rel=1e-5)
     got, wanted = ([e["lm_loss"] for e in tiny_run.events(r, "eval")] for r in (run, one_process))
     assert got == pytest.approx(wanted, rel=1e-5)
@@ -64,14 +50,14 @@ def test_a_run_goes_on_with_another_number_of_ranks_for_a_sequence(one_process, 
     run = tmp_path / "run"
     begin = tiny_run.flags(tokens, run, SAME, f"{CP} 2 --exit-interval 2")
     go_on = ["--load", str(run)]
-    (failed, out), (_, silence) = run_ranks(_lines, 2, [begin])
+    (failed, out), (_, silence) = run_ranks(tiny_run.on_a_rank, 2, [begin])
     assert (failed, silence) == ([""], "")
     assert "world size: 2, data-parallel-size: 1, context-parallel-size: 2, tensor-mod" in out
     assert tiny_run.train([*go_on, CP, "1", "--exit-interval", "4"]) == 0
     six = [*go_on, CP, "2", "--exit-interval", "6", "--zero-stage", "3"]
-    assert run_ranks(_lines, 2, [six])[0][0] == [""]
+    assert run_ranks(tiny_run.on_a_rank, 2, [six])[0][0] == [""]
     last = [*go_on, "--micro-batch-size", "1", "--data-parallel-replicas", "2"]
-    assert run_ranks(_lines, 4, [last])[0][0] == [""]
+    assert run_ranks(tiny_run.on_a_rank, 4, [last])[0][0] == [""]
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process), rel=2e-5)
 
 
@@ -83,7 +69,7 @@ def test_a_stop_changes_nothing_to_the_bit(tokens, tmp_path):
         tiny_run.flags(tokens, parts, more, "--exit-interval 3"),
         ["--load", str(parts)],
     ]
-    assert run_ranks(_lines, 2, lines)[0][0] == ["", "", ""]
+    assert run_ranks(tiny_run.on_a_rank, 2, lines)[0][0] == ["", "", ""]
     assert tiny_run.losses(parts) == tiny_run.losses(whole)
     assert _same(whole, parts, 8)
 
@@ -106,7 +92,7 @@ def _drawn(rank: int, world_size: int, arguments: list[str]) -> list[float]:
             seen.append(float((y != 0).double().flatten() @ torch.arange(y.numel()).double()))
 
     with torch.nn.modules.module.register_module_forward_hook(hook):
-        assert _lines(rank, world_size, [arguments])[0] == [""]
+        assert tiny_run.on_a_rank(rank, world_size, [arguments])[0] == [""]
     return seen
 
 
@@ -124,7 +110,7 @@ def test_batches_grow_by_whole_sequences(tokens, tmp_path):
 
     one, four = tmp_path / "one", tmp_path / "four"
     assert tiny_run.train(flags(one)) == 0
-    assert run_ranks(_lines, 4, [flags(four, f"{CP} 2")])[0][0] == [""]
+    assert run_ranks(tiny_run.on_a_rank, 4, [flags(four, f"{CP} 2")])[0][0] == [""]
     assert tiny_run.losses(four) == pytest.approx(tiny_run.losses(one), rel=1e-5)
     assert tiny_run.events(four, "train")[-1]["consumed_samples"] == 24
 
@@ -132,7 +118,7 @@ def test_batches_grow_by_whole_sequences(tokens, tmp_path):
 def test_what_is_trained_so_is_used_like_any_other_model(tokens, tmp_path, capsys):
     run = tmp_path / "run"
     begin = tiny_run.flags(tokens, run, f"{CP} 2 --train-iters 2", moe=False)
-    assert run_ranks(_lines, 2, [begin])[0][0] == [""]
+    assert run_ranks(tiny_run.on_a_rank, 2, [begin])[0][0] == [""]
     text = tmp_path / "text.txt"
     text.write_text(" ".join(map(str, range(40))))
     capsys.readouterr()
@@ -149,7 +135,7 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(tokens, tmp_path):
         tiny_run.flags(tokens, run, f"{CP} 4"),
         tiny_run.flags(tokens, run, f"{CP} 4 {SAME}"),
     ]
-    for said, _ in run_ranks(_lines, 2, lines):
+    for said, _ in run_ranks(tiny_run.on_a_rank, 2, lines):
         for text, words in zip(
             said,
             (
@@ -169,6 +155,6 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(tokens, tmp_path):
 def test_documents_over_two_gpus_are_those_of_one(tokens, tmp_path, more):
     """Flash attention within documents, whose key-value head is repeated for both."""
     one, two = tmp_path / "one", tmp_path / "two"
-    torchrun(tiny_run.flags(tokens, one, GPU_DOCUMENTS), 1)
-    torchrun(tiny_run.flags(tokens, two, GPU_DOCUMENTS, f"{CP} 2 {more}"), 2)
+    tiny_run.torchrun(tiny_run.flags(tokens, one, GPU_DOCUMENTS), 1)
+    tiny_run.torchrun(tiny_run.flags(tokens, two, GPU_DOCUMENTS, f"{CP} 2 {more}"), 2)
     assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=5e-3)

@@ -9,7 +9,6 @@ import mb_data
 import pytest
 import tiny_run
 from mb_parallel.testing import run_ranks
-from test_context_parallel import _lines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "mb-data" / "tests"))
 from chat_helpers import chat_folder, chats
@@ -63,7 +62,7 @@ def one_process(conversations, tmp_path_factory) -> Path:
 )
 def test_every_layout_learns_the_same(conversations, one_process, tmp_path, ranks, layout):
     run = tmp_path / "run"
-    assert run_ranks(_lines, ranks, [words(conversations, run, layout)])[0][0] == [""]
+    assert run_ranks(tiny_run.on_a_rank, ranks, [words(conversations, run, layout)])[0][0] == [""]
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process), rel=2e-5)
     got, wanted = ([e["lm_loss"] for e in tiny_run.events(r, "eval")] for r in (run, one_process))
     assert got == pytest.approx(wanted, rel=2e-5)

@@ -5,8 +5,6 @@ import contextlib
 import io
 import os
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -23,15 +21,6 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
         code = tiny_run.train(arguments)
     assert threading.enumerate() == [threading.main_thread()]
     return code, out.getvalue(), err.getvalue()
-
-
-def torchrun(arguments: list[str], ranks: int = 2) -> None:
-    """Run `mb_train` on several ranks of this machine, as people do."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", "-m", "mb_train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +63,7 @@ def test_two_ranks_in_bf16_stay_close_to_one_and_go_on_as_they_would_have(tokens
 
 def test_torchrun_goes_on_from_one_process(one_process, tmp_path):
     run = tmp_path / "run"
-    torchrun(["--load", str(one_process / "iter_0000004"), "--save", str(run)])
+    tiny_run.torchrun(["--load", str(one_process / "iter_0000004"), "--save", str(run)])
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process)[4:], rel=1e-5)
 
 
@@ -213,7 +202,7 @@ def test_gpus_take_the_steps_of_one_eager_gpu(tokens, tmp_path):
     for ranks in range(1, 1 + min(torch.cuda.device_count(), 2)):
         for more in ("", "--compile"):
             run = tmp_path / f"{ranks}{more}"
-            torchrun(tiny_run.flags(tokens, run, still, more), ranks)
+            tiny_run.torchrun(tiny_run.flags(tokens, run, still, more), ranks)
             losses[f"{ranks} {more}"] = tiny_run.losses(run)
     eager = losses.pop("1 ")
     differ = {name: got for name, got in losses.items() if got != pytest.approx(eager, rel=1e-4)}

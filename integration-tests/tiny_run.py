@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +57,26 @@ def train(arguments: Sequence[str]) -> int:
         patch.object(os, "fsync", lambda descriptor: None),
     ):
         return main(arguments)
+
+
+def on_a_rank(rank: int, world_size: int, lines: list[list[str]]) -> tuple[list[str], str]:
+    """What each line failed with, "" for none, and all that was printed."""
+    failed, out = [], io.StringIO()
+    for arguments in lines:
+        err = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = train(arguments)
+        failed.append(err.getvalue() if code else "")
+    return failed, out.getvalue()
+
+
+def torchrun(arguments: list[str], ranks: int = 2) -> None:
+    """Run `mb_train` on several ranks of this machine, as people do."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", "-m", "mb_train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def losses(run: Path) -> list[float]:

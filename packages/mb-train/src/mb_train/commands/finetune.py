@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.commands.train import print_config, tell_notes
-from mb_train.config import GROUPS, TrainConfig, flag_name
+from mb_train.config import TrainConfig, flag_name
 from mb_train.config.masking import TASKS
+from mb_train.config.moe import MoEFields
+from mb_train.config.network import Network
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import Parser
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
@@ -79,7 +81,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     length = next((n for n in ("train_iters", "train_samples") if n in command.values), None)
     if options.epochs is not None and length is not None:
         raise ValueError(f"Expected one of --epochs and {flag_name(length)}, got both.")
-    names = [f.name for group in ("model", "moe") for f in dataclasses.fields(GROUPS[group])]
+    names = [f.name for group in (Network, MoEFields) for f in dataclasses.fields(group)]
     base = {name: saved[name] for name in (*names, *_KEPT) if name in saved}
     base |= _DEFAULTS | _OF_TASK.get(options.task, {}) | {
         "task": options.task, "bert_load": options.run, "train_iters": 1,

@@ -11,7 +11,7 @@ from chat_helpers import CHATML, THINKING, TWO_ANSWERS, chat_folder, chats
 from mb_data import ChatTokenizer, IndexedDataset, build_conversation_datasets, preprocess_chats
 from mb_data.chat import tokens
 from mb_data.chat.conversation import Conversation, conversation_of
-from mb_data.maintenance import decode, merge, shuffle, validate
+from mb_data.maintenance import decode, inspect, merge, shuffle, validate
 from mb_data.samples.conversations import LEARNED, READ, Conversations
 
 
@@ -59,6 +59,8 @@ def test_tokens_are_transformers(folder, tmp_path):
         sum(len(dataset[i]) for i in dataset.document(d)) for d in range(2)
     )
     assert summary.learned == sum(dataset.sizes[dataset.modes == LEARNED])
+    by_mode = {READ: summary.tokens - summary.learned, LEARNED: summary.learned}
+    assert inspect(summary.output).tokens_by_mode == by_mode
     assert not validate(summary.output)
     chat = ChatTokenizer(folder)
     for asked in (2, 4):

@@ -181,6 +181,9 @@ def _inspect(options: argparse.Namespace) -> None:
             f"mean {found.mean:,.1f}; {found.empty_sequences:,} empty\n"
             f"  .bin {found.bin_bytes:,} bytes, .idx {found.idx_bytes:,} bytes"
         )
+        if found.tokens_by_mode:
+            shares = (f"{count:,} of {mode}" for mode, count in found.tokens_by_mode.items())
+            print(f"  tokens by mode (1: learned, in conversations): {', '.join(shares)}")
 
 
 def _validate(options: argparse.Namespace) -> int:

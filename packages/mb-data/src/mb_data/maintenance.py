@@ -27,7 +27,10 @@ CHUNK = 1 << 22  # elements looked at in one go: bounds the memory of `validate`
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a dataset, from its index alone. Lengths are tokens of a sequence."""
+    """What is in a dataset, from its index alone. Lengths are tokens of a sequence.
+
+    ``tokens_by_mode`` is empty for a dataset without modes; in conversations 1 is what is learned.
+    """
 
     prefix: str
     dtype: str
@@ -40,6 +43,7 @@ class Inspection:
     longest: int
     bin_bytes: int
     idx_bytes: int
+    tokens_by_mode: dict[int, int]
 
 
 def inspect(prefix: str | os.PathLike[str]) -> Inspection:
@@ -59,7 +63,15 @@ def inspect(prefix: str | os.PathLike[str]) -> Inspection:
         longest=int(sizes.max()) if len(sizes) else 0,
         bin_bytes=bin_path(prefix).stat().st_size,
         idx_bytes=idx_path(prefix).stat().st_size,
+        tokens_by_mode=_tokens_by_mode(dataset),
     )
+
+
+def _tokens_by_mode(dataset: IndexedDataset) -> dict[int, int]:
+    if dataset.modes is None:
+        return {}
+    modes, sizes = dataset.modes, dataset.sizes
+    return {int(m): int(sizes[modes == m].sum(dtype=np.int64)) for m in np.unique(modes)}
 
 
 def validate(prefix: str | os.PathLike[str], *, vocab_size: int | None = None) -> list[str]:

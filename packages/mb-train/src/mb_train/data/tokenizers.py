@@ -91,18 +91,6 @@ def chat_tokenizer(config: TrainConfig, run: Path | None = None) -> ChatTokenize
     return mb_data.ChatTokenizer(described[0])
 
 
-def ends_of_answers(config: TrainConfig, run: Path | None = None) -> list[int]:
-    """The token that a chat model's answers end with; none of a model without a chat template.
-
-    `run` as in `load_tokenizer`.
-    """
-    try:
-        end = chat_tokenizer(config, run).end()
-    except (ValueError, ModuleNotFoundError):  # told to who asks by the template
-        return []
-    return [] if end is None else [end]
-
-
 def _load(config: TrainConfig) -> Tokenizer:
     import mb_data
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from mb_train.data.tokenizers import (
     beginning,
     chat_tokenizer,
-    ends_of_answers,
     further_ends,
     preceding,
 )
@@ -247,8 +246,7 @@ class Generator:
         self.tokenizer = trained.tokenizer
         self._config, self._run = trained.config, trained.checkpoint.parent
         further = further_ends(self._config, self._run)
-        answered = ends_of_answers(self._config, self._run)
-        self.ends = frozenset((self.tokenizer.eod, *further, *answered))
+        self.ends = frozenset((self.tokenizer.eod, *further, *self._ends_of_answers()))
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
         self._together = not trained.config.moe_capacity_factor
@@ -269,8 +267,16 @@ class Generator:
 
     @cached_property
     def _chats(self) -> ChatTokenizer:
-        """Loaded when it is first asked for: most models have none."""
+        """Raises ValueError, or ModuleNotFoundError, for a model that cannot be asked so."""
         return chat_tokenizer(self._config, self._run)
+
+    def _ends_of_answers(self) -> list[int]:
+        """The token that a chat model's answers end with; none of a model without a template."""
+        try:
+            end = self._chats.end()
+        except (ValueError, ModuleNotFoundError):  # told to who asks by the template
+            return []
+        return [] if end is None else [end]
 
     def beginning(self, prompt: Prompt) -> list[int]:
         """What is before a text, as before every document; before tokens nothing is."""

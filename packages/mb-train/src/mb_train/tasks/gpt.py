@@ -150,11 +150,8 @@ def ends_of(ends_BS: np.ndarray) -> np.ndarray:
 
 
 def positions_of(ends_BS: np.ndarray) -> np.ndarray:
-    """Each token's place in its document, int64 [B, S]."""
-    places_S = np.arange(ends_BS.shape[1])
-    starts_BS = np.zeros(ends_BS.shape, np.int64)
-    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], places_S[1:], 0)
-    return places_S - np.maximum.accumulate(starts_BS, axis=1)
+    """Each token's place in its document, int64 [B, S]; a document ends where `ends_BS` is true."""
+    return mb_data.document_layout(ends_BS.astype(np.int64), eod=1).position_ids
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

@@ -10,6 +10,7 @@
 - Compiling ahead: `warm_up`, `compile_ahead`, `rehearse_linear_cross_entropy`.
 - Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
 - Activations in few bits: `quantize`, `dequantize`, `Quantized`.
+- Products in 8-bit floats: `to_float8`, `Float8`, `float8_linear`.
 - The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`,
   `sum_of_squares`, `adamw_step`, `muon_momentum`, `muon_step`, `symmetric_matmul`.
 - `reference`: all of these in plain PyTorch, as they run on a CPU.
@@ -28,6 +29,9 @@ from mb_kernels.block_sparse import sparse_expert_mlp as sparse_expert_mlp
 from mb_kernels.block_sparse import topology as topology
 from mb_kernels.expert_mlp import expert_mlp as expert_mlp
 from mb_kernels.expert_mlp import grouped_experts as grouped_experts
+from mb_kernels.float8 import Float8 as Float8
+from mb_kernels.float8 import float8_linear as float8_linear
+from mb_kernels.float8 import to_float8 as to_float8
 from mb_kernels.grouped_gemm import gmm as gmm
 from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
 from mb_kernels.linear_cross_entropy import VocabularyShard as VocabularyShard

@@ -80,17 +80,18 @@ def assert_close(name: str, got: Tensor, want: Tensor, *, dtype: torch.dtype | N
 
 @contextlib.contextmanager
 def bf16_interpreted() -> Generator[None]:
-    """Have Triton's interpreter compute with bfloat16 as a GPU does.
+    """Have Triton's interpreter compute with bfloat16 and with 8-bit floats as a GPU does.
 
     The interpreter (Triton 3.6 to 3.9) holds bfloat16 numbers as 16-bit integers. Left alone,
-    ``tl.dot`` multiplies these integers, and a cast to bfloat16 cuts bits off where a GPU rounds
-    to nearest. Here both go through fp32. Sums and products of two bfloat16 tiles stay wrong, which
+    ``tl.dot`` multiplies these integers, and a cast to bfloat16 or E4M3 cuts bits off where a GPU
+    rounds to nearest. Here all go through fp32. Sums and products of two bfloat16 tiles stay wrong, which
     no kernel of this package computes: all of them cast to fp32 first.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    convert = InterpreterBuilder.create_fp_to_fp  # the cast to 8 bits, with a rounding mode
 
     def cast_and_round(self: Any, x: Any, kind: Any) -> Any:
         if kind.scalar is not tl.bfloat16:
@@ -98,13 +99,26 @@ def bf16_interpreted() -> Generator[None]:
         rounded = torch.tensor(x.data).bfloat16().view(torch.uint16)
         return TensorHandle(rounded.numpy(), tl.bfloat16)
 
+    def convert_and_round(self: Any, x: Any, kind: Any, rounding: Any) -> Any:
+        if kind.scalar is not tl.float8e4nv:
+            return convert(self, x, kind, rounding)
+        codes = torch.tensor(cast(self, x, tl.float32).data).to(torch.float8_e4m3fn)
+        return TensorHandle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
+
+    def values(self: Any, x: Any) -> Any:
+        if x.dtype.scalar is tl.float8e4nv:
+            codes = torch.tensor(x.data).view(torch.float8_e4m3fn)
+            return TensorHandle(codes.float().numpy(), tl.float32)
+        return cast(self, x, tl.float32)
+
     def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        if a.dtype.scalar is tl.bfloat16:
-            a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
+        if a.dtype.scalar in (tl.bfloat16, tl.float8e4nv):
+            a, b = values(self, a), values(self, b)
         return dot(self, a, b, *rest)
 
     with (
         mock.patch.object(InterpreterBuilder, "cast_impl", cast_and_round),
+        mock.patch.object(InterpreterBuilder, "create_fp_to_fp", convert_and_round),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_values),
     ):
         yield

@@ -251,6 +251,7 @@ def rehearse_experts(
     transposed: Sequence[bool] = (False, False),
     recompute: bool = False,
     training: bool = True,
+    fp8: bool = False,
     ranks: int = 1,
 ) -> None:
     """``expert_mlp``, forward and backward, on tensors without memory.
@@ -272,13 +273,13 @@ def rehearse_experts(
     needs = [True] * 4 + [bias_dtype is not None] * 2
     order = list(transposed)
     for home in (None,) if ranks == 1 else (None, _empty(ranks, dtype=torch.int64)):
-        options = (order, activation, saved_bits, keep_rows, home)
+        options = (order, activation, saved_bits, keep_rows, fp8, home)
         *_, h, tiles, kept = steps.expert_mlp(x, *inputs, *options)
         if training:
             steps.expert_mlp_backward(
                 empty(tokens, hidden),
                 kept if keep_rows else x,
-                *(*inputs, order, h, tiles, activation, keep_rows, needs, home),
+                *(*inputs, order, h, tiles, activation, keep_rows, fp8, needs, home),
             )
 
 

@@ -76,6 +76,15 @@ def check_biases(
             checks.require_device("x_TD", x_TD, **{name: bias})
 
 
+def check_float8(activation: str) -> None:
+    """Raise ValueError for an activation whose kernels in 8 bits spill registers."""
+    if parse(activation).interleaved:
+        raise ValueError(
+            f"fp8: expected an activation whose gate lies over up; got {activation!r}. Leave out "
+            "`interleaved`, and reorder the rows of w1 and b1."
+        )
+
+
 def bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
     """Bins of ``max_rows`` rows; weights that are NaN if there are more.
 

@@ -24,11 +24,12 @@ from mb_kernels.language.activation import (
     up_factor,
     up_gradient,
 )
-from mb_kernels.language.memory import store_rows
+from mb_kernels.language.memory import scaled, store_rows
 from mb_kernels.language.tiles import first_item, locate, multiply_rows, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
+from mb_kernels.runtime.scales import Scales, pointers
 from mb_kernels.targets.table import Tile
 
 
@@ -55,6 +56,8 @@ def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.const
 def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor or pointer
     w,  # [E, D, F], or see TRANSPOSED: tensor descriptor or pointer
+    do_scales_ptr,  # [N] fp32: of the rows of do in fp8; or None
+    w_scales_ptr,  # [E, F] fp32: of the columns of w; or None
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
     tiles_ptr,  # from schedule()
@@ -97,10 +100,14 @@ def dact_bwd_kernel(
         s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
         # Rows past the end read the last row's h instead of a mask, which costs registers.
         clamped = tl.minimum(r, count - 1)
+        do_scales = None
+        if do_scales_ptr is not None:
+            do_scales = tl.load(do_scales_ptr + row + r, mask=m, other=0.0)
         partial = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(PIECES):
             col = column * BLOCK_N + i * W
             q = piece(acc, i, PIECES)
+            q = scaled(q, do_scales, w_scales_ptr, e, 0, 1, col, F, BLOCK_N)
             if ACTIVATION.interleaved:
                 both = _load_h(h, 0, 1, row, clamped, 2 * col, 2 * F, 2 * BLOCK_N, 2 * W)
                 z, up = pairs(both)
@@ -141,11 +148,13 @@ def dact(
     *,
     transposed: bool,
     tile: Tile,
+    scales: Scales | None = None,
     more_partials: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
 
-    do is [N, D] in the order of rows, w2 [E, F, D] if ``transposed``. The last ``more_partials``
+    do is [N, D] in the order of rows, w2 [E, F, D] if ``transposed``; both are codes if there are
+    ``scales``. The last ``more_partials``
     partials are left to the caller.
     """
     hidden, ffn = do.shape[1], w2.shape[1 if transposed else 2]
@@ -162,6 +171,7 @@ def dact(
             *(do, w2, order, weights, tiles, h, dh, a, partials, activation),
             transposed=transposed,
             tile=tile,
+            scales=scales,
         )
         return dh, a, partials
     pieces = _pieces(activation, tile.block_n)
@@ -182,6 +192,7 @@ def dact(
         dact_bwd_kernel,
         (plan.programs(items, tile),),
         *operands[:2],
+        *pointers(scales),
         order,
         weights,
         tiles,

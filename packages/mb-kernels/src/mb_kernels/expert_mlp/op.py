@@ -42,6 +42,7 @@ def expert_mlp(
     max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
+    fp8: bool = False,
     x_stays: bool = True,
     home_P: Tensor | None = None,
 ) -> Tensor:
@@ -68,6 +69,10 @@ def expert_mlp(
         saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
             is exact, the gradients are those at the rounded pre-activations. None keeps them as
             they are.
+        fp8: compute the products of rows and weights, four of the six, in 8-bit floats: both
+            operands are rounded by ``to_float8``, with a scale for each row and for each output
+            channel. Gradients of weights, two of the six, are products of what was not rounded.
+            On a GPU for bf16 alone, on NVIDIA's from Ada and Hopper on.
         x_stays: False if something else is written to the memory of x_TD before the backward pass,
             as to a buffer for what other ranks send. Then x_TD is copied, unless the op keeps a
             copy anyway (on a GPU, with one expert a token and without ``recompute``).
@@ -88,6 +93,9 @@ def expert_mlp(
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
+    if fp8:
+        checks.require_float8("x_TD", x_TD)
+        arguments.check_float8(activation)
     is_float = isinstance(saved_activation_bits, float)  # 8.0 equals 8, but ops take integers
     is_known = saved_activation_bits in (None, 4, 8) and not is_float
     if not is_known or (recompute and saved_activation_bits):
@@ -118,7 +126,7 @@ def expert_mlp(
     transposed = [not w.is_contiguous() and w.mT.is_contiguous() for w in (w1_EFD, w2_EDF)]
     w1, w2 = (w.mT if t else w for w, t in zip((w1_EFD, w2_EDF), transposed, strict=True))
     tensors = (x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED)
-    options = (transposed, activation, saved_bits, keep_rows)
+    options = (transposed, activation, saved_bits, keep_rows, fp8)
     if home_P is None:
         return cut(torch.ops.mb.expert_mlp(*tensors, *options)[0], hidden)
     return _at_home(*tensors, *options, home_P)
@@ -179,23 +187,25 @@ def _given(args: Sequence[Any]) -> tuple[Given, Sequence[Any]]:
 
 
 def _forward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given, (activation, saved_bits, keep_rows) = _given(args)
+    given, (activation, saved_bits, keep_rows, fp8) = _given(args)
     x, bins = given.x, bins_of(given.order, given.inverse, given.offsets)
     fixed, biases = (*given.upright(given.w1, given.w2), bins, given.weights), (given.b1, given.b2)
-    y, h = expert_mlp_forward(x, *fixed, activation, *biases)
+    y, h = expert_mlp_forward(x, *fixed, activation, *biases, fp8=fp8)
     rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
     return y, h if saved_bits else x.new_empty(0), given.order.new_empty((0, 4)), rows
 
 
 def _backward_reference(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    given, (h, _, activation, in_rows, needs) = _given(args)
+    given, (h, _, activation, in_rows, fp8, needs) = _given(args)
     x, bins = given.x, bins_of(given.order, given.inverse, given.offsets)
     fixed, biases = (*given.upright(given.w1, given.w2), bins, given.weights), (given.b1, given.b2)
     if in_rows:
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
-        h = expert_mlp_forward(x, *fixed, activation, *biases)[1]
-    dx, d_w1, d_w2, *others = expert_mlp_backward(do, x, *fixed, h, activation, *biases)
+        h = expert_mlp_forward(x, *fixed, activation, *biases, fp8=fp8)[1]
+    dx, d_w1, d_w2, *others = expert_mlp_backward(
+        *(do, x, *fixed, h, activation, *biases), fp8=fp8
+    )
     assert d_w1 is not None
     assert d_w2 is not None
     return _needed(given, (dx, *given.upright(d_w1, d_w2), *others), needs)
@@ -212,7 +222,7 @@ def _needed(
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given, (_, saved_bits, keep_rows) = _given(args)
+    given, (_, saved_bits, keep_rows, _) = _given(args)
     x, rows, experts = given.x, given.order.shape[0], given.w1.shape[0]
     columns = given.w1.shape[2 if given.transposed[0] else 1]
     h = x.new_empty((rows, columns) if saved_bits else (0,))
@@ -232,7 +242,7 @@ def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 def set_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     """Save the op's inputs and outputs for ``gradients``."""
-    x, *tensors, ctx.transposed, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
+    x, *tensors, ctx.transposed, ctx.activation, ctx.saved_bits, ctx.in_rows, ctx.fp8 = inputs
     _, h, tiles, rows = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
     ctx.save_for_backward(rows if ctx.in_rows else x, *tensors, tiles, *kept)
@@ -258,7 +268,8 @@ def gradients(
     h = kept[0]
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
-    grads = compute(*(do, *tensors, ctx.transposed, h, tiles, ctx.activation, ctx.in_rows, needs))
+    options = (ctx.activation, ctx.in_rows, ctx.fp8, needs)
+    grads = compute(do, *tensors, ctx.transposed, h, tiles, *options)
     for i, grad, need in zip(_LEARNED, grads, needs, strict=True):
         of_inputs[i] = grad if need else None
     return tuple(of_inputs)
@@ -287,7 +298,8 @@ _INPUTS = (
     "Tensor weights, Tensor? b1, Tensor? b2, bool[] transposed"
 )
 registration.register(
-    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows) "
+    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows, "
+    "bool fp8) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels.expert_mlp.steps",
@@ -301,7 +313,7 @@ registration.register(
 )
 registration.register(
     f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor h, Tensor tiles, str activation, "
-    "bool in_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool in_rows, bool fp8, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     kernels="mb_kernels.expert_mlp.steps",
     fake=_backward_fake,

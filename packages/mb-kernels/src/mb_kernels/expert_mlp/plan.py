@@ -4,21 +4,21 @@ Letters: N rows, E experts.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mb_kernels.activation import Activation, parse
 from mb_kernels.grouped_gemm.kernels import rows_tile
-from mb_kernels.runtime.plan import Plan
+from mb_kernels.runtime.plan import FLOAT8, Plan
 from mb_kernels.targets.table import DECODED_ROWS, Tile
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The activation, tiles of the products, and ``in_rows``.
+    """The activation, tiles of the products, ``in_rows`` and ``float8``.
 
     ``in_rows``: tokens are copied to their rows first, and the up-projection reads rows; else it
     gathers tokens. ``up`` is its tile, whose height is that of the row tiles that forward and
-    backward share.
+    backward share. ``float8``: products of rows and weights are products of 8-bit codes.
     """
 
     activation: Activation
@@ -26,21 +26,22 @@ class ExpertPlan:
     down: Tile
     dact: Tile
     dx: Tile
-    outer: Tile
     in_rows: bool
+    float8: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def expert_plan(
-    plan: Plan, activation: str, rows: int, experts: int, *, keep_rows: bool
+    plan: Plan, activation: str, rows: int, experts: int, *, keep_rows: bool, fp8: bool = False
 ) -> ExpertPlan:
     """The plan for ``rows`` rows; ``keep_rows``: the backward gets the copy of tokens in rows."""
     parsed = parse(activation)
+    plan = replace(plan, dtype=FLOAT8) if fp8 else plan
     kind = "_glu" if parsed.gated else ""
     up = "up_hopper" if plan.specialized else f"up{kind}"
     decode = f"up{kind}_decode"
-    in_rows = keep_rows or plan.specialized
-    if rows <= DECODED_ROWS * experts and not keep_rows and plan.has(decode):
+    in_rows = keep_rows or plan.specialized or plan.float8
+    if rows <= DECODED_ROWS * experts and not (keep_rows or plan.float8) and plan.has(decode):
         up, in_rows = decode, False
     return ExpertPlan(
         activation=parsed,
@@ -48,6 +49,6 @@ def expert_plan(
         down=rows_tile(plan, rows, experts, transpose_weight=True),
         dact=plan.tile("dact_hopper" if plan.specialized else f"dact{kind}"),
         dx=rows_tile(plan, rows, experts, transpose_weight=False),
-        outer=plan.tile("outer"),
         in_rows=in_rows,
+        float8=plan.float8,
     )

@@ -13,6 +13,8 @@ Row r has token t(r), expert e(r) and weight s_r; ``h_r = W1 x_t``, ``a_r = act(
 Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K top-k, N rows.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as functions
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
 from mb_kernels.elementwise.reference import activation as _activate
+from mb_kernels.float8.reference import float8_grouped_gemm
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
@@ -79,8 +82,9 @@ def _down(
     bins: Bins,
     weights_TK: Tensor,
     activation: str,
+    product: Callable[..., Tensor] = grouped_gemm,
 ) -> Tensor:
-    y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
+    y_ND = product(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
     return combine(_add_bias(y_ND, b2_ED, bins), bins, weights_TK)
 
 
@@ -109,11 +113,14 @@ def expert_mlp_forward(
     activation: str,
     b1_EF: Tensor | None = None,
     b2_ED: Tensor | None = None,
+    *,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, D] and the pre-activations h [N, F or 2F] that the backward needs."""
-    h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
+    product = float8_grouped_gemm if fp8 else grouped_gemm
+    h_NF = product(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
     h_NF = _add_bias(h_NF, b1_EF, bins)
-    return _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation), h_NF
+    return _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation, product), h_NF
 
 
 def expert_mlp_backward(
@@ -127,15 +134,18 @@ def expert_mlp_backward(
     activation: str,
     b1_EF: Tensor | None = None,
     b2_ED: Tensor | None = None,
+    *,
+    fp8: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients for x, w1, w2, weights, b1 and b2 by the formulas atop this module."""
+    product = float8_grouped_gemm if fp8 else grouped_gemm
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)
     wide = wide_dtype(x_TD)
     s_N1 = weights_TK.flatten()[order_N, None].to(wide)
     a_NF = _activate(h_NF, activation)
-    q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(wide)
+    q_NF = product(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(wide)
 
     dots_N = (q_NF * a_NF.to(wide)).sum(dim=1)
     dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(wide), activation)
@@ -149,7 +159,7 @@ def expert_mlp_backward(
     dh_NF = dh_NF.to(h_NF.dtype)
     d_w2_EDF = grouped_outer(do_ND, (s_N1 * a_NF).to(do_ND.dtype), bins.offsets_E1)
     d_w1_EFD = grouped_outer(dh_NF, gather(x_TD, bins, top_k), bins.offsets_E1)
-    dx_ND = grouped_gemm(dh_NF, w1_EFD, bins.offsets_E1, transpose_weight=False)
+    dx_ND = product(dh_NF, w1_EFD, bins.offsets_E1, transpose_weight=False)
     dx_TD = combine(dx_ND, bins, None, top_k)
     return dx_TD, d_w1_EFD, d_w2_EDF, d_weights_N.view_as(weights_TK), d_b1_EF, d_b2_ED
 

@@ -19,6 +19,7 @@ from mb_kernels.language.memory import (
     load_bias,
     load_transposed,
     load_weight,
+    scaled,
     store_rows,
     token_rows,
 )
@@ -26,6 +27,7 @@ from mb_kernels.language.tiles import first_item, halves, locate, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
+from mb_kernels.runtime.scales import Scales, pointers, result
 from mb_kernels.targets.table import Tile
 
 
@@ -33,6 +35,8 @@ from mb_kernels.targets.table import Tile
 def up_fwd_kernel(
     x_ptr,  # [T, D], or [N, D] in the order of rows without order_ptr
     w,  # [E, F, D], or for GLU [2E, F, D] or [E, 2F, D] interleaved: descriptor or pointer
+    x_scales_ptr,  # [N] fp32: of the rows of x in fp8; or None
+    w_scales_ptr,  # like b_ptr, fp32: of the rows of w; or None
     b_ptr,  # [E, F], or [E, 2F] for GLU: added to the product; or None
     order_ptr,  # [N] int32: slot of each row, or None
     tiles_ptr,  # from schedule()
@@ -91,10 +95,14 @@ def up_fwd_kernel(
 
         rows = row_end - row
         col = column * BLOCK_N
+        x_scales = None
+        if x_scales_ptr is not None:
+            x_scales = tl.load(x_scales_ptr + row + r, mask=m, other=0.0)
         if ACTIVATION.interleaved:
             for i in tl.static_range(2):
                 z = piece(acc, i, 2)
                 at = 2 * col + i * BLOCK_N
+                z = scaled(z, x_scales, w_scales_ptr, e, 0, 1, at, 2 * F, WIDTH)
                 if b_ptr is not None:
                     z += load_bias(b_ptr, e, 0, 1, at, 2 * F, WIDTH, BLOCK_N)
                 if SAVE_H:
@@ -104,6 +112,8 @@ def up_fwd_kernel(
                 store_rows(a, value, 0, 1, row, rows, at // 2, F, BLOCK_N, DESCRIPTORS)
         elif ACTIVATION.gated:
             gate, up = halves(acc)
+            gate = scaled(gate, x_scales, w_scales_ptr, e, 0, 2, col, F, BLOCK_N)
+            up = scaled(up, x_scales, w_scales_ptr, e, 1, 2, col, F, BLOCK_N)
             if b_ptr is not None:
                 gate += load_bias(b_ptr, e, 0, 2, col, F, BLOCK_N, BLOCK_N)
                 up += load_bias(b_ptr, e, 1, 2, col, F, BLOCK_N, BLOCK_N)
@@ -115,6 +125,7 @@ def up_fwd_kernel(
         else:
             for i in tl.static_range(PIECES):
                 z = piece(acc, i, PIECES)
+                z = scaled(z, x_scales, w_scales_ptr, e, 0, 1, col, F, BLOCK_N)
                 if b_ptr is not None:
                     z += load_bias(b_ptr, e, 0, 1, col, F, BLOCK_N, BLOCK_N // PIECES)
                 if SAVE_H:
@@ -141,24 +152,30 @@ def up(
     top_k: int,
     save_h: bool,
     tile: Tile,
+    scales: Scales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
 
     x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is the plan's. w1 is
-    [E, D, F or 2F] if ``transposed``.
+    [E, D, F or 2F] if ``transposed``. With ``scales``, which want rows, x and w1 are codes.
     """
     experts, hidden = w1.shape[0], x.shape[1]
     columns = w1.shape[2 if transposed else 1]
     ffn = columns // 2 if activation.gated else columns
     rows = x.shape[0] if order is None else order.shape[0]
-    h = x.new_empty((rows, columns) if save_h else (0,))
-    a = x.new_empty((rows, ffn))
+    dtype = result(x, scales)
+    h = x.new_empty((rows, columns) if save_h else (0,), dtype=dtype)
+    a = x.new_empty((rows, ffn), dtype=dtype)
     plan = plan_of(x)
     if order is None and plan.specialized:
         from mb_kernels.expert_mlp.hopper import up as hopper
 
         hopper.up(
-            *(x, w1, b1, tiles, h, a, activation), transposed=transposed, save_h=save_h, tile=tile
+            *(x, w1, b1, tiles, h, a, activation),
+            transposed=transposed,
+            save_h=save_h,
+            tile=tile,
+            scales=scales,
         )
         return h, a
     parts = activation.parts
@@ -181,6 +198,7 @@ def up(
         (plan.programs(items, tile),),
         x,
         w,
+        *pointers(scales),
         b1,
         order,
         tiles,

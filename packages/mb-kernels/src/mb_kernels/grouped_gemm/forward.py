@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.memory import home_rows, load_bias, store_rows
+from mb_kernels.language.memory import home_rows, load_bias, scaled, store_rows
 from mb_kernels.language.tiles import first_item, halves, locate, multiply_rows
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import Plan, plan_of
+from mb_kernels.runtime.scales import Scales, pointers, result
 from mb_kernels.targets.table import DECODED_ROWS, FEW_ROWS, Tile
 
 
@@ -24,6 +25,8 @@ from mb_kernels.targets.table import DECODED_ROWS, FEW_ROWS, Tile
 def grouped_gemm_kernel(
     x,  # [N, K]: ragged tensor descriptor or pointer
     w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
+    x_scales_ptr,  # [N] fp32: of the rows of x in fp8; or None
+    w_scales_ptr,  # [E, M] fp32: of the columns of the product; or None
     bias_ptr,  # [E, M]: added to the product; or None
     order_ptr,  # [N] int32: output row of each row; or None: its own
     weights_ptr,  # [N] by slot, with order_ptr; or None for 1
@@ -60,6 +63,11 @@ def grouped_gemm_kernel(
                             BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
+        x_scales = None
+        if x_scales_ptr is not None:
+            x_scales = tl.load(x_scales_ptr + row + r, mask=m, other=0.0)
+        left = scaled(left, x_scales, w_scales_ptr, e, 0, 1, col, M, BLOCK_N)
+        right = scaled(right, x_scales, w_scales_ptr, e, 0, 1, col + W, M, BLOCK_N)
         if bias_ptr is not None:
             left += load_bias(bias_ptr, e, 0, 1, col, M, BLOCK_N, W)
             right += load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W)
@@ -115,6 +123,7 @@ def rows_times_weights(
     *,
     transpose_weight: bool,
     tile: Tile,
+    scales: Scales | None = None,
     bias: Tensor | None = None,
     scatter_order: Tensor | None = None,
     scatter_inverse: Tensor | None = None,
@@ -124,6 +133,7 @@ def rows_times_weights(
 ) -> Tensor:
     """[N, M]: row r times its expert's weight, plus its expert's row of ``bias`` [E, M].
 
+    ``scales``: x and w are codes, and these their scales.
     ``scatter_order`` sends row r to row scatter_order[r] of as many as ``scatter_inverse`` has,
     scaled by ``scale`` there. If these are more than N, those that none is sent to are zero where
     ``scatter_inverse`` is negative, and NaN where it says that one should be.
@@ -134,10 +144,11 @@ def rows_times_weights(
     experts = w.shape[0]
     columns = w.shape[1 if transpose_weight else 2]
     depth = x.shape[1]
-    y = x.new_empty((x.shape[0], columns) if home is None else 0)
+    dtype = result(x, scales)
+    y = x.new_empty((x.shape[0], columns) if home is None else 0, dtype=dtype)
     scatter_rows = 0 if scatter_inverse is None else scatter_inverse.shape[0]
     if home is None and scatter_inverse is not None and scatter_rows > x.shape[0]:
-        unsent = torch.where(scatter_inverse < 0, 0.0, torch.nan).to(x.dtype)
+        unsent = torch.where(scatter_inverse < 0, 0.0, torch.nan).to(dtype)
         y = unsent[:, None].repeat(1, columns)
     plan = plan_of(x)
     x_arg, w_arg, y_arg = x, w, y
@@ -153,6 +164,7 @@ def rows_times_weights(
         (plan.programs(items, tile),),
         x_arg,
         w_arg,
+        *pointers(scales),
         bias,
         scatter_order,
         scale,

@@ -173,6 +173,18 @@ def load_bias(b, e, part: tl.constexpr, parts: tl.constexpr, col, COLS: tl.const
 
 
 @triton.jit
+def scaled(z, row_scales, s, e, part: tl.constexpr, parts: tl.constexpr, col, COLS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """z, a piece of a product of codes, times the scales of its rows and of its columns.
+
+    The columns are col.. of part ``part`` of s [E, parts, COLS]; z itself without an s.
+    """
+    if s is not None:
+        z *= row_scales[:, None] * load_bias(s, e, part, parts, col, COLS, BLOCK, z.shape[1])
+    return z
+
+
+@triton.jit
 def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, col,
                COLS: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
     """Write the first ``count`` rows of block at (row, part, col) of out [N, parts, COLS].

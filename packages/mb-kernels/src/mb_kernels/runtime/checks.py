@@ -80,6 +80,23 @@ def require_exactly(
         )
 
 
+def require_float8(name: str, x: Tensor) -> None:
+    """ValueError unless 8-bit products can be computed where ``x`` is: anywhere but on some GPUs.
+
+    On a GPU results are bf16: products of codes reach beyond what fp16 holds.
+    """
+    if not x.is_cuda:
+        return
+    capability = torch.cuda.get_device_capability(x.device)
+    if torch.version.hip is not None or capability < (8, 9):
+        raise ValueError(
+            f"fp8: expected an NVIDIA GPU of compute capability 8.9 or newer, as RTX 40, L40, H100 "
+            f"and B200 have; got {torch.cuda.get_device_name(x.device)}. Leave fp8 out."
+        )
+    if x.dtype is not torch.bfloat16:
+        raise ValueError(f"{name}: expected bfloat16 for fp8 on a GPU; got {x.dtype}. Cast it.")
+
+
 def require_scalar(name: str, x: Tensor, like: Tensor) -> None:
     """ValueError unless ``x`` is an fp32 scalar tensor where ``like`` is."""
     if not isinstance(x, Tensor):

@@ -14,6 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 # The name from Triton 3.8 on, and the one before.
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
+# Triton's names of torch's dtypes, where they differ.
+_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}
+
 # ``reinterpret`` of shared memory, without the underscore from Triton 3.9 on.
 OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
@@ -40,4 +43,4 @@ def with_layout(plain: PlainDescriptor) -> TensorDescriptor:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, _NAMES.get(dtype, dtype)))

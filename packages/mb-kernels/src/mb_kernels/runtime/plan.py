@@ -19,6 +19,9 @@ from mb_kernels.targets.table import TARGETS, TILES, Target, Tile, current_targe
 # Small, so that the interpreter's small tensors still span several tiles.
 INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
 
+# Of the codes that ``mb_kernels.to_float8`` returns.
+FLOAT8 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -42,6 +45,11 @@ class Plan:
     free_units: int = 0
 
     @property
+    def float8(self) -> bool:
+        """Whether operands are codes of ``mb_kernels.to_float8``."""
+        return self.dtype is FLOAT8
+
+    @property
     def parts(self) -> int:
         """Into how many parts a sum is cut: the same, whatever is left free, for the same bits."""
         return self.units + self.free_units
@@ -51,6 +59,9 @@ class Plan:
         if self.interpreted and not op.endswith("_hopper"):
             low = op.endswith("_decode")
             return replace(INTERPRETER_TILE, block_m=16) if low else INTERPRETER_TILE
+        if self.float8:
+            own = TILES.get(f"{op}_fp8", {}).get(self.target.name)
+            return own or _doubled(TILES[op][self.target.name])
         return TILES["fp32" if self.dtype is torch.float32 else op][self.target.name]
 
     def has(self, op: str) -> bool:
@@ -95,6 +106,11 @@ class Plan:
     def wide(self, x: Tensor, tile: Tile) -> bool:
         """Whether rows of ``x`` are addressed by 64-bit pointers, see ``memory.token_rows``."""
         return x.numel() >= 2**31 or (tile.flatten and self.target.backend == "cuda")
+
+
+def _doubled(tile: Tile) -> Tile:
+    """The tile for 8-bit operands: as many bytes of them at a step."""
+    return replace(tile, block_k=2 * tile.block_k)
 
 
 # A thread has a value of its own: another one may launch kernels while a model is set up in this.

@@ -26,6 +26,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _UNITS = 304  # of an MI300X: a multiple of every number of chiplets
 
@@ -79,7 +80,7 @@ def _case(launch: Launch, label: str) -> GateCase:
     constexprs |= {name: value for name, value in constants.items() if name in kernel.arg_names}
     products = "PRECISION" in constexprs or kernel.is_gluon()
     values = [getattr(a, "base", a) for a in args]
-    sixteen_bit = any(isinstance(v, Tensor) and v.dtype.itemsize == 2 for v in values)
+    sixteen_bit = any(isinstance(v, Tensor) and v.dtype.itemsize <= 2 and v.dtype.is_floating_point for v in values)
     return GateCase(
         name=f"{kernel.__name__.removesuffix('_kernel')}, {label}",
         kernel=kernel,

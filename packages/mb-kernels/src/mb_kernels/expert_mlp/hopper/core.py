@@ -102,7 +102,7 @@ def multiply(
     BLOCK_K: gl.constexpr = x_ring.shape[4]
     BLOCK_N: gl.constexpr = PIECES * tile.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 256 // x_ring.dtype.primitive_bitwidth]
     )
     first = gl.program_id(0)
     if first < items:
@@ -162,12 +162,13 @@ def multiply(
 
 
 @gluon.jit
-def shared(x, w, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def shared(
+    x, w, kind: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Rings of operand blocks, the finished tile, and the barriers."""
-    kind: gl.constexpr = x.dtype
     PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N // PIECES], kind)
-    x_ring = gl.allocate_shared_memory(kind, [STAGES] + x.block_shape, x.layout)  # noqa: RUF005
-    w_ring = gl.allocate_shared_memory(kind, [STAGES] + w.block_shape, w.layout)  # noqa: RUF005
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)  # noqa: RUF005
+    w_ring = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)  # noqa: RUF005
     tile = gl.allocate_shared_memory(kind, [PIECES, BLOCK_M, BLOCK_N // PIECES], PIECE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -27,6 +27,7 @@ from mb_kernels.language.activation import (
 from mb_kernels.language.tiles import locate
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv
+from mb_kernels.runtime.scales import Scales, pointers
 from mb_kernels.targets.table import Tile
 
 
@@ -50,14 +51,24 @@ def _pack(low, high, kind: gl.constexpr):
 
 
 @gluon.jit
+def _scaled(q, do_scales, w_scales, near, cols, F: gl.constexpr, BLOCK_N: gl.constexpr):
+    """q in fp32, times the scales of its rows and columns if there are some."""
+    q = q.to(gl.float32)
+    if do_scales is not None:
+        q *= gl.load(do_scales + near)[:, None]
+        q *= _load_h(w_scales, cols, cols, F, BLOCK_N)
+    return q
+
+
+@gluon.jit
 def _finish_piece(
-    q, z, near, r, cols, s, count, h, dh, a,
+    q, z, near, r, cols, s, do_scales, w_scales, count, h, dh, a,
     F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: constexpr,
 ):  # fmt: skip
     """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
     PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     kind: gl.constexpr = q.dtype
-    q = q.to(gl.float32)
+    q = _scaled(q, do_scales, w_scales, near, cols, F, BLOCK_N)
     live = (r < count)[:, None]
     mask = live if F % BLOCK_N == 0 else live & (cols < F)
     to_h = r[:, None] * (PARTS * F) + cols
@@ -92,6 +103,8 @@ def _finish_piece(
 
 @gluon.jit
 def _finish_dact(
+    do_scales_ptr,
+    w_scales_ptr,
     order_ptr,
     weights_ptr,
     tiles_ptr,
@@ -112,7 +125,8 @@ def _finish_dact(
     HALF: gl.constexpr = tile.shape[1] // 2
     W: gl.constexpr = tile.shape[2]
     BLOCK_N: gl.constexpr = PIECES * W
-    GLU: gl.constexpr = ACTIVATION.gated
+    BARE: gl.constexpr = do_scales_ptr is None and not ACTIVATION.interleaved
+    AHEAD: gl.constexpr = (2 - ACTIVATION.gated) if BARE else 0
     PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
     top = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
@@ -120,7 +134,7 @@ def _finish_dact(
     c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        e, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
         count = row_end - row
         # Rows past the end read the last row's operands instead of a mask, which costs registers.
         near_top = gl.minimum(top, count - 1)
@@ -131,38 +145,43 @@ def _finish_dact(
         h = h_ptr + row.to(gl.int64) * (PARTS * F)
         dh = dh_ptr + row.to(gl.int64) * (PARTS * F)
         a = a_ptr + row.to(gl.int64) * F
+        do_scales = do_scales_ptr
+        w_scales = w_scales_ptr
+        if do_scales_ptr is not None:
+            do_scales += row
+            w_scales += e.to(gl.int64) * F
         cols = column * BLOCK_N + c
         partial_top = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
         partial_bottom = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
         # h is read one piece ahead, for want of registers of a GLU only the top, and of words of
-        # gate and up none.
+        # gate and up, or with scales, none.
         z_top = _load_h(h, near_top[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
         z_bottom = z_top
-        if not GLU:
+        if AHEAD == 2:
             z_bottom = _load_h(h, near_bottom[:, None] * F + cols, cols, F, BLOCK_N)
         mbarrier.wait(full, parity)
         parity ^= 1
         for i in range(PIECES):
             piece = tile.index(i)
             after = cols + gl.where(i + 1 < PIECES, W, 0)
-            if ACTIVATION.interleaved:
-                z = _load_h(h, near_top[:, None] * F + cols, cols, F, BLOCK_N)
+            if AHEAD == 0:
+                z = _load_h(h, near_top[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
             else:
                 z = z_top
                 z_top = _load_h(h, near_top[:, None] * (PARTS * F) + after, after, F, BLOCK_N)
             partial_top += _finish_piece(
-                piece.slice(0, HALF).load(BLOCK), z, near_top, top, cols, s_top, count, h, dh, a,
-                F, BLOCK_N, ACTIVATION,
+                piece.slice(0, HALF).load(BLOCK), z, near_top, top, cols, s_top, do_scales,
+                w_scales, count, h, dh, a, F, BLOCK_N, ACTIVATION,
             )  # fmt: skip
             if count > HALF:
-                if GLU:
+                if AHEAD < 2:
                     z = _load_h(h, near_bottom[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
                 else:
                     z = z_bottom
                     z_bottom = _load_h(h, near_bottom[:, None] * F + after, after, F, BLOCK_N)
                 partial_bottom += _finish_piece(
                     piece.slice(HALF, HALF).load(BLOCK), z, near_bottom, bottom, cols, s_bottom,
-                    count, h, dh, a, F, BLOCK_N, ACTIVATION,
+                    do_scales, w_scales, count, h, dh, a, F, BLOCK_N, ACTIVATION,
                 )  # fmt: skip
             cols += W
         mbarrier.arrive(drained)
@@ -175,6 +194,8 @@ def _finish_dact(
 def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor
     w,  # [E, D, F], or TRANSPOSED [E, F, D]: tensor descriptor
+    do_scales_ptr,  # [N] fp32: of the rows of do in fp8; or None
+    w_scales_ptr,  # [E, F] fp32: of the columns of w; or None
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
     tiles_ptr,  # from schedule()
@@ -196,7 +217,7 @@ def dact_bwd_kernel(
     COLUMNS: gl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    x_ring, w_ring, tile, ready, full, drained = shared(do, w, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(do, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
     gl.warp_specialize(
         [
             (
@@ -206,8 +227,8 @@ def dact_bwd_kernel(
             ),
             (
                 _finish_dact,
-                (order_ptr, weights_ptr, tiles_ptr, h_ptr, dh_ptr, a_ptr, partials_ptr, rows,
-                 tile, full, drained, items, F, COLUMNS, ACTIVATION, GROUP_M),
+                (do_scales_ptr, w_scales_ptr, order_ptr, weights_ptr, tiles_ptr, h_ptr, dh_ptr,
+                 a_ptr, partials_ptr, rows, tile, full, drained, items, F, COLUMNS, ACTIVATION, GROUP_M),
             ),
         ],
         [EPILOGUE_WARPS],
@@ -229,6 +250,7 @@ def dact(
     *,
     transposed: bool,
     tile: Tile,
+    scales: Scales | None,
 ) -> None:
     """``expert_mlp.dact.dact`` into dh, a and partials."""
     hidden, ffn = do.shape[1], a.shape[1]
@@ -242,7 +264,7 @@ def dact(
         w2.shape[0],
         cdiv(ffn, tile.block_n),
         tile,
-        *(order, weights, tiles, h, dh, a, partials, order.shape[0]),
+        *(*pointers(scales), order, weights, tiles, h, dh, a, partials, order.shape[0]),
         D=hidden,
         F=ffn,
         ACTIVATION=activation,

@@ -21,16 +21,23 @@ from mb_kernels.language.activation import activate, constexpr, up_factor
 from mb_kernels.language.tiles import locate, pairs
 from mb_kernels.runtime.descriptors import matrices, side_by_side
 from mb_kernels.runtime.launch import cdiv
+from mb_kernels.runtime.scales import Scales, pointers
 from mb_kernels.targets.table import Tile
 
 
 @gluon.jit
-def _plus_bias(z, b, cols, F: gl.constexpr):
-    """z plus columns cols of b, rounded as z is; z without a b."""
+def _finished(z, rows, s, b, cols, F: gl.constexpr):
+    """z times scales of rows and columns cols of s, plus those of b, rounded as z is.
+
+    Without an s, or a b, as it is.
+    """
+    kind: gl.constexpr = z.dtype
+    if s is not None:
+        columns = gl.load(s + cols, mask=cols < F, other=0.0)
+        z = z.to(gl.float32) * (rows[:, None] * columns)
     if b is not None:
-        bias = gl.load(b + cols, mask=cols < F, other=0.0).to(gl.float32)
-        z = (z.to(gl.float32) + bias).to(z.dtype)
-    return z
+        z = z.to(gl.float32) + gl.load(b + cols, mask=cols < F, other=0.0).to(gl.float32)
+    return z.to(kind)
 
 
 @gluon.jit
@@ -52,6 +59,8 @@ def _store_pairs(
 
 @gluon.jit
 def _finish_up(
+    x_scales_ptr,
+    w_scales_ptr,
     b_ptr,
     tiles_ptr,
     h_ptr,
@@ -74,7 +83,7 @@ def _finish_up(
     PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     BLOCK_F: gl.constexpr = PIECES * W // (GLU + 1)
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
-    r = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))[:, None]
+    r = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
     c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -87,6 +96,13 @@ def _finish_up(
         if b_ptr is not None:
             b_gate += e.to(gl.int64) * COLUMNS_H
             b_up = b_gate + F
+        s_gate = w_scales_ptr
+        s_up = w_scales_ptr
+        x_scales = x_scales_ptr
+        if x_scales_ptr is not None:
+            s_gate += e.to(gl.int64) * COLUMNS_H
+            s_up = s_gate + F
+            x_scales += row
         cols = column * (PIECES * W // PARTS) + c
         mbarrier.wait(full, parity)
         parity ^= 1
@@ -96,12 +112,17 @@ def _finish_up(
             at_up = at_gate + 1 if TRANSPOSED else i + PIECES // 2
             for half in gl.static_range(2):
                 if count > half * HALF:
-                    at = r + half * HALF
+                    at_1 = r + half * HALF
+                    at = at_1[:, None]
                     live = at < count
                     width: gl.constexpr = COLUMNS_H // PARTS
                     mask = live if F % BLOCK_F == 0 else live & (cols < width)
                     z = tile.index(at_gate).slice(half * HALF, HALF).load(BLOCK)
-                    z = _plus_bias(z, b_gate, cols, width)
+                    if x_scales_ptr is not None:
+                        rows = gl.load(x_scales + at_1, mask=at_1 < count, other=0.0)
+                    else:
+                        rows = None
+                    z = _finished(z, rows, s_gate, b_gate, cols, width)
                     if SAVE_H:
                         gl.store(h + (at * COLUMNS_H + cols), z, mask=mask)
                     if ACTIVATION.interleaved:
@@ -111,7 +132,7 @@ def _finish_up(
                         value = activate(z.to(gl.float32), ACTIVATION, True)
                         if GLU:
                             up = tile.index(at_up).slice(half * HALF, HALF).load(BLOCK)
-                            up = _plus_bias(up, b_up, cols, F)
+                            up = _finished(up, rows, s_up, b_up, cols, F)
                             value *= up_factor(up.to(gl.float32), ACTIVATION, True)
                             if SAVE_H:
                                 gl.store(h + F + (at * COLUMNS_H + cols), up, mask=mask)
@@ -125,6 +146,8 @@ def up_fwd_kernel(
     x,  # [N, D], tokens copied to their rows: ragged tensor descriptor
     w,  # [E, F, D], or for GLU [2E, F, D] or [E, 2F, D] interleaved; TRANSPOSED [E, D, F],
     # [E, 2, D, F], [E, D, 2F]: tensor descriptor
+    x_scales_ptr,  # [N] fp32: of the rows of x in fp8; or None
+    w_scales_ptr,  # like b_ptr, fp32: of the rows of w; or None
     b_ptr,  # [E, F], or [E, 2F] for GLU: added to the product; or None
     tiles_ptr,  # from schedule()
     h_ptr,  # [N, F], or [N, 2F] for GLU, with SAVE_H
@@ -143,7 +166,7 @@ def up_fwd_kernel(
     COLUMNS: gl.constexpr = (F * (ACTIVATION.gated + 1) + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    x_ring, w_ring, tile, ready, full, drained = shared(x, w, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(x, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
     gl.warp_specialize(
         [
             (
@@ -153,8 +176,8 @@ def up_fwd_kernel(
             ),
             (
                 _finish_up,
-                (b_ptr, tiles_ptr, h_ptr, a_ptr, tile, full, drained, items,
-                 F, COLUMNS, ACTIVATION, TRANSPOSED, SAVE_H, GROUP_M),
+                (x_scales_ptr, w_scales_ptr, b_ptr, tiles_ptr, h_ptr, a_ptr, tile, full, drained,
+                 items, F, COLUMNS, ACTIVATION, TRANSPOSED, SAVE_H, GROUP_M),
             ),
         ],
         [EPILOGUE_WARPS],
@@ -174,6 +197,7 @@ def up(
     transposed: bool,
     save_h: bool,
     tile: Tile,
+    scales: Scales | None,
 ) -> None:
     """``expert_mlp.up.up`` of tokens copied to their rows, into h and a."""
     experts, hidden, ffn = w1.shape[0], rows.shape[1], a.shape[1]
@@ -192,7 +216,7 @@ def up(
         experts,
         cdiv(columns, tile.block_n),
         tile,
-        *(b1, tiles, h, a),
+        *(*pointers(scales), b1, tiles, h, a),
         D=hidden,
         F=ffn,
         ACTIVATION=activation,

@@ -85,7 +85,7 @@ def require_float8(name: str, x: Tensor) -> None:
 
     On a GPU results are bf16: products of codes reach beyond what fp16 holds.
     """
-    if not x.is_cuda:
+    if not (x.is_cuda and use_triton(x)):
         return
     capability = torch.cuda.get_device_capability(x.device)
     if torch.version.hip is not None or capability < (8, 9):

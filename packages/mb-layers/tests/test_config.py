@@ -59,6 +59,10 @@ BAD = {
         {"saved_activation_bits": 8, "mlp_impl": "sparse", "ffn_hidden_size": 128},
         "with mlp_impl='sparse', got 8; use mlp_impl='grouped'",
     ),
+    "fp8 and sparse": (
+        {"fp8": True, "mlp_impl": "sparse", "ffn_hidden_size": 128},
+        "fp8=False with mlp_impl='sparse', got True; use mlp_impl='grouped'",
+    ),
     "eval capacity alone": ({"eval_capacity_factor": 2.0}, "expected capacity_factor with eval"),
     "eval capacity 0": (
         {"capacity_factor": 1.0, "eval_capacity_factor": 0.0},
@@ -98,7 +102,7 @@ BAD = {
 
 
 FLOATS = ("load_balancing_loss_weight", "jitter_eps", "capacity_factor", "output_init_std")
-FLAGS = ("renormalize", "balancing_bias", "mlp_bias", "recompute")
+FLAGS = ("renormalize", "balancing_bias", "mlp_bias", "recompute", "fp8")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_uniform_assignment_spreads_slots_evenly() -> None:
         {"mlp_impl": "sparse", "ffn_hidden_size": 128},
         {"hidden_size": 12},
         {"saved_activation_bits": 8},
+        {"fp8": True},
     ],
     ids=str,
 )

@@ -194,6 +194,10 @@ def test_fp16_gradients_of_the_router_hold_what_products_cannot(
 def test_what_needs_the_fused_op_is_refused() -> None:
     with pytest.raises(ValueError, match="saved_activation_bits=None for adapters"):
         add_lora(build(saved_activation_bits=8).experts, rank=2, alpha=1.0)
+    with pytest.raises(ValueError, match="fp8=False for adapters"):
+        add_lora(build(fp8=True).experts, rank=2, alpha=1.0)
+    with pytest.raises(ValueError, match="fp8=False for weights in few bits"):
+        freeze_in_bits(build(fp8=True).experts, 8)
     with pytest.raises(ValueError, match="rank to be an integer >= 1, got 0"):
         add_lora(build().experts, rank=0, alpha=1.0)
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got dMoE; for"):

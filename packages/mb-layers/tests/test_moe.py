@@ -6,7 +6,7 @@ import mb_kernels
 import pytest
 import torch
 from layers_oracle import assert_close, loop_over_tokens
-from mb_layers import MoE, MoEConfig, RouterOutput, dMoE
+from mb_layers import MoE, MoEConfig, RouterOutput, capacity, dMoE
 
 SMALL = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 5, "top_k": 2}
 
@@ -164,6 +164,50 @@ def test_quantised_activations_change_gradients_a_little_and_the_output_not(
     got = torch.autograd.grad(y_rounded.square().sum(), rounded.parameters())
     errors = [(a - b).norm() / b.norm() for a, b in zip(got, exact, strict=True)]
     assert 1e-5 < max(errors) < bound
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.8])
+def test_products_in_8_bits_are_of_rounded_operands(capacity_factor: float | None) -> None:
+    """Of routed experts and the shared one; what is not a product with a weight is not rounded."""
+    fields = {"shared_expert_hidden_size": 32, "capacity_factor": capacity_factor, "mlp_bias": True}
+    cls = dMoE if capacity_factor is None else MoE
+    plain, layer = build(cls, **fields), build(cls, **fields, fp8=True)
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(40, 16, dtype=torch.float64)
+    y, aux_loss, metrics = layer(x)
+    expected = plain(x)
+    assert torch.equal(aux_loss, expected.aux_loss)
+    assert torch.equal(metrics["tokens_per_expert"], expected.metrics["tokens_per_expert"])
+    assert_close("y", y, _with_rounded_products(plain, x), torch.float32)
+    exact = torch.autograd.grad(expected.y.square().sum(), plain.parameters())
+    got = torch.autograd.grad(y.square().sum(), layer.parameters())
+    errors = [(a - b).norm() / b.norm() for a, b in zip(got, exact, strict=True)]
+    assert 5e-3 < max(errors) < 0.2
+
+
+def _with_rounded_products(layer: dMoE | MoE, x: torch.Tensor) -> torch.Tensor:
+    """The output of a layer of gated experts whose products are of what `to_float8` leaves."""
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        codes, scales = mb_kernels.to_float8(t.detach())
+        return codes.double() * scales.double()[..., None]
+
+    def network(experts: torch.nn.Module, e: int, x: torch.Tensor) -> torch.Tensor:
+        h = rounded(x) @ rounded(experts.w1[e]).T
+        h = h if experts.b1 is None else h + experts.b1[e]
+        gate, up = h.chunk(2, dim=1)
+        y = rounded(torch.nn.functional.silu(gate) * up) @ rounded(experts.w2[e]).T
+        return y if experts.b2 is None else y + experts.b2[e]
+
+    routed, factor = layer.router(x), layer.config.capacity_factor
+    most = 40 if factor is None else capacity(40, 2, 5, factor)
+    y, taken = network(layer.shared_expert, 0, x), [0] * 5
+    for t, ids in enumerate(routed.expert_ids_TK.tolist()):
+        for k, e in enumerate(ids):
+            taken[e] += 1
+            if taken[e] <= most:
+                y[t] += routed.weights_TK[t, k] * network(layer.experts, e, x[t : t + 1])[0]
+    return y
 
 
 def test_one_expert_takes_everything() -> None:

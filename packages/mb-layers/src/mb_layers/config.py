@@ -98,6 +98,10 @@ class MoEConfig:
             bits, a half or a quarter of bf16's memory. The output is exact, gradients are not
             (docs/memory.md has each activation's error). Not for relu and reglu, whose derivative
             jumps at 0: what rounds to 0 would lose its gradient altogether.
+        fp8: the experts, the shared one too, multiply rows and weights in 8-bit floats, each row
+            and each output channel with a scale of its own (`mb_kernels.expert_mlp`). Weights,
+            their gradients and everything else stay as they are. On a GPU for bf16 alone, on
+            NVIDIA's from Ada and Hopper on.
     """
 
     hidden_size: int
@@ -144,6 +148,7 @@ class MoEConfig:
     mlp_impl: MLPImpl = "grouped"
     recompute: bool = False
     saved_activation_bits: int | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -272,6 +277,10 @@ class MoEConfig:
                 "expected no biases inside the experts for mlp_impl='sparse', got "
                 f"mlp_bias={self.mlp_bias}, shared_expert_bias={self.shared_expert_bias}; "
                 "use mlp_impl='grouped'"
+            )
+        if self.fp8:
+            raise ValueError(
+                "expected fp8=False with mlp_impl='sparse', got True; use mlp_impl='grouped'"
             )
 
     def _check_saved_activations(self) -> None:

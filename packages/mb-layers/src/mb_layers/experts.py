@@ -123,6 +123,7 @@ class _StackedMLP(nn.Module):
             max_rows=max_rows,
             recompute=config.recompute,
             saved_activation_bits=config.saved_activation_bits,
+            fp8=config.fp8,
             x_stays=x_stays,
             home_P=home_P,
         )
@@ -159,7 +160,7 @@ class _StackedMLP(nn.Module):
         w1, w2 = weight_of(self, "w1"), weight_of(self, "w2")
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             return None
-        if config.mlp_impl == "sparse" or config.saved_activation_bits is not None:
+        if config.mlp_impl == "sparse" or config.saved_activation_bits is not None or config.fp8:
             return None
         plain = [None if b is None else to_plain(b, num_experts) for b in (self.b1, self.b2)]
         return (*(map_weight(w, lambda t: to_plain(t, num_experts)) for w in (w1, w2)), *plain)

@@ -104,6 +104,11 @@ def add_lora(
             "expected mlp_impl='grouped' and saved_activation_bits=None for adapters, got "
             f"{config.mlp_impl!r} and {config.saved_activation_bits}; recompute=True saves memory"
         )
+    if config.fp8:
+        raise ValueError(
+            "expected fp8=False for adapters, whose products are not rounded, got True; build the "
+            "layer without it"
+        )
     if any(map(is_dtensor, experts.parameters())):
         raise ValueError(
             "expected experts that are not spread over ranks, got DTensors; add adapters first, "

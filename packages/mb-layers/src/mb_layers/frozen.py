@@ -147,10 +147,16 @@ def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("
         names: of the weights; transformers' are "gate_up_proj" and "down_proj".
 
     Raises:
-        ValueError: other bits, weights with adapters on, an odd number of columns in 4 bits.
+        ValueError: other bits, weights with adapters on, an odd number of columns in 4 bits,
+            experts with `fp8`.
     """
     arguments.a_module(experts=experts)
     arguments.several_names(names)
+    if getattr(getattr(experts, "config", None), "fp8", False):
+        raise ValueError(
+            "expected fp8=False for weights in few bits, which would be rounded twice, got True; "
+            "build the layer without it"
+        )
     for name in names:
         if name not in experts._parameters:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +88,9 @@ def load_trained(
         )
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    # Rounding to 8-bit floats is for training: it takes a few rows longer, and some GPUs cannot.
+    plain = dataclasses.replace(config, fp8_format=None)
     with unfilled(device):
-        model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
+        model = whole_model(plain, vocab_size=saved.vocab_rows, compute_dtype=dtype)
     load_checkpoint(checkpoint, model, None, alone=True)
     return Trained(model.eval(), config, saved, checkpoint)

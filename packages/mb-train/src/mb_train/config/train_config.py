@@ -113,6 +113,7 @@ class TrainConfig(
         self._check_places()
         self._check_dispatcher()
         self._check_layers_of_experts()
+        self._check_fp8()
 
     @property
     def reads_token_files(self) -> bool:
@@ -330,6 +331,22 @@ class TrainConfig(
                 f"--moe-num-experts {self.moe_num_experts}, got --moe-first-k-dense "
                 f"{self.moe_first_k_dense} and --moe-layer-freq {self.moe_layer_freq}. Lower "
                 "--moe-first-k-dense, or leave --moe-num-experts out."
+            )
+
+    def _check_fp8(self) -> None:
+        spared = self.fp8_spares
+        if spared is None:
+            return
+        if all(layers <= sum(spared) for layers in self._stacks):
+            raise ValueError(
+                "Expected --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 to leave "
+                f"one of {max(self._stacks)} layers to --fp8-format, got {spared[0]} and "
+                f"{spared[1]}."
+            )
+        if self.moe_num_experts is not None and self.moe_mlp_impl == "sparse":
+            raise ValueError(
+                "Expected --moe-mlp-impl grouped with --fp8-format, got sparse, whose products are "
+                "not computed in 8-bit floats."
             )
 
 

@@ -278,6 +278,22 @@ class PrecisionFields:
         on_load="said",
         instead_of=("bf16",),
     )
+    fp8_format: str | None = flag(
+        "multiply by the weights of blocks in 8-bit floats, all of them E4M3; needs a GPU from Ada "
+        "or Hopper on", choices=("e4m3", "hybrid"), on_load="said", in_force="fp8_spares",
+    )  # fmt: skip
+    first_last_layers_bf16: bool = flag(
+        "but not in the first and the last layers", False, on_load="said", in_force="fp8_spares",
+        needs=("fp8_format",),
+    )  # fmt: skip
+    num_layers_at_start_in_bf16: int = flag(
+        "how many these are at the start", 1, bounds=AT_LEAST_0, on_load="said",
+        in_force="fp8_spares", needs=("first_last_layers_bf16",),
+    )  # fmt: skip
+    num_layers_at_end_in_bf16: int = flag(
+        "and at the end", 1, bounds=AT_LEAST_0, on_load="said", in_force="fp8_spares",
+        needs=("first_last_layers_bf16",),
+    )  # fmt: skip
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=SCALE,
         on_load="said", needs=("fp16",),
@@ -295,10 +311,24 @@ class PrecisionFields:
     )
     fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
 
+    @property
+    def fp8_spares(self) -> tuple[int, int] | None:
+        """How many layers at the start and at the end FP8 leaves in bf16; None: there is no FP8."""
+        if self.fp8_format is None:
+            return None
+        if not self.first_last_layers_bf16:
+            return 0, 0
+        return self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+
     def check_precision(self) -> None:
         """Raise ValueError for two dtypes at once, or a loss scale that begins below its least."""
         if self.fp16 and self.bf16:
             raise ValueError("Expected one of --fp16 and --bf16, got both.")
+        if self.fp16 and self.fp8_format is not None:
+            raise ValueError(
+                "Expected --bf16 with --fp8-format, got --fp16, which does not hold all products "
+                "of 8-bit floats."
+            )
         if self.loss_scale is not None and not self.fp16:
             raise ValueError("Expected --fp16 with --loss-scale, got another precision.")
         if self.initial_loss_scale < self.min_loss_scale:

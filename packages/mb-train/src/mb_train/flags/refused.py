@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 # Why, and what there is instead; the flags of which that holds. "*" stands for any end of a flag.
 _REASONS: Mapping[str, str] = {
-    "there is no FP8 here: --bf16 is what trains": """
-        --fp8* --no-fp8-* --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
-        --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache* --first-last-layers-bf16
-        --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision-config-file
-        --kitchen-* --use-kitchen-attention
+    "FP8 is of the products with the weights of blocks, and of nothing else: see --fp8-format": """
+        --fp8* --no-fp8-*
+    """,
+    "say --fp8-format and --first-last-layers-bf16, for precisions of whole layers": """
+        --te-precision-config-file --kitchen-* --use-kitchen-attention
     """,
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "say --qk-head-dim": "--qk-nope-head-dim",

@@ -246,7 +246,18 @@ _ANSWERS: Mapping[str, str] = {
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
     "no code that comes with a model is run": "--trust-remote-code",
-    "there is no FP8 here": "--no-fp8-wgrad",
+    "in FP8 each row and each output channel has a scale of its own, found anew at each product": """
+        --fp8-recipe=1 --fp8-margin=1 --fp8-interval=1 --fp8-amax-history-len=1
+        --fp8-amax-compute-algo=1 --tp-only-amax-red
+    """,
+    "gradients of weights are never products in FP8": "--no-fp8-wgrad",
+    "weights are rounded to FP8 for each product, and nobody sends them so": """
+        --fp8-param-gather --keep-fp8-transpose-cache
+        --keep-fp8-transpose-cache-when-using-custom-fsdp --reuse-grad-buf-for-mxfp8-param-ag
+    """,
+    "experts take any number of rows": """
+        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+    """,
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 

@@ -10,6 +10,12 @@ from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.folder.run_folder import SavedRun, read_saved_run
 from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start
 
+_FP8 = (
+    "FP8 is E4M3 with a scale for each row and each output channel, found anew at each product, "
+    "whatever --fp8-format and --fp8-recipe say: gradients then need neither E5M2's range nor a "
+    "history. Gradients of weights are products of what was not rounded"
+)
+
 
 def resolve_start(command: CommandLine) -> Resolved:
     """The run that a command line asks for; its notes are those on the command line, too.
@@ -43,7 +49,8 @@ def resolve_start(command: CommandLine) -> Resolved:
 
 
 def _with_remarks(command: CommandLine, run: Resolved) -> Resolved:
-    notes = (*command.notes, *without_effect(command, run.config), *run.notes)
+    remarks = [] if run.config.fp8_format is None else [_FP8]
+    notes = (*command.notes, *without_effect(command, run.config), *remarks, *run.notes)
     return dataclasses.replace(run, notes=notes)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mb_kernels
 import torch
 
 from mb_train.config import TrainConfig
+from mb_train.config.field import in_flags
 
 
 def device_type(asked: str) -> str:
@@ -32,3 +34,15 @@ def compute_dtype(config: TrainConfig, device: str) -> torch.dtype:
         return torch.float16
     bf16 = device == "cuda" if config.bf16 is None else config.bf16
     return torch.bfloat16 if bf16 else torch.float32
+
+
+def check_fp8(config: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError if a run is to multiply 8-bit floats on a GPU that cannot, or not in bf16."""
+    if config.fp8_format is None:
+        return
+    dtype = compute_dtype(config, device.type)
+    if device.type == "cuda" and dtype is not torch.bfloat16:
+        raise ValueError("Expected --bf16 with --fp8-format on a GPU, got --no-bf16.")
+    nothing = torch.empty(0, 16, dtype=dtype, device=device)
+    with in_flags({"fp8": "fp8_format"}):
+        mb_kernels.float8_linear(nothing, nothing)  # no rows: it is asked whether it would

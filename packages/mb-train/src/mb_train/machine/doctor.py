@@ -146,7 +146,8 @@ def _check_gpu(index: int, facts: list[str], problems: list[str]) -> None:
     bf16 = _bf16_works(index)
     facts.append(
         f"GPU {index}       {properties.name}, {kind}, {free / 2**30:.1f} of "
-        f"{total / 2**30:.1f} GiB free, bf16 {'yes' if bf16 else 'no'}"
+        f"{total / 2**30:.1f} GiB free, bf16 {'yes' if bf16 else 'no'}, "
+        f"fp8 {'yes' if _fp8_works(index) else 'no'}"
     )
     if not bf16:
         problems.append(f"GPU {index} cannot multiply in bf16. Train with --no-bf16.")
@@ -162,6 +163,18 @@ def _bf16_works(index: int) -> bool:
         return bool((ones @ ones)[0, 0].item() == 16)
     except RuntimeError:
         return False
+
+
+def _fp8_works(index: int) -> bool:
+    import mb_kernels
+    import torch
+
+    try:
+        nothing = torch.empty(0, 16, dtype=torch.bfloat16, device=f"cuda:{index}")
+        mb_kernels.float8_linear(nothing, nothing)
+    except (RuntimeError, ValueError, ImportError):  # no GPU, none that can, no Triton
+        return False
+    return True
 
 
 def _check_optional(facts: list[str], problems: list[str]) -> None:

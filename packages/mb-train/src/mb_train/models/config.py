@@ -96,6 +96,8 @@ class TransformerConfig:
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
+        fp8: the linear maps of blocks, and experts, multiply by their weights in 8-bit floats.
+        fp8_spares: but not those of so many blocks at the start of a stack, and at its end.
 
     Experts:
         moe: their configuration; None makes every layer dense.
@@ -134,6 +136,8 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     init_std: float = 0.02
     output_init_std: float = 0.02
+    fp8: bool = False
+    fp8_spares: tuple[int, int] = (0, 0)
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] | None = None
 
@@ -206,6 +210,11 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`'s feed-forward is a Mixture-of-Experts."""
         return self.moe is not None and (self.moe_layers is None or self.moe_layers[layer])
+
+    def in_fp8(self, layer: int) -> bool:
+        """Whether layer `layer` multiplies by its weights in 8-bit floats."""
+        start, end = self.fp8_spares
+        return self.fp8 and start <= layer < self.num_layers - end
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens before its own a token sees in layer `layer`; None: all."""

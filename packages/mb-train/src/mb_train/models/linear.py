@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mb_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ class Linear(nn.Linear):
         bias: whether there is one.
         fused: outputs of each of the maps that it holds, which take turns down the weight's rows;
             () for one map. For whoever treats maps as matrices (`mb_parallel.optimizer.Muon`).
+
+    Attributes:
+        fp8: its products with the weight are of 8-bit floats, see `mb_kernels.float8_linear`. A
+            block says so of all its maps.
     """
 
     def __init__(
@@ -29,7 +34,7 @@ class Linear(nn.Linear):
         bias: bool = True,
         fused: tuple[int, ...] = (),
     ) -> None:
-        self.std, self.fused = std, fused
+        self.std, self.fused, self.fp8 = std, fused, False
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -40,7 +45,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
+        product = mb_kernels.float8_linear if self.fp8 else F.linear
+        return product(input, self.weight.to(input.dtype), bias)
 
 
 class Norm(nn.Module):

@@ -16,6 +16,7 @@ query heads), C width of a head, F ffn width, E experts, L layers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -97,8 +98,14 @@ class Block(nn.Module):
         self.mlp: nn.Module = DenseMLP(config)
         if config.has_experts(layer):
             assert config.moe is not None
-            self.mlp = (dMoE if config.moe.capacity_factor is None else MoE)(config.moe)
+            moe = config.moe
+            if moe.fp8 != config.in_fp8(layer):
+                moe = replace(moe, fp8=not moe.fp8)
+            self.mlp = (dMoE if moe.capacity_factor is None else MoE)(moe)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.fp8 = config.in_fp8(layer)
 
     def forward(
         self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None

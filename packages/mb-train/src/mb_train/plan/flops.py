@@ -33,14 +33,28 @@ def flops(work: Workload) -> Flops:
     blocks = attention = 0.0
     for each in work.passes:
         config = each.blocks
-        ffn = sum(_ffn(config, layer) for layer in range(config.num_layers))
-        blocks += 3 * each.tokens * (config.num_layers * _maps(each) + ffn)
+        blocks += sum(_layer(each, layer) for layer in range(config.num_layers))
         attended = sum(_seen(each, layer) for layer in range(config.num_layers))
         scores_and_sums = 2 * config.num_heads * (config.head_size + config.value_size)
         attention += 3 * each.tokens * attended * scores_and_sums
     hidden = work.passes[0].blocks.hidden_size
     on_top = sum(3 * 2 * hidden * head.places * head.outputs for head in work.heads)
     return Flops(blocks, attention, float(on_top))
+
+
+def flops_in_fp8(work: Workload) -> float:
+    """Those of `flops(work).blocks` that are of layers in FP8."""
+    return sum(
+        _layer(each, layer)
+        for each in work.passes
+        for layer in range(each.blocks.num_layers)
+        if each.blocks.in_fp8(layer)
+    )
+
+
+def _layer(each: Pass, layer: int) -> float:
+    """Of a sample's forward and backward pass through the products of a layer with weights."""
+    return 3 * each.tokens * (_maps(each) + _ffn(each.blocks, layer))
 
 
 def _seen(each: Pass, layer: int) -> int:

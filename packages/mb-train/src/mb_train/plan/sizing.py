@@ -26,7 +26,7 @@ from mb_train.machine.memory import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet, known_devices
-from mb_train.plan.flops import flops, visited
+from mb_train.plan.flops import flops, flops_in_fp8, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.plan.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
@@ -258,12 +258,14 @@ def _demand(
     # A block that computes its forward pass again does the fourth third of its products.
     again = 1 + sum(recomputes(config, len(layers))) / len(layers) / 3
     blocks, attention, heads = flops(work)
+    # In FP8 all but the gradients of weights, a third, take half the time.
+    halved = flops_in_fp8(work) * (again - 1 / 3)
     logits = sum(head.places * head.outputs for head in work.heads)
     ranks = dims.cp_tp * dims.pp
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
     step = [
-        Demand(products=(blocks * again + heads) * samples / ranks),
+        Demand(products=(blocks * again - halved / 2 + heads) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(
             2 * sum(layer.all for layer in layers) * samples,
@@ -302,6 +304,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             lines.append(
                 f"              of the GPU alone, and not fitted to measured steps of --model "
                 f"{config.model}: without --cuda-graph the host may take longer"
+            )
+        if config.fp8_format is not None:
+            lines.append(
+                "              of products in FP8 at twice the peak of bf16, and without the time to "
+                "round: not fitted to measured steps"
             )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.

@@ -61,6 +61,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         hidden_dropout=config.hidden_dropout,
         init_std=config.init_method_std,
         output_init_std=_residual_std(config),
+        fp8=config.fp8_spares is not None,
+        fp8_spares=config.fp8_spares or (0, 0),
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
     )
@@ -91,6 +93,7 @@ def expert_config(config: TrainConfig) -> MoEConfig | None:
             activation=config.activation_name,
             init_method_std=config.init_method_std,
             output_init_std=_residual_std(config),
+            fp8=config.fp8_format is not None,
             **config.moe_arguments(),
         )
 

@@ -48,7 +48,7 @@ from mb_train.logs.megatron_lines import (
 )
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
-from mb_train.machine.device import compute_dtype, device_name
+from mb_train.machine.device import check_fp8, compute_dtype, device_name
 from mb_train.machine.rank_zero import on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
@@ -302,6 +302,7 @@ def _laid_out(
 ) -> tuple[TrainConfig, ParallelMesh, BatchSizes]:
     """The run as it is on these ranks, their meshes, and the batches that they share."""
     check_profiled(config, device)
+    check_fp8(config, device)
     check_boards(config)
     if world_size() > 1:
         check_same(versions(), "the program")

@@ -512,6 +512,13 @@ CORE_FLAGS = """
     --persistent-save-interval 5 | --num-distributed-optimizer-instances 2 | --optimizer dist_muon
     --torch-fsdp2-no-reshard-after-forward | --pipeline-model-parallel-layout Et
     --mla-down-proj-fusion | --cache-mla-latents | --recompute-modules mla_up_proj moe
+    --fp8-format e4m3 | --fp8-format hybrid | --fp8-recipe mxfp8 | --fp8-margin 0
+    --fp8-interval 1 | --fp8-amax-history-len 1024 | --fp8-amax-compute-algo max
+    --no-fp8-wgrad | --fp8-param-gather | --tp-only-amax-red | --first-last-layers-bf16
+    --num-layers-at-start-in-bf16 2 | --num-layers-at-end-in-bf16 0
+    --moe-router-padding-for-fp8 | --moe-router-padding-for-quantization
+    --keep-fp8-transpose-cache | --keep-fp8-transpose-cache-when-using-custom-fsdp
+    --reuse-grad-buf-for-mxfp8-param-ag
 """
 
 # Core's examples/gptoss/02_train.sh, and what it has that cannot be honoured.
@@ -537,6 +544,5 @@ GPT_OSS = """--no-masked-softmax-fusion --transformer-impl transformer_engine --
     --expert-model-parallel-size 1 --sequence-parallel --context-parallel-size 1
     --use-distributed-optimizer --log-interval 1 --save-interval 10000 --eval-interval 50000000
     --eval-iters 0 --save checkpoints --tensorboard-dir boards --moe-per-layer-logging
-    --no-load-optim --no-load-rng --log-throughput"""
-GPT_OSS_REFUSED = """--fp8-format hybrid --fp8-param-gather --fp8-amax-compute-algo max
-    --fp8-amax-history-len 1024 --enable-gpt-oss"""
+    --no-load-optim --no-load-rng --log-throughput --fp8-format hybrid --fp8-param-gather
+    --fp8-amax-compute-algo max --fp8-amax-history-len 1024"""

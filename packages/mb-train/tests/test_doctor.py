@@ -53,7 +53,7 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(doctor, "_bf16_works", lambda index: False)
     facts, problems = diagnose(tmp_path)
-    assert "GPU 1       G1, sm90, 30.0 of 80.0 GiB free, bf16 no" in facts
+    assert "GPU 1       G1, sm90, 30.0 of 80.0 GiB free, bf16 no, fp8 no" in facts
     said = [problem for problem in problems if problem.startswith("GPU")]
     assert said[0].startswith("GPU 0 cannot be used: CUDA error: device is busy. See what ")
     assert said[1:] == [

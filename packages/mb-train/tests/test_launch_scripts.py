@@ -18,7 +18,6 @@ from launch_scripts import (
     EXAMPLES,
     FORK_FLAGS,
     GPT_OSS,
-    GPT_OSS_REFUSED,
     MEGABLOCKS,
 )
 from mb_data.tokenizer.readable_bpe import byte_to_letter
@@ -97,8 +96,8 @@ def test_a_deepseek_v3_of_megatron_core_is_the_model_it_is():
 
 
 def test_a_gpt_oss_of_megatron_core_is_the_model_it_is():
-    with pytest.raises(ValueError, match=r"--fp8-format, --fp8-param-gather, .* cannot .*no FP8"):
-        parse(f"{GPT_OSS} {GPT_OSS_REFUSED}".split())
+    with pytest.raises(ValueError, match=r"^--enable-gpt-oss cannot .*--recipe gpt-oss-20b"):
+        parse(f"{GPT_OSS} --enable-gpt-oss".split())
     command = parse(GPT_OSS.split())
     assert not any("the exact GELU, as in Megatron" in note for note in command.notes)
     config = resolve(command)
@@ -110,6 +109,7 @@ def test_a_gpt_oss_of_megatron_core_is_the_model_it_is():
         False,
     )
     model = transformer_config(config, 128_256)
+    assert model.in_fp8(0)
     assert (model.window_of(0), model.window_of(1), model.has_sinks) == (128, None, True)
 
 

@@ -32,7 +32,11 @@ def test_settled_flags_are_answered_in_one_note():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
+        (
+            "--fp8-dot-product-attention --fp8-output-proj --te-precision-config-file x",
+            r"--fp8-dot-product-attention, --fp8-output-proj cannot be .*: FP8 is of the products "
+            r"with the weights of blocks.* --te-precision-config-file cannot be .*say --fp8-format",
+        ),
         ("--deepspeed --topk 2", r"--deepspeed cannot be .* --topk cannot be .*--moe-router-topk"),
         (
             "--perform-rl-step --grpo-group-size 2 --no-rl-partial-rollouts --refit-method gloo",
@@ -53,7 +57,7 @@ def test_settled_flags_are_answered_in_one_note():
             r"--use-fused-rmsnorm .*leave it out.* --n-shared-experts .*: say --moe-shared-expert-i"
             r".* --first-k-dense-replace .*: say --moe-first-k-dense\. --norm-topk-prob cannot",
         ),
-        ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
+        ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be .*: see --fp8-format"),
         (
             "--fp4-format e2m1 --enable-gpt-oss --tomorrow --mtp-num-layers 1 "
             "--relative-attention-num-buckets 16",

@@ -31,6 +31,7 @@ _NOT_TRANSLATED = """
     --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
     --moe-enable-mori --moe-mori-max-tokens-per-rank
     --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion --multi-latent-attention
+    --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}

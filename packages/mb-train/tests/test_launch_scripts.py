@@ -46,7 +46,7 @@ ONE_BY_ONE = [
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 12)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 13)
 
 
 @pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
@@ -111,6 +111,17 @@ def test_a_gpt_oss_of_megatron_core_is_the_model_it_is():
     model = transformer_config(config, 128_256)
     assert model.in_fp8(0)
     assert (model.window_of(0), model.window_of(1), model.has_sinks) == (128, None, True)
+
+
+def test_a_llama_of_megatron_core_in_fp8_is_the_run_it_is():
+    command = parse(CORE["train_llama3_8b_h100_fp8.sh"][1])
+    config = resolve(command)
+    assert (config.fp8_spares, config.rates_of_ends) == ((0, 0), (5e-4, 4.5e-5))
+    (note,) = (note for note in command.notes if "without effect" in note)
+    assert "--fp8-amax-history-len, --fp8-amax-compute-algo (in FP8 each row" in note
+    assert "--apply-layernorm-1p (norms have no weight decay" in note
+    model = transformer_config(config, 128_256)
+    assert all(map(model.in_fp8, range(32)))
 
 
 def test_ranks_of_megatron_core_share_sequences():

@@ -110,6 +110,28 @@ def test_routers_have_a_rate_of_their_own(kind):
         assert not torch.equal(parameter, other[name])
 
 
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5", "ict"])
+def test_embeddings_and_head_have_rates_of_their_own(model):
+    shape = {"model": model, "decoder_seq_length": 9, "moe_router_lr_mult": 0.5}
+    shape |= {"moe_num_experts": 4, "untie_embeddings_and_output_weights": model in ("gpt", "t5")}
+    course = {"train_iters": 10, "min_lr": 1e-4, "lr_warmup_iters": 2, "lr_decay_style": "cosine"}
+    rates = {"decoupled_lr": 5e-3, "decoupled_min_lr": 1e-3}
+    config = TrainConfig(**SIZES | shape | course | rates)
+    built = one_process_task(config, None, vocab_size=61).build_model(compute_dtype=torch.float32)
+    optimizer = build_optimizer(SimpleNamespace(parts=[built], working_copies=None), config)
+    names = {parameter: name for name, parameter in built.named_parameters()}
+    apart = TrainConfig(**SIZES | course | {"lr": 5e-3, "min_lr": 1e-3})
+    for samples in (0, 2, 9, 20, 30):
+        apply_schedule(optimizer, build_schedule(config, 2), samples)
+        found = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert found.keys() == set(names.values())
+        plain, ends = (build_schedule(c, 2).lr(samples) for c in (config, apart))
+        for name, lr in found.items():
+            of_ends = name.endswith("embedding.tokens.weight") or name == "head.weight"
+            assert lr == (ends if of_ends else plain * (0.5 if ".router." in name else 1)), name
+    assert ("head.weight" in found) == (model in ("gpt", "t5"))
+
+
 ADAMS = ("adam", "muon")
 ADAM = {"betas": (0.8, 0.7), "eps": 1e-3}
 

@@ -21,6 +21,7 @@ samples from there on.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ class Schedule:
             begin, shape = self.decay - self.anneal, self.anneal_style
         ratio = max(samples - begin, 0.0) / (self.decay - begin)
         return self.minimum + _SHARES[shape](ratio) * (self.peak - self.minimum)
+
+    def between(self, peak: float, minimum: float) -> Schedule:
+        """The same course between other rates."""
+        return dataclasses.replace(self, peak=peak, minimum=minimum)
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that begins after `samples` samples of steps taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from mb_parallel.optimizer import (
     decay_groups,
     muon_groups,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig
+from mb_train.models.embedding import Embedding
+from mb_train.models.gpt import GPT
 from mb_train.models.linear import Linear
+from mb_train.models.t5 import T5
 from mb_train.schedule import Schedule
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,22 +66,27 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
             groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)
         else:
             groups += decay_groups(part, config.weight_decay)
+    modules = [module for part in parts for module in part.modules()]
     if config.moe_router_lr_mult != 1:
-        groups = _routers_apart(groups, parts, config.moe_router_lr_mult)
+        routers = (p for m in modules if isinstance(m, Router) for p in m.parameters())
+        groups = _apart(groups, routers, lr_mult=config.moe_router_lr_mult)
+    if config.rates_of_ends is not None:
+        tables = [m.tokens.weight for m in modules if isinstance(m, Embedding)]
+        heads = [m.head.weight for m in modules if isinstance(m, GPT | T5) and m.head is not None]
+        groups = _apart(groups, [*tables, *heads], rates=config.rates_of_ends)
     return [group for group in groups if group["params"]]
 
 
-def _routers_apart(
-    groups: list[dict[str, Any]], parts: Sequence[nn.Module], lr_mult: float
+def _apart(
+    groups: list[dict[str, Any]], chosen: Iterable[Tensor], **own: Any
 ) -> list[dict[str, Any]]:
-    """Groups without routers' parameters, behind each its routers', if any, with `lr_mult`."""
-    modules = (module for part in parts for module in part.modules())
-    routers = {id(p) for m in modules if isinstance(m, Router) for p in m.parameters()}
+    """Groups without the chosen parameters, behind each its chosen ones, if any, with `own`."""
+    ids = set(map(id, chosen))
     apart = []
     for group in groups:
-        theirs = [p for p in group["params"] if id(p) in routers]
-        others = [p for p in group["params"] if id(p) not in routers]
-        apart += [{**group, "params": others}, {**group, "params": theirs, "lr_mult": lr_mult}]
+        theirs = [p for p in group["params"] if id(p) in ids]
+        others = [p for p in group["params"] if id(p) not in ids]
+        apart += [{**group, "params": others}, {**group, "params": theirs, **own}]
     return apart
 
 
@@ -99,9 +107,10 @@ def build_scaler(config: TrainConfig) -> GradScaler | None:
 def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:
     """Set the rates of the step that begins after `samples` samples.
 
-    A group's `lr_mult` multiplies its own.
+    A group's `lr_mult` multiplies its own; its `rates` are a peak and a least rate of its own.
     """
-    lr, weight_decay = schedule.lr(samples), schedule.weight_decay(samples)
+    weight_decay = schedule.weight_decay(samples)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
+        own = schedule.between(*group["rates"]) if "rates" in group else schedule
+        group["lr"] = own.lr(samples) * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay if group["decays"] else 0.0

@@ -19,6 +19,14 @@ class RateFields:
         "learning rate at the end of the decay and after it", 0.0, bounds=AT_LEAST_0,
         on_load="said", needs=("lr_decay_style", *_FALLING),
     )  # fmt: skip
+    decoupled_lr: float | None = flag(
+        "peak learning rate of the embeddings of tokens and of the head; default --lr",
+        bounds=POSITIVE, on_load="said",
+    )  # fmt: skip
+    decoupled_min_lr: float | None = flag(
+        "theirs at the end of the decay; default --min-lr", bounds=AT_LEAST_0, on_load="said",
+        needs=("decoupled_lr",),
+    )  # fmt: skip
     lr_decay_style: str = flag(
         "shape of the decay", "linear",
         choices=("constant", *_FALLING), on_load="said",
@@ -70,6 +78,14 @@ class RateFields:
         instead_of=("lr_warmup_fraction", "lr_warmup_iters"),
     )
 
+    @property
+    def rates_of_ends(self) -> tuple[float, float] | None:
+        """Peak and least rate of embeddings and head; None: those of everything else."""
+        if self.decoupled_lr is None:
+            return None
+        least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return self.decoupled_lr, least
+
     def check_rates(self, *, by_samples: bool) -> None:
         """Raise ValueError for settings of the schedule that contradict each other."""
         if self.min_lr > (self.lr or 0):
@@ -77,10 +93,17 @@ class RateFields:
                 f"Expected --min-lr of at most --lr {self.lr}, got {self.min_lr}. Give both: a "
                 "recipe has both, and so has the run to go on from."
             )
-        if self.lr_warmup_init > (self.lr or 0):
+        if self.rates_of_ends is not None and self.rates_of_ends[1] > self.rates_of_ends[0]:
             raise ValueError(
-                f"Expected --lr-warmup-init of at most --lr {self.lr}, got {self.lr_warmup_init}."
+                f"Expected --decoupled-min-lr of at most --decoupled-lr {self.decoupled_lr}, got "
+                f"{self.rates_of_ends[1]}, by default --min-lr's. Give both."
             )
+        for name in ("lr", "decoupled_lr"):
+            if self.lr_warmup_init > (peak := getattr(self, name) or self.lr_warmup_init):
+                raise ValueError(
+                    f"Expected --lr-warmup-init of at most {flag_name(name)} {peak}, got "
+                    f"{self.lr_warmup_init}."
+                )
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
         for course in ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr"):
             if getattr(self, name := f"{course}_{other}"):

@@ -45,11 +45,10 @@ _REASONS: Mapping[str, str] = {
     "a model predicts the next token only": """
         --mtp-* --use-multi-token-prediction --num-mtp-predictor
     """,
-    "norms multiply by their weight, not by one more than it": "--apply-layernorm-1p",
     "norms and biases have no weight decay": """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type
     """,
-    "embeddings and head train at --lr": "--decoupled-lr --decoupled-min-lr --head-lr-mult",
+    "say --decoupled-lr": "--head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
     "there are no Mamba layers": """
         --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path

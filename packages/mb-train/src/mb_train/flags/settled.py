@@ -246,7 +246,7 @@ _ANSWERS: Mapping[str, str] = {
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
     "no code that comes with a model is run": "--trust-remote-code",
-    "in FP8 each row and each output channel has a scale of its own, found anew at each product": """
+    "in FP8 each row and output channel has a scale of its own, found anew at each product": """
         --fp8-recipe=1 --fp8-margin=1 --fp8-interval=1 --fp8-amax-history-len=1
         --fp8-amax-compute-algo=1 --tp-only-amax-red
     """,
@@ -257,6 +257,9 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "experts take any number of rows": """
         --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+    """,
+    "norms have no weight decay, so that a weight learns what one more than it would": """
+        --apply-layernorm-1p
     """,
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }

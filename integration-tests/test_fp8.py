@@ -18,8 +18,8 @@ from mb_train.loading import load_trained
 FP8 = "--fp8-format e4m3"
 # Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
 SAME = (
-    "--micro-batch-size 1 --train-iters 4 --log-interval 1 --save-interval 0 --eval-iters 0 --adam-eps 1e-3 "
-    "--make-vocab-size-divisible-by 128 --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 1 --train-iters 4 --log-interval 1 --save-interval 0 --eval-iters 0 "
+    "--adam-eps 1e-3 --make-vocab-size-divisible-by 128 --attention-dropout 0 --hidden-dropout 0 "
     "--moe-shared-expert-intermediate-size 16"
 )
 LAYOUTS = {

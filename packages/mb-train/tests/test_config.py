@@ -306,11 +306,14 @@ def test_every_choice_of_a_model_reaches_it():
         name: value for value, name in values.values()
     }
     after = {"apply_residual_connection_post_layernorm": True}
+    after |= {"fp8_format": "hybrid", "first_last_layers_bf16": True}
+    after |= {"num_layers": 4, "num_layers_at_end_in_bf16": 2}
     every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, after))]
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above
     assert made.window_layers == (True, False)
+    assert every[-1].fp8_spares == (1, 2)
     assert transformer_config(TrainConfig(**RUN), 64).qkv_bias
 
 
@@ -348,6 +351,7 @@ def test_an_unknown_recipe_names_the_nearest():
 def test_every_argument_of_a_moe_layer_has_a_field():
     config = TrainConfig(**RUN, moe_num_experts=4, moe_capacity_factor=1.5, moe_top_k=2)
     here = {"hidden_size", "ffn_hidden_size", "activation", "init_method_std", "output_init_std"}
+    here |= {"fp8"}  # of a run that multiplies so in all of its blocks
     here |= {"sequence_dim"}  # the models' own: how they lay out their activations
     layer = {f.name for f in fields(MoEConfig)}
     assert config.moe_arguments().keys() == layer - here

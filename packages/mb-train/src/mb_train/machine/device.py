@@ -37,7 +37,7 @@ def compute_dtype(config: TrainConfig, device: str) -> torch.dtype:
 
 
 def check_fp8(config: TrainConfig, device: torch.device) -> None:
-    """Raise ValueError if a run is to multiply 8-bit floats on a GPU that cannot, or not in bf16."""
+    """Raise ValueError for FP8 on a GPU that cannot multiply so, or in another dtype than bf16."""
     if config.fp8_format is None:
         return
     dtype = compute_dtype(config, device.type)

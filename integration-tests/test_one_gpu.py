@@ -66,6 +66,25 @@ def test_a_run_moves_between_the_gpu_and_the_cpu(tokens, tmp_path):
     assert tiny_run.losses(parts) == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
 
+def test_products_in_8_bits_train_as_on_the_cpu(tokens, tmp_path):
+    """As they are, compiled, and in graphs; a GPU that has no such products is refused at once."""
+    same = "--attention-dropout 0 --hidden-dropout 0 --moe-shared-expert-intermediate-size 48"
+    fp8 = f"{same} --fp8-format e4m3"
+    here = tiny_run.flags(tokens, tmp_path / "here", f"{fp8} --device {DEVICE}")
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 9):
+        assert main(here) == 2
+        return
+    assert main(here) == 0
+    for name, more in (
+        ("compiled", f"{fp8} --compile --device {DEVICE}"),
+        ("graphs", f"{fp8} --cuda-graph --device {DEVICE}"),
+        ("there", f"{fp8} --bf16 --device cpu"),
+    ):
+        assert main(tiny_run.flags(tokens, tmp_path / name, more)) == 0
+        found = tiny_run.losses(tmp_path / name)
+        assert found == pytest.approx(tiny_run.losses(tmp_path / "here"), rel=5e-3), name
+
+
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(
     "options",

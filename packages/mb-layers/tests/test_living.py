@@ -46,7 +46,6 @@ KINDS = {
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
     "jitter": {"jitter_eps": 0.1, "router_bias": True},
     "8-bit": {"saved_activation_bits": 8},
-    "fp8": {"fp8": True, "shared_expert_hidden_size": 32},
     "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 128},
 }
 

@@ -66,6 +66,21 @@ def test_packed_documents_are_as_if_alone(kind):
     assert (without - total).abs() > 1e-4
 
 
+def test_a_block_in_8_bits_compiles_without_a_break():
+    fp8 = {"fp8": True, "fp8_spares": (1, 0), "bias": False}
+    plain, model, x = make("mixed"), make("mixed", **fp8), tokens(2, S)
+    loss = model(x, labels_BS=x).total()
+    assert (loss - plain(x, labels_BS=x).total()).abs() > 1e-5
+    for block in model.stack.blocks.values():
+        block.compile(fullgraph=True, backend="aot_eager")
+    compiled = model(x, labels_BS=x).total()
+    torch.testing.assert_close(compiled, loss)
+    got = torch.autograd.grad(compiled, list(model.parameters()))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [(1,), (1, 2)], ids=str)
 def test_stages_one_after_the_other_are_the_model(kind, cut):

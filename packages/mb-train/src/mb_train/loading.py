@@ -88,7 +88,8 @@ def load_trained(
         )
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    # Rounding to 8-bit floats is for training: it takes a few rows longer, and some GPUs cannot.
+    # Rounding to 8-bit floats is for training: products of few rows are slower for it, and some
+    # GPUs cannot.
     plain = dataclasses.replace(config, fp8_format=None)
     with unfilled(device):
         model = whole_model(plain, vocab_size=saved.vocab_rows, compute_dtype=dtype)

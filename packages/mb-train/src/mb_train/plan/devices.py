@@ -7,28 +7,32 @@ from typing import NamedTuple
 
 
 class DataSheet(NamedTuple):
-    """Of one device: dense bf16 TFLOP/s, TB/s of its memory, and how many GiB that has."""
+    """Of one device: dense bf16 TFLOP/s, TB/s of its memory, and how many GiB that has.
+
+    fp8: mb_kernels multiplies 8-bit floats on it.
+    """
 
     peak_tflops: float
     bandwidth_tb: float
     memory_gib: float
+    fp8: bool = False
 
 
 # By a part of the device's name, a regular expression, the more particular first. MI250X and MI250
 # are two devices, of half the card's figures each.
 _SHEETS = {
-    "GB200": DataSheet(2500.0, 8.0, 186.0),
-    "B200": DataSheet(2250.0, 8.0, 180.0),
-    "GH200 144G": DataSheet(989.0, 4.9, 144.0),
-    "GH200": DataSheet(989.0, 4.0, 96.0),  # named by the 480 GB of its processor
-    "H200 NVL": DataSheet(835.0, 4.8, 141.0),
-    "H200": DataSheet(989.0, 4.8, 141.0),
-    "H100 NVL": DataSheet(835.0, 3.9, 94.0),
-    "H100 PCIe": DataSheet(756.0, 2.0, 80.0),
-    "H100": DataSheet(989.0, 3.35, 80.0),
+    "GB200": DataSheet(2500.0, 8.0, 186.0, fp8=True),
+    "B200": DataSheet(2250.0, 8.0, 180.0, fp8=True),
+    "GH200 144G": DataSheet(989.0, 4.9, 144.0, fp8=True),
+    "GH200": DataSheet(989.0, 4.0, 96.0, fp8=True),  # named by the 480 GB of its processor
+    "H200 NVL": DataSheet(835.0, 4.8, 141.0, fp8=True),
+    "H200": DataSheet(989.0, 4.8, 141.0, fp8=True),
+    "H100 NVL": DataSheet(835.0, 3.9, 94.0, fp8=True),
+    "H100 PCIe": DataSheet(756.0, 2.0, 80.0, fp8=True),
+    "H100": DataSheet(989.0, 3.35, 80.0, fp8=True),
     "A100.*40GB": DataSheet(312.0, 1.56, 40.0),
     "A100": DataSheet(312.0, 2.04, 80.0),
-    "L40S": DataSheet(362.0, 0.86, 48.0),
+    "L40S": DataSheet(362.0, 0.86, 48.0, fp8=True),
     "MI355X": DataSheet(2500.0, 8.0, 288.0),
     "MI350X": DataSheet(2300.0, 8.0, 288.0),
     "MI325X": DataSheet(1307.0, 6.0, 256.0),

@@ -85,10 +85,15 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         device: name of the GPU, or "CPU".
 
     Raises:
-        ValueError: parallel sizes that do not divide the ranks or the model, or no passes for
-            --cuda-graph.
+        ValueError: parallel sizes that do not divide the ranks or the model, no passes for
+            --cuda-graph, or FP8 on a GPU that has none.
     """
     dims = parallel_dims(config, ranks)
+    sheet = data_sheet(device)
+    if config.fp8_format is not None and sheet is not None and not sheet.fp8:
+        raise ValueError(
+            f"Expected a GPU from Ada or Hopper on for --fp8-format, got {device}. Leave it out."
+        )
     if config.cuda_graph:
         check_capturable(config, torch.device("cuda"), dims)
     task = one_process_task(config, None, vocab_size=vocab_size)

@@ -14,6 +14,7 @@ Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as functions
@@ -43,6 +44,7 @@ def expert_mlp(
     max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd.
 
@@ -56,23 +58,50 @@ def expert_mlp(
             b1_EF=b1_EF,
             b2_ED=b2_ED,
             max_rows=max_rows,
+            fp8=fp8,
             use_reentrant=False,
         )
     if max_rows is not None and bins.offsets_E1[-1] > max_rows:
         weights_TK = weights_TK * torch.nan
+    if fp8:
+        options = (bins, activation, saved_activation_bits)
+        return _InFloat8.apply(x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED, *options)
     y_TD, h_NF = expert_mlp_forward(
         *(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
     )
     if saved_activation_bits is None:
         return y_TD
     # The value of y, with the gradient that the rounded pre-activations give.
-    even_NF = functions.pad(h_NF, (0, h_NF.shape[1] % 2))  # in 4 bits two are a byte
-    codes, scales = quantize(even_NF, saved_activation_bits)
-    rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
-    rounded_NF = rounded_NF[:, : h_NF.shape[1]]
+    rounded_NF = _rounded(h_NF, saved_activation_bits)
     rounded_NF = h_NF + (rounded_NF - h_NF).detach()
     rounded_TD = _down(rounded_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     return rounded_TD + (y_TD - rounded_TD).detach()
+
+
+def _rounded(h_NF: Tensor, bits: int) -> Tensor:
+    even_NF = functions.pad(h_NF, (0, h_NF.shape[1] % 2))  # in 4 bits two are a byte
+    codes, scales = quantize(even_NF, bits)
+    return dequantize(codes, scales, bits=bits, dtype=h_NF.dtype)[:, : h_NF.shape[1]]
+
+
+class _InFloat8(torch.autograd.Function):
+    """The formulas atop this module: what rounds is not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, w1, w2, weights, b1, b2, ctx.bins, ctx.activation, bits = inputs
+        fixed = (w1, w2, ctx.bins, weights)
+        y, h = expert_mlp_forward(x, *fixed, ctx.activation, b1, b2, fp8=True)
+        ctx.save_for_backward(*inputs[:6], h if bits is None else _rounded(h, bits))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        x, w1, w2, weights, b1, b2, h = ctx.saved_tensors
+        fixed = (w1, w2, ctx.bins, weights)
+        grads = expert_mlp_backward(do, x, *fixed, h, ctx.activation, b1, b2, fp8=True)
+        return (*grads, None, None, None)
 
 
 def _down(

@@ -1,7 +1,9 @@
-"""Reference of ``mb_kernels.to_float8`` and of products of what it returns.
+"""Reference of ``mb_kernels.to_float8``, and of products of what it returns.
 
 Letters: R rows, C columns (all leading dims), N rows, K contraction, M output columns, E experts.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     if x_RC.shape[-1] == 0:
         return x_RC.to(torch.float8_e4m3fn), x_RC.new_ones(x_RC.shape[:-1], dtype=torch.float32)
     largest_R = x_RC.abs().amax(dim=-1).clamp_min(SMALLEST)  # NaN if the row holds one
+    largest_R = torch.where(largest_R.isfinite(), largest_R, torch.nan)
     # Divided, where 448 / m would be 1 / m, rounded, times 448: products may lie between two codes.
     inverse_R = torch.div(torch.full_like(largest_R, LARGEST), largest_R)
     codes = (x_RC * inverse_R[..., None]).to(torch.float8_e4m3fn)
@@ -54,3 +57,23 @@ def scaled_product(
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     y_NM = codes_NK.to(kind) @ codes_MK.to(kind).mT
     return (y_NM * (scales_N[:, None] * scales_M).to(kind)).to(dtype)
+
+
+def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """Twin of ``mb_kernels.float8_linear``."""
+    y_NM = _Linear.apply(x_NK.reshape(-1, x_NK.shape[-1]), w_MK)
+    y = y_NM.unflatten(0, x_NK.shape[:-1])
+    return y if bias_M is None else y + bias_M
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NK: Tensor, w_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NK, w_MK)
+        return float8_product(x_NK, w_MK, True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
+        x_NK, w_MK = ctx.saved_tensors
+        return float8_product(dy_NM, w_MK, False), dy_NM.mT @ x_NK

@@ -143,7 +143,6 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return codes, scales.fill_(1.0)
-    numbers = {"LARGEST": LARGEST, "SMALLEST": SMALLEST, "num_warps": _WARPS}
     if transpose:
         _columns(x.view(-1, rows, columns), codes, scales)
         return codes, scales

@@ -3,6 +3,7 @@
 Letters: R rows, C columns (all leading dims), N rows, K contraction, M output columns, E experts.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ def scaled_product(
 
 def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """Twin of ``mb_kernels.float8_linear``."""
-    y_NM = _Linear.apply(x_NK.reshape(-1, x_NK.shape[-1]), w_MK)
-    y = y_NM.unflatten(0, x_NK.shape[:-1])
+    outputs, inputs = w_MK.shape
+    x = x_NK.reshape(math.prod(x_NK.shape[:-1]), inputs)
+    y = _Linear.apply(x, w_MK).view(*x_NK.shape[:-1], outputs)
     return y if bias_M is None else y + bias_M
 
 

@@ -25,10 +25,10 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
         return x_RC.to(torch.float8_e4m3fn), x_RC.new_ones(x_RC.shape[:-1], dtype=torch.float32)
     largest_R = x_RC.abs().amax(dim=-1).clamp_min(SMALLEST)  # NaN if the row holds one
     largest_R = torch.where(largest_R.isfinite(), largest_R, torch.nan)
-    # Divided, where 448 / m would be 1 / m, rounded, times 448: products may lie between two codes.
-    inverse_R = torch.div(torch.full_like(largest_R, LARGEST), largest_R)
-    codes = (x_RC * inverse_R[..., None]).to(torch.float8_e4m3fn)
-    return codes.contiguous(), (largest_R / LARGEST).float()
+    # Tensors, because torch divides by a number, or a number, by way of a rounded reciprocal.
+    most_R = torch.full_like(largest_R, LARGEST)
+    codes = (x_RC * (most_R / largest_R)[..., None]).to(torch.float8_e4m3fn)
+    return codes.contiguous(), (largest_R / most_R).float()
 
 
 def float8_grouped_gemm(

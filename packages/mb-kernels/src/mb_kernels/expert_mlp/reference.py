@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
 from mb_kernels.elementwise.reference import activation as _activate
-from mb_kernels.float8.reference import float8_grouped_gemm
+from mb_kernels.float8.reference import to_float8
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
@@ -76,6 +76,19 @@ def expert_mlp(
     rounded_NF = h_NF + (rounded_NF - h_NF).detach()
     rounded_TD = _down(rounded_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     return rounded_TD + (y_TD - rounded_TD).detach()
+
+
+def _float8_grouped_gemm(
+    x_NK: Tensor, w: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
+) -> Tensor:
+    """``grouped_gemm`` of what ``to_float8`` makes of x [N, K] and w, in the dtype of x."""
+    codes_NK, scales_N = to_float8(x_NK)
+    codes_EMK, scales_EM = to_float8(w, transpose=not transpose_weight)
+    kind = wide_dtype(x_NK)
+    y_NM = grouped_gemm(codes_NK.to(kind), codes_EMK.to(kind), offsets_E1)
+    scales_RM = scales_EM.repeat_interleave(offsets_E1.diff().long(), dim=0).to(kind)
+    y_NM[: scales_RM.shape[0]] *= scales_N[: scales_RM.shape[0], None].to(kind) * scales_RM
+    return y_NM.to(x_NK.dtype)
 
 
 def _rounded(h_NF: Tensor, bits: int) -> Tensor:
@@ -146,7 +159,7 @@ def expert_mlp_forward(
     fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, D] and the pre-activations h [N, F or 2F] that the backward needs."""
-    product = float8_grouped_gemm if fp8 else grouped_gemm
+    product = _float8_grouped_gemm if fp8 else grouped_gemm
     h_NF = product(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
     h_NF = _add_bias(h_NF, b1_EF, bins)
     return _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation, product), h_NF
@@ -167,7 +180,7 @@ def expert_mlp_backward(
     fp8: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients for x, w1, w2, weights, b1 and b2 by the formulas atop this module."""
-    product = float8_grouped_gemm if fp8 else grouped_gemm
+    product = _float8_grouped_gemm if fp8 else grouped_gemm
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)

@@ -1,6 +1,6 @@
 """Reference of ``mb_kernels.to_float8``, and of products of what it returns.
 
-Letters: R rows, C columns (all leading dims), N rows, K contraction, M output columns, E experts.
+Letters: R rows (all leading dims), C columns; N rows, K contraction, M columns of a product.
 """
 
 import math
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.reference import grouped_gemm
 from mb_kernels.runtime.precision import wide
 
 LARGEST = 448.0
@@ -29,20 +28,6 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     most_R = torch.full_like(largest_R, LARGEST)
     codes = (x_RC * (most_R / largest_R)[..., None]).to(torch.float8_e4m3fn)
     return codes.contiguous(), (largest_R / most_R).float()
-
-
-def float8_grouped_gemm(
-    x_NK: Tensor, w: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
-) -> Tensor:
-    """``grouped_gemm`` of what ``to_float8`` makes of x [N, K] and w, in the dtype of x."""
-    codes_NK, scales_N = to_float8(x_NK)
-    codes_EMK, scales_EM = to_float8(w, transpose=not transpose_weight)
-    kind = wide(x_NK).dtype
-    y_NM = grouped_gemm(codes_NK.to(kind), codes_EMK.to(kind), offsets_E1)
-    counts_E = offsets_E1.diff().long()
-    scales_RM = scales_EM.repeat_interleave(counts_E, dim=0).to(kind)
-    y_NM[: scales_RM.shape[0]] *= scales_N[: scales_RM.shape[0], None].to(kind) * scales_RM
-    return y_NM.to(x_NK.dtype)
 
 
 def float8_product(x_NK: Tensor, w: Tensor, transpose_weight: bool) -> Tensor:

@@ -16,23 +16,23 @@ PICTURE = ROOT / "packages/mb-kernels/docs/rooms.svg"
 
 # Rows of rooms, the upper ones first: columns of a room, from and to.
 ROWS: list[dict[str, tuple[int, int]]] = [
-    {"warm_up": (3, 9)},
+    {"warm_up": (3, 10)},
     {"block_sparse": (4, 5)},
-    {"expert_mlp": (4, 7)},
+    {"expert_mlp": (4, 8)},
     {
         name: (column, column)
         for column, name in enumerate(
             (
                 *("adamw", "sum_of_squares", "symmetric_matmul", "exchange", "elementwise"),
-                *("grouped_gemm", "permute", "quantize", "routing", "router_losses"),
+                *("grouped_gemm", "permute", "float8", "quantize", "routing", "router_losses"),
                 *("linear_cross_entropy", "relative_attention", "muon"),
             )
         )
     },
-    {"language": (0, 5), "runtime": (6, 12)},
+    {"language": (0, 5), "runtime": (6, 13)},
     {
         **{"activation": (0, 2), "exporting": (3, 4), "uncompiled": (5, 6)},
-        **{"bins": (7, 8), "targets": (9, 12)},
+        **{"bins": (7, 8), "targets": (9, 13)},
     },
 ]
 BELOW = {name for row in ROWS[4:] for name in row}

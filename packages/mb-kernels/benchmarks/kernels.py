@@ -101,9 +101,13 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
         "sum_partials": Kernel(
             lambda _: sum_partials(partials, order, offsets, weights), moved=partials.nbytes
         ),
-        "dw2": Kernel(lambda tile: outer(rows, a, offsets, tile), down_flops, tile=plan_of(x).tile("outer")),
+        "dw2": Kernel(
+            lambda tile: outer(rows, a, offsets, tile), down_flops, tile=plan_of(x).tile("outer")
+        ),
         "dx": Kernel(run_dx, up_flops, tile=plan.dx),
-        "dw1": Kernel(lambda tile: outer(h, rows, offsets, tile), up_flops, tile=plan_of(x).tile("outer")),
+        "dw1": Kernel(
+            lambda tile: outer(h, rows, offsets, tile), up_flops, tile=plan_of(x).tile("outer")
+        ),
     }
 
 

@@ -9,7 +9,8 @@ copies" also gathers, as a layer that takes tokens must; "products only" leaves 
 "calling thread" runs the backward in the forward's thread, as mb-train does, see `host`. "CUDA
 graph" is one graph of forward and backward; "graphed callable" is
 `torch.cuda.make_graphed_callables`, a graph for each. All take turns, see `timing`. Times are
-medians; eight of ten times are in the range "8_of_10".
+medians; eight of ten times are in the range "8_of_10". "fp8": four of the six products are of
+8-bit floats.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -86,13 +87,11 @@ def make_inputs(shape: Shape, routing: str, device: str = "cuda") -> dict[str, T
     }
 
 
-def ours(shape: Shape, *, recompute: bool = False) -> Callable[..., Tensor]:
+def ours(shape: Shape, **options: bool) -> Callable[..., Tensor]:
     def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         weights, ids, _ = topk_softmax(logits, shape.top_k)
         bins = bin_tokens(ids, shape.experts)
-        return expert_mlp(
-            x, w1, w2, bins, weights, activation=shape.activation, recompute=recompute
-        )
+        return expert_mlp(x, w1, w2, bins, weights, activation=shape.activation, **options)
 
     return layer
 
@@ -219,6 +218,7 @@ def contenders(shape: Shape, *, quick: bool) -> dict[str, Contender]:
     found = {
         "bmm": eager(bmm(shape), gathered),
         "mb uniform": eager(ours(shape), arguments),
+        "mb uniform, fp8": eager(ours(shape, fp8=True), arguments),
     }
     if inputs["w1"].nbytes > 2**33:  # gradients that graphs keep would not fit
         return found

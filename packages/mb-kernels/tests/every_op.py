@@ -26,6 +26,12 @@ class Op(NamedTuple):
     leaves: tuple[str, ...] = ()
     twin: Callable[..., Any] | None = None
     second_derivative: bool = False
+    bf16_on_a_gpu: tuple[str, ...] = ()  # tensors that kernels take in bf16 alone
+
+    def on_a_gpu(self) -> "Op":
+        """The call as a GPU takes it."""
+        cast = {name: self.tensors[name].bfloat16() for name in self.bf16_on_a_gpu}
+        return self._replace(tensors=self.tensors | cast)
 
 
 def _bins(order, inverse, counts, offsets):
@@ -145,9 +151,10 @@ def make_op(
         tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
         tensors |= {"b1": normal(experts, 2 * ffn), "b2": normal(experts, hidden)}
         return Op(call, tensors, ("x", "w1", "w2", "weights", "b1", "b2"), twin)
-    if name in ("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"):
+    if name in ("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_fp8"):
         options = {"expert_mlp_recompute": {"recompute": True},
-                   "expert_mlp_8bit": {"saved_activation_bits": 8}}.get(name, {})  # fmt: skip
+                   "expert_mlp_8bit": {"saved_activation_bits": 8},
+                   "expert_mlp_fp8": {"fp8": True}}.get(name, {})  # fmt: skip
         call, twin = twins(
             lambda m, bins, x, w1, w2, weights, **biases: m.expert_mlp(
                 *(x, w1, w2, bins, weights), **options, **biases
@@ -158,13 +165,28 @@ def make_op(
             tensors["b1_EF"] = normal(experts, 2 * ffn)
         if name == "expert_mlp_8bit":
             tensors["b2_ED"] = normal(experts, hidden)
-        return Op(call, tensors, tuple(n for n in tensors if n not in bins), twin)
+        leaves = tuple(n for n in tensors if n not in bins)
+        in_bf16 = ("x", "w1", "w2") if name == "expert_mlp_fp8" else ()
+        return Op(call, tensors, leaves, twin, bf16_on_a_gpu=in_bf16)
     if name == "quantize":
         call, twin = (
             lambda x: mb_kernels.dequantize(*mb_kernels.quantize(x, 4), bits=4, dtype=x.dtype),
             lambda x: reference.dequantize(*reference.quantize(x, 4), bits=4, dtype=x.dtype),
         )
         return Op(call, {"x": normal(tokens, hidden)}, (), twin)
+    if name in ("to_float8", "to_float8_transposed"):
+
+        def restored(m, x):
+            codes, scales = m.to_float8(x, transpose=name.endswith("transposed"))
+            return codes.float() * scales[..., None]
+
+        call, twin = (lambda x, m=m: restored(m, x) for m in (mb_kernels, reference))
+        return Op(call, {"x": normal(experts, tokens, hidden)}, (), twin)
+    if name == "float8_linear":
+        call, twin = (lambda x, w, bias, m=m: m.float8_linear(x, w, bias)
+                      for m in (mb_kernels, reference))  # fmt: skip
+        tensors = {"x": normal(tokens, hidden), "w": normal(ffn, hidden), "bias": normal(ffn)}
+        return Op(call, tensors, tuple(tensors), twin, bf16_on_a_gpu=tuple(tensors))
     if name == "sum_of_squares":
         call, twin = (
             lambda a, b, m=m: m.sum_of_squares([a, b, a]) for m in (mb_kernels, reference)
@@ -273,6 +295,7 @@ OPS = (
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
+    *("expert_mlp_fp8", "to_float8", "to_float8_transposed", "float8_linear"),
     *("quantize", "dequantize", "sum_of_squares", "symmetric_matmul"),
     *("linear_cross_entropy", "relative_attention", "routing_of_rows"),
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse

@@ -45,6 +45,7 @@ def test_any_memory_order(name, arguments):
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_any_memory_order_on_a_gpu(name, argument, sizes):
     op = make_op(name, **sizes)
+    op = op.on_a_gpu()
     on_gpu = {n: t.cuda() for n, t in op.tensors.items()}
     got = results(op, on_gpu | {argument: elsewhere_in_memory(on_gpu[argument])})
     want = results(op, op.tensors, call=op.twin, double=True)

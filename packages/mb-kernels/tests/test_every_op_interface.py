@@ -35,7 +35,7 @@ class _Calls(TorchDispatchMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
 def test_what_an_op_says_of_itself_is_so(name, device):
-    op = make_op(name)
+    op = make_op(name) if device == "cpu" else make_op(name).on_a_gpu()
     with _Calls() as calls:
         results(op, {n: t.to(device) for n, t in op.tensors.items()})
     assert calls.seen

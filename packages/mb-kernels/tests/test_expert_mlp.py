@@ -181,7 +181,7 @@ def test_opcheck(top_k, max_rows):
     for biases in ((None, None), (b1, b2)):
         torch.library.opcheck(
             torch.ops.mb.expert_mlp.default,
-            (*inputs, *biases, [False, False], "swiglu", 16, top_k == 1),
+            (*inputs, *biases, [False, False], "swiglu", 16, top_k == 1, False),
         )
 
 
@@ -190,8 +190,8 @@ def test_tokens_kept_as_rows_give_the_same_gradients():
 
     def op(keep_rows):
         indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-        inputs = (x, w1, w2, *indices, weights, None, None, [False] * 2, "swiglu", 16, keep_rows)
-        return torch.ops.mb.expert_mlp(*inputs)[0]
+        inputs = (x, w1, w2, *indices, weights, None, None, [False] * 2)
+        return torch.ops.mb.expert_mlp(*inputs, "swiglu", 16, keep_rows, False)[0]
 
     want_y, want = gradients(lambda *_: op(False), (x, w1, w2, bins, weights))
     got_y, got = gradients(lambda *_: op(True), (x, w1, w2, bins, weights))

@@ -7,6 +7,7 @@ from mb_kernels import (
     bin_tokens,
     combine,
     expert_mlp,
+    float8_linear,
     gather,
     grouped_gemm,
     linear_cross_entropy,
@@ -25,10 +26,15 @@ knobs = pytest.importorskip("triton").knobs
 NAMES = ("y", "d_logits", "dx", "dw1", "dw2")
 
 
-def layer(logits, x, w1, w2, activation="swiglu", top_k=4):
+def layer(logits, x, w1, w2, activation="swiglu", top_k=4, fp8=False):
     weights, ids, _ = topk_softmax(logits, top_k)
     bins = bin_tokens(ids, logits.shape[1])
-    return expert_mlp(x, w1, w2, bins, weights, activation=activation)
+    return expert_mlp(x, w1, w2, bins, weights, activation=activation, fp8=fp8)
+
+
+def float8_layer(logits, x, w1, w2):
+    y = layer(logits, x, w1, w2, fp8=True)
+    return float8_linear(y, w2[0].mT.contiguous()).sum(1, keepdim=True) + y
 
 
 def layer_inputs(tokens=512, hidden=256, ffn=128, experts=16):
@@ -95,7 +101,7 @@ def layer_of_single_ops(logits, x, w1, w2):
     return combine(rows, bins, weights) + losses.aux_loss.to(x.dtype)
 
 
-LAYERS = [layer, sparse_layer, layer_of_single_ops]
+LAYERS = [layer, sparse_layer, layer_of_single_ops, float8_layer]
 
 
 def test_compiles_without_a_graph_break():
@@ -141,10 +147,11 @@ def test_reduce_overhead_captures_the_whole_layer(function):
         assert_close(name, g, w, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
-def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
+def test_a_warm_layer_compiles_nothing(activation, top_k, fp8, monkeypatch):
     sizes = {"tokens": 272, "hidden_size": 200, "ffn_hidden_size": 170, "num_experts": 8}
-    more = {"top_k": top_k, "activation": activation, "renormalize": True}
+    more = {"top_k": top_k, "activation": activation, "renormalize": True, "fp8": fp8}
     assert warm_up(**sizes, **more).result(timeout=120) > 10
     compiled = []
     hook = "jit_cache_hook"
@@ -165,7 +172,7 @@ def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
         load_balancing_weight=0.1,
         z_weight=0.1,
     )
-    y = expert_mlp(x, w1, w2, bins, weights, activation=activation)
+    y = expert_mlp(x, w1, w2, bins, weights, activation=activation, fp8=fp8)
     (y.float().sum() + losses.aux_loss).backward()
     assert compiled == []
 

@@ -26,6 +26,7 @@ hopper = pytest.importorskip("mb_kernels.expert_mlp.hopper.core")
 from mb_kernels.expert_mlp.hopper import dact as hopper_dact  # noqa: E402
 from mb_kernels.expert_mlp.hopper import up as hopper_up  # noqa: E402
 from mb_kernels.runtime.plan import Plan, assume  # noqa: E402
+from mb_kernels.runtime.scales import Scales  # noqa: E402
 from mb_kernels.targets import TARGETS, TILES  # noqa: E402
 
 PATIENCE = 20  # seconds at a barrier before it counts as a deadlock
@@ -53,6 +54,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "radd", "rsub", "rmul"):
 class Pointer:
     def __init__(self, storage, offset=0):
         self.storage, self.offset = storage, offset
+        self.dtype = types.SimpleNamespace(element_ty=storage.dtype)
 
     def __add__(self, offset):
         return Pointer(self.storage, self.offset + offset)
@@ -357,9 +359,10 @@ LAYOUTS = [
 ]
 
 
-# Programs, a layout, and whether h is saved: any two of these meet.
+# Programs, a layout, whether h is saved, and whether there are scales: any two of the first three
+# meet, and with every layout each of the others.
 RUNS = [
-    (programs, layout, (i + j) % 2 == 0)
+    (programs, layout, (i + j) % 2 == 0, (i + j // 2) % 2 == 0)
     for i, layout in enumerate(LAYOUTS)
     for j, programs in enumerate((1, 3, 50))
 ]
@@ -372,15 +375,23 @@ def layout(request):
     return activation, int(ffn), transposed, OFFSETS[offsets]
 
 
+def scales_of(generator, rows, dropped, experts, columns):
+    """Scales as of 8-bit codes; rows of dropped slots have none."""
+    of_rows = torch.rand(rows + dropped, generator=generator)
+    of_columns = torch.rand(experts, columns, generator=generator)
+    of_rows[rows:] = float("nan")
+    return Scales(of_rows + 0.5, of_columns + 0.5, torch.bfloat16)
+
+
 def _words(value):
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("simulated", "layout", "save_h"), RUNS, ids=_words, indirect=["simulated", "layout"]
+    ("simulated", "layout", "save_h", "scaled"), RUNS, ids=_words, indirect=["simulated", "layout"]
 )
-def test_up(layout, save_h):
+def test_up(layout, save_h, scaled):
     activation, ffn, transposed, offsets = layout
     hidden, experts, rows, dropped = 208, len(offsets) - 1, offsets[-1], 5
     columns = 2 * ffn if is_glu(activation) else ffn
@@ -395,11 +406,13 @@ def test_up(layout, save_h):
     bias = activation.startswith("ge") or "1.7" in activation
     b1 = 16 * torch.randn(experts, columns, generator=generator) if bias else None
     stored = w1.mT.contiguous() if transposed else w1
-    options = {"transposed": transposed, "save_h": save_h, "tile": tile}
+    scales = scales_of(generator, rows, dropped, experts, columns) if scaled else None
+    options = {"transposed": transposed, "save_h": save_h, "tile": tile, "scales": scales}
     hopper_up.up(x, stored, b1, tiles, h, a, parse(activation), **options)
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     z = torch.einsum("nd,nfd->nf", x[:rows].float(), w1.float()[expert])
+    z = z * scales.rows[:rows, None] * scales.columns[expert] if scaled else z
     z = z + b1[expert] if bias else z
     assert_close("a", a[:rows], activate(z, activation), dtype=torch.bfloat16)
     assert a[rows:].isnan().all()
@@ -410,12 +423,14 @@ def test_up(layout, save_h):
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("simulated", "layout"),
-    [run[:2] for i, run in enumerate(RUNS) if i % 4],  # two or three ways for each layout
+    ("simulated", "layout", "scaled"),
+    [
+        (*run[:2], run[3]) for i, run in enumerate(RUNS) if i % 4
+    ],  # two or three ways for each layout
     ids=_words,
-    indirect=True,
+    indirect=["simulated", "layout"],
 )
-def test_dact(layout):
+def test_dact(layout, scaled):
     activation, ffn, transposed, offsets = layout
     hidden, experts, rows, dropped = 208, len(offsets) - 1, offsets[-1], 5
     generator = torch.Generator().manual_seed(0)
@@ -434,14 +449,17 @@ def test_dact(layout):
     partials = torch.full((-(-ffn // tile.block_n), rows + dropped), float("nan"))
     tiles = tile_list(offsets, tile.block_m)
     stored = w2.mT.contiguous() if transposed else w2
+    scales = scales_of(generator, rows, dropped, experts, ffn) if scaled else None
     hopper_dact.dact(
         *(do, stored, order, weights, tiles, h, dh, a, partials, parse(activation)),
         transposed=transposed,
         tile=tile,
+        scales=scales,
     )
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     q = torch.einsum("nd,ndf->nf", do[:rows].float(), w2.float()[expert])
+    q = q * scales.rows[:rows, None] * scales.columns[expert] if scaled else q
     s = weights[order.long()[:rows]]
     z = h[:rows].float().requires_grad_()
     act = activate(z, activation)

@@ -28,7 +28,7 @@ def expert_mlp(rows):
     indices = (int32(rows), int32(rows), int32(2))
     weights = (half(1, 32, 16), half(1, 16, 16))
     given = (half(rows, 16), *weights, *indices, empty(rows, 1), None, None, [False, False])
-    return steps.expert_mlp(*given, "swiglu", 16, False)
+    return steps.expert_mlp(*given, "swiglu", 16, False, False)
 
 
 def losses(tokens):

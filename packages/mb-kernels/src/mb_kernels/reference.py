@@ -7,6 +7,7 @@ from mb_kernels.adamw.reference import adamw_step
 from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology
 from mb_kernels.block_sparse.reference import dds, dsd, sdd
 from mb_kernels.expert_mlp.reference import expert_mlp, grouped_experts
+from mb_kernels.float8.reference import float8_linear, to_float8
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm
 from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
 from mb_kernels.muon.reference import muon_momentum, muon_step
@@ -26,6 +27,7 @@ __all__ = [
     "dequantize",
     "dsd",
     "expert_mlp",
+    "float8_linear",
     "gather",
     "gmm",
     "grouped_experts",
@@ -41,6 +43,7 @@ __all__ = [
     "sparse_expert_mlp",
     "sum_of_squares",
     "symmetric_matmul",
+    "to_float8",
     "topk_ids",
     "topk_softmax",
     "topology",

@@ -84,8 +84,8 @@ def bf16_interpreted() -> Generator[None]:
 
     The interpreter (Triton 3.6 to 3.9) holds bfloat16 numbers as 16-bit integers. Left alone,
     ``tl.dot`` multiplies these integers, and a cast to bfloat16 or E4M3 cuts bits off where a GPU
-    rounds to nearest. Here all go through fp32. Sums and products of two bfloat16 tiles stay wrong, which
-    no kernel of this package computes: all of them cast to fp32 first.
+    rounds to nearest. Here all go through fp32. Sums and products of two bfloat16 tiles stay wrong,
+    which no kernel of this package computes: all of them cast to fp32 first.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -39,6 +39,7 @@ def warm_up(
     ranks: int = 1,
     device: torch.device | str | None = None,
     training: bool = True,
+    fp8: bool = False,
     threads: int | None = None,
 ) -> Future[int]:
     """Start to compile the kernels of routing, the router's losses and ``expert_mlp``.
@@ -62,6 +63,7 @@ def warm_up(
             exchange of tokens are added (not the exchange itself).
         device: of the layer; None is the current GPU.
         training: forward and backward; False: a forward that saves nothing for a backward.
+        fp8: as ``expert_mlp``'s.
         threads: None is one for each core that this process may use.
 
     Returns:
@@ -100,6 +102,7 @@ def warm_up(
             keep_rows=training and not recompute and choices == 1,
             recompute=recompute,
             training=training,
+            fp8=fp8,
             ranks=ranks,
         )
         rehearse_losses(tokens, num_experts, sigmoid=sigmoid)

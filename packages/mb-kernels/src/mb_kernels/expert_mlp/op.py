@@ -203,9 +203,7 @@ def _backward_reference(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
         h = expert_mlp_forward(x, *fixed, activation, *biases, fp8=fp8)[1]
-    dx, d_w1, d_w2, *others = expert_mlp_backward(
-        *(do, x, *fixed, h, activation, *biases), fp8=fp8
-    )
+    dx, d_w1, d_w2, *others = expert_mlp_backward(*(do, x, *fixed, h, activation, *biases), fp8=fp8)
     assert d_w1 is not None
     assert d_w2 is not None
     return _needed(given, (dx, *given.upright(d_w1, d_w2), *others), needs)

@@ -14,6 +14,7 @@ Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as functions
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
 from mb_kernels.elementwise.reference import activation as _activate
-from mb_kernels.float8.reference import float8_grouped_gemm
+from mb_kernels.float8.reference import to_float8
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
@@ -43,6 +44,7 @@ def expert_mlp(
     max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd.
 
@@ -56,23 +58,63 @@ def expert_mlp(
             b1_EF=b1_EF,
             b2_ED=b2_ED,
             max_rows=max_rows,
+            fp8=fp8,
             use_reentrant=False,
         )
     if max_rows is not None and bins.offsets_E1[-1] > max_rows:
         weights_TK = weights_TK * torch.nan
+    if fp8:
+        options = (bins, activation, saved_activation_bits)
+        return _InFloat8.apply(x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED, *options)
     y_TD, h_NF = expert_mlp_forward(
         *(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
     )
     if saved_activation_bits is None:
         return y_TD
     # The value of y, with the gradient that the rounded pre-activations give.
-    even_NF = functions.pad(h_NF, (0, h_NF.shape[1] % 2))  # in 4 bits two are a byte
-    codes, scales = quantize(even_NF, saved_activation_bits)
-    rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
-    rounded_NF = rounded_NF[:, : h_NF.shape[1]]
+    rounded_NF = _rounded(h_NF, saved_activation_bits)
     rounded_NF = h_NF + (rounded_NF - h_NF).detach()
     rounded_TD = _down(rounded_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     return rounded_TD + (y_TD - rounded_TD).detach()
+
+
+def _float8_grouped_gemm(
+    x_NK: Tensor, w: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
+) -> Tensor:
+    """``grouped_gemm`` of what ``to_float8`` makes of x [N, K] and w, in the dtype of x."""
+    codes_NK, scales_N = to_float8(x_NK)
+    codes_EMK, scales_EM = to_float8(w, transpose=not transpose_weight)
+    kind = wide_dtype(x_NK)
+    y_NM = grouped_gemm(codes_NK.to(kind), codes_EMK.to(kind), offsets_E1)
+    scales_RM = scales_EM.repeat_interleave(offsets_E1.diff().long(), dim=0).to(kind)
+    y_NM[: scales_RM.shape[0]] *= scales_N[: scales_RM.shape[0], None].to(kind) * scales_RM
+    return y_NM.to(x_NK.dtype)
+
+
+def _rounded(h_NF: Tensor, bits: int) -> Tensor:
+    even_NF = functions.pad(h_NF, (0, h_NF.shape[1] % 2))  # in 4 bits two are a byte
+    codes, scales = quantize(even_NF, bits)
+    return dequantize(codes, scales, bits=bits, dtype=h_NF.dtype)[:, : h_NF.shape[1]]
+
+
+class _InFloat8(torch.autograd.Function):
+    """The formulas atop this module: what rounds is not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, w1, w2, weights, b1, b2, ctx.bins, ctx.activation, bits = inputs
+        fixed = (w1, w2, ctx.bins, weights)
+        y, h = expert_mlp_forward(x, *fixed, ctx.activation, b1, b2, fp8=True)
+        ctx.save_for_backward(*inputs[:6], h if bits is None else _rounded(h, bits))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        x, w1, w2, weights, b1, b2, h = ctx.saved_tensors
+        fixed = (w1, w2, ctx.bins, weights)
+        grads = expert_mlp_backward(do, x, *fixed, h, ctx.activation, b1, b2, fp8=True)
+        return (*grads, None, None, None)
 
 
 def _down(
@@ -117,7 +159,7 @@ def expert_mlp_forward(
     fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, D] and the pre-activations h [N, F or 2F] that the backward needs."""
-    product = float8_grouped_gemm if fp8 else grouped_gemm
+    product = _float8_grouped_gemm if fp8 else grouped_gemm
     h_NF = product(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
     h_NF = _add_bias(h_NF, b1_EF, bins)
     return _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation, product), h_NF
@@ -138,7 +180,7 @@ def expert_mlp_backward(
     fp8: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients for x, w1, w2, weights, b1 and b2 by the formulas atop this module."""
-    product = float8_grouped_gemm if fp8 else grouped_gemm
+    product = _float8_grouped_gemm if fp8 else grouped_gemm
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)

@@ -66,9 +66,7 @@ def expert_mlp(
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
     rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
-    plan = expert_plan(
-        plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows, fp8=fp8
-    )
+    plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows, fp8=fp8)
     row_tiles = schedule(offsets, rows, plan.up.block_m)
     if rows == 0 or w1.numel() == 0:
         columns = w1.shape[2 if transposed[0] else 1]
@@ -241,9 +239,7 @@ def _operands(
     return codes, weights, True, Scales(scales, columns, x.dtype)
 
 
-def _weight_gradient(
-    outputs: Tensor, inputs: Tensor, offsets: Tensor, transposed: bool
-) -> Tensor:
+def _weight_gradient(outputs: Tensor, inputs: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """[E, outputs, inputs], the gradient of a weight, or with these two exchanged."""
     pair = (inputs, outputs) if transposed else (outputs, inputs)
     return outer(*pair, offsets)

@@ -1,6 +1,7 @@
-"""Triton kernels of ``mb_kernels.to_float8``: one pass for the largest of a row, one for its codes.
+"""Triton kernels of ``mb_kernels.to_float8``: the largest of a row is found first, then its codes.
 
-The second pass finds in L2, or in registers, what the first has read.
+A row is read once, if it fits into registers. Columns take two passes over the matrix: in a program
+for some whole columns the lines that it reads, and those that it writes, would be short.
 
 Letters: B matrices, R rows, C columns of one matrix.
 """
@@ -16,17 +17,32 @@ from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 # Elements of one block: 32 for each of 256 threads, four 16-byte loads on their way.
 _BLOCK = 8192
 _WARPS = 8
+# Of columns: tiles of 128 x 128, whole lines of codes; the maxima of so many below each other.
+_SIDE = 128
+_STEPS = 4
+_NUMBERS = {"LARGEST": LARGEST, "SMALLEST": SMALLEST, "num_warps": _WARPS}
 
 
 @triton.jit
 def _scale(largest, bad, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
     """(scale, what to multiply by) of rows whose largest magnitude is ``largest``.
 
-    A maximum may skip NaN: ``bad`` is NaN for a row that holds one or an infinity, else zero.
+    A maximum may skip NaN: ``bad`` is NaN where a row holds one or an infinity, else zero.
     """
     largest = tl.maximum(largest, SMALLEST) + bad
     most = tl.full(largest.shape, LARGEST, tl.float32)
     return tl.div_rn(largest, most), tl.div_rn(most, largest)
+
+
+@triton.jit
+def _place(R: tl.constexpr, C: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of this program: the matrix, the first of HEIGHT rows, the columns."""
+    DOWN: tl.constexpr = (R + HEIGHT - 1) // HEIGHT
+    ACROSS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    tile = tl.program_id(0)
+    column = tile % ACROSS * BLOCK_C
+    first = tile // ACROSS % DOWN * HEIGHT
+    return (tile // (ACROSS * DOWN)).to(tl.int64), first, column + tl.arange(0, BLOCK_C)
 
 
 @triton.jit
@@ -63,8 +79,33 @@ def float8_rows_kernel(
 
 
 @triton.jit
+def float8_maxima_kernel(
+    x_ptr,  # [B, R, C]
+    maxima_ptr,  # [B, C] int32, zeros: gets the bits of the largest magnitudes, in fp32
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    HEIGHT: tl.constexpr = BLOCK_R * STEPS
+    matrix, first, c = _place(R, C, HEIGHT, BLOCK_C)
+    r = tl.arange(0, BLOCK_R)
+    x_ptr += matrix * (R * C)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+    for i in range(STEPS):
+        row = first + i * BLOCK_R + r
+        inside = (row < R)[:, None] & (c < C)[None, :]
+        x = tl.load(x_ptr + row[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        # As integers the bits have the order of the numbers, and NaN is above all.
+        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
+    tl.atomic_max(maxima_ptr + matrix * C + c, tl.max(largest, 0), mask=c < C)
+
+
+@triton.jit
 def float8_columns_kernel(
     x_ptr,  # [B, R, C]
+    maxima_ptr,  # [B, C], see float8_maxima_kernel
     codes_ptr,  # [B, C, R]
     scales_ptr,  # [B, C]
     R: tl.constexpr,
@@ -74,28 +115,19 @@ def float8_columns_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    matrix = (tl.program_id(0) // TILES).to(tl.int64)
-    c = tl.program_id(0) % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
-    r = tl.arange(0, BLOCK_R)
-    x_ptr += matrix * (R * C)
-    codes_ptr += matrix * (R * C)
-    largest = tl.zeros((BLOCK_C,), tl.float32)
-    bad = tl.zeros((BLOCK_C,), tl.float32)
-    for start in range(0, R, BLOCK_R):
-        inside = (start + r < R)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + (start + r)[:, None] * C + c[None, :], mask=inside, other=0.0)
-        x = x.to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-        bad += tl.sum(x - x, 0)
-    scale, inverse = _scale(largest, bad, LARGEST, SMALLEST)
-    tl.store(scales_ptr + matrix * C + c, scale, mask=c < C)
-    for start in range(0, R, BLOCK_R):
-        inside = (start + r < R)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + (start + r)[:, None] * C + c[None, :], mask=inside, other=0.0)
-        codes = (x.to(tl.float32) * inverse[None, :]).to(codes_ptr.dtype.element_ty)
-        inside = (c < C)[:, None] & (start + r < R)[None, :]
-        tl.store(codes_ptr + c[:, None] * R + (start + r)[None, :], tl.trans(codes), mask=inside)
+    matrix, first, c = _place(R, C, BLOCK_R, BLOCK_C)
+    row = first + tl.arange(0, BLOCK_R)
+    bits = tl.load(maxima_ptr + matrix * C + c, mask=c < C, other=0)
+    largest = bits.to(tl.float32, bitcast=True)
+    scale, inverse = _scale(largest, largest - largest, LARGEST, SMALLEST)
+    if first == 0:
+        tl.store(scales_ptr + matrix * C + c, scale, mask=c < C)
+    inside = (row < R)[:, None] & (c < C)[None, :]
+    at = x_ptr + matrix * (R * C) + row[:, None] * C + c[None, :]
+    codes = tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse[None, :]
+    codes = tl.trans(codes.to(codes_ptr.dtype.element_ty))
+    at = codes_ptr + matrix * (R * C) + c[:, None] * R + row[None, :]
+    tl.store(at, codes, mask=(c < C)[:, None] & (row < R)[None, :])
 
 
 def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
@@ -111,15 +143,30 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return codes, scales.fill_(1.0)
-    numbers = {"LARGEST": LARGEST, "SMALLEST": SMALLEST, "num_warps": _WARPS}
     if transpose:
-        grid = (x.numel() // (rows * columns) * cdiv(columns, 64),)
-        sizes = {"R": rows, "C": columns, "BLOCK_R": 128, "BLOCK_C": 64}
-        launch(float8_columns_kernel, grid, x, codes, scales, **sizes, **numbers)
-    else:
-        block_c = min(power_of_two(columns), _BLOCK)
-        block_r = _BLOCK // block_c
-        sizes = {"C": columns, "BLOCK_R": block_r, "BLOCK_C": block_c}
-        grid = (cdiv(rows, block_r),)
-        launch(float8_rows_kernel, grid, x, codes, scales, rows, **sizes, **numbers)
+        _columns(x.view(-1, rows, columns), codes, scales)
+        return codes, scales
+    block_c = min(power_of_two(columns), _BLOCK)
+    block_r = _BLOCK // block_c
+    launch(
+        float8_rows_kernel,
+        (cdiv(rows, block_r),),
+        *(x, codes, scales, rows),
+        C=columns,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        **_NUMBERS,
+    )
     return codes, scales
+
+
+def _columns(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Codes and scales of the columns of x [B, R, C]."""
+    count, rows, columns = x.shape
+    maxima = torch.zeros_like(scales, dtype=torch.int32)
+    across = count * cdiv(columns, _SIDE)
+    sizes = {"R": rows, "C": columns, "BLOCK_R": _SIDE, "BLOCK_C": _SIDE, "num_warps": _WARPS}
+    grid = (across * cdiv(rows, _SIDE * _STEPS),)
+    launch(float8_maxima_kernel, grid, x, maxima, **sizes, STEPS=_STEPS)
+    grid = (across * cdiv(rows, _SIDE),)
+    launch(float8_columns_kernel, grid, x, maxima, codes, scales, **{**sizes, **_NUMBERS})

@@ -3,6 +3,7 @@
 Letters: N rows (all leading dims), K inputs, M outputs.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> T
     checks.require_float8("x_NK", x_NK)
     inputs, outputs = w_MK.shape[1], w_MK.shape[0]
     more_K, more_M = lacking(x_NK, inputs), lacking(x_NK, outputs)
-    x, w = widened(x_NK.reshape(-1, inputs), more_K), widened(w_MK, more_K, more_M)
-    y = cut(torch.ops.mb.float8_product(x, w, True), outputs).unflatten(0, x_NK.shape[:-1])
+    x = widened(x_NK.reshape(math.prod(x_NK.shape[:-1]), inputs), more_K)
+    w = widened(w_MK, more_K, more_M)
+    y = cut(torch.ops.mb.float8_product(x, w, True), outputs)
+    y = y.view(*x_NK.shape[:-1], outputs)
     return y if bias_M is None else y + bias_M
 
 
@@ -58,7 +61,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         dx = torch.ops.mb.float8_product(dy, w, not ctx.transpose_weight)
     if ctx.needs_input_grad[1]:
-        dw = dy.mT @ x if ctx.transpose_weight else x.mT @ dy
+        with torch.autocast(dy.device.type, enabled=False):
+            dw = dy.mT @ x if ctx.transpose_weight else x.mT @ dy
     return dx, dw, None
 
 

@@ -26,7 +26,7 @@ class Float8(NamedTuple):
 
 
 def to_float8(x: Tensor, *, transpose: bool = False) -> Float8:
-    """Round ``x`` [..., R, C] to 8-bit floats, the largest of each row to 448, the largest there is.
+    """Round ``x`` [..., R, C] to 8-bit floats, the largest of each row to 448, their largest.
 
     An element z of a row whose largest magnitude is m changes by at most max(|z| / 16, m / 2**18).
     Rows that hold an infinity or a NaN come back as NaN, so that a loss scaler still sees them.

@@ -3,7 +3,6 @@
 Letters: N rows, K contraction, M columns of the product.
 """
 
-import torch
 import torch.nn.functional as functions
 from torch import Tensor
 

@@ -1,12 +1,14 @@
-"""Reference of ``mb_kernels.to_float8`` and of products of what it returns.
+"""Reference of ``mb_kernels.to_float8``, and of products of what it returns.
 
-Letters: R rows, C columns (all leading dims), N rows, K contraction, M output columns, E experts.
+Letters: R rows (all leading dims), C columns; N rows, K contraction, M columns of a product.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.reference import grouped_gemm
 from mb_kernels.runtime.precision import wide
 
 LARGEST = 448.0
@@ -21,24 +23,11 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     if x_RC.shape[-1] == 0:
         return x_RC.to(torch.float8_e4m3fn), x_RC.new_ones(x_RC.shape[:-1], dtype=torch.float32)
     largest_R = x_RC.abs().amax(dim=-1).clamp_min(SMALLEST)  # NaN if the row holds one
-    # Divided, where 448 / m would be 1 / m, rounded, times 448: products may lie between two codes.
-    inverse_R = torch.div(torch.full_like(largest_R, LARGEST), largest_R)
-    codes = (x_RC * inverse_R[..., None]).to(torch.float8_e4m3fn)
-    return codes.contiguous(), (largest_R / LARGEST).float()
-
-
-def float8_grouped_gemm(
-    x_NK: Tensor, w: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
-) -> Tensor:
-    """``grouped_gemm`` of what ``to_float8`` makes of x [N, K] and w, in the dtype of x."""
-    codes_NK, scales_N = to_float8(x_NK)
-    codes_EMK, scales_EM = to_float8(w, transpose=not transpose_weight)
-    kind = wide(x_NK).dtype
-    y_NM = grouped_gemm(codes_NK.to(kind), codes_EMK.to(kind), offsets_E1)
-    counts_E = offsets_E1.diff().long()
-    scales_RM = scales_EM.repeat_interleave(counts_E, dim=0).to(kind)
-    y_NM[: scales_RM.shape[0]] *= scales_N[: scales_RM.shape[0], None].to(kind) * scales_RM
-    return y_NM.to(x_NK.dtype)
+    largest_R = torch.where(largest_R.isfinite(), largest_R, torch.nan)
+    # Tensors, because torch divides by a number, or a number, by way of a rounded reciprocal.
+    most_R = torch.full_like(largest_R, LARGEST)
+    codes = (x_RC * (most_R / largest_R)[..., None]).to(torch.float8_e4m3fn)
+    return codes.contiguous(), (largest_R / most_R).float()
 
 
 def float8_product(x_NK: Tensor, w: Tensor, transpose_weight: bool) -> Tensor:
@@ -54,3 +43,24 @@ def scaled_product(
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     y_NM = codes_NK.to(kind) @ codes_MK.to(kind).mT
     return (y_NM * (scales_N[:, None] * scales_M).to(kind)).to(dtype)
+
+
+def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """Twin of ``mb_kernels.float8_linear``."""
+    outputs, inputs = w_MK.shape
+    x = x_NK.reshape(math.prod(x_NK.shape[:-1]), inputs)
+    y = _Linear.apply(x, w_MK).view(*x_NK.shape[:-1], outputs)
+    return y if bias_M is None else y + bias_M
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NK: Tensor, w_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NK, w_MK)
+        return float8_product(x_NK, w_MK, True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
+        x_NK, w_MK = ctx.saved_tensors
+        return float8_product(dy_NM, w_MK, False), dy_NM.mT @ x_NK

@@ -61,6 +61,7 @@ class Layer(NamedTuple):
     experts: int = 64
     bias: torch.dtype | None = None
     transposed: tuple[bool, bool] = (False, False)
+    fp8: bool = False
 
     @property
     def label(self) -> str:
@@ -69,6 +70,7 @@ class Layer(NamedTuple):
         bias = "" if self.bias is None else " bias"
         order = " transposed" if any(self.transposed) else ""
         sizes = f"D{self.hidden} F{self.ffn} K{self.top_k}{tokens}"
+        dtype += " fp8" if self.fp8 else ""
         return f"{self.activation} {dtype} {sizes}{bias}{order}"
 
 
@@ -134,15 +136,39 @@ HEADS: tuple[Heads, ...] = (
 ALL_HEADS = tuple(itertools.product((_BF16, _FP16, _FP32), (16, 64, 80, 128), (False, True)))
 
 
+# On the chips that multiply 8-bit floats.
+FP8_TARGETS = ("sm89", "sm90", "sm100", "sm120")
+FP8_LAYERS = (
+    Layer(_BF16, "swiglu", fp8=True),
+    Layer(_BF16, "gelu", 768, 3072, 1, fp8=True),
+    Layer(_BF16, "geglu", 720, 720, 8, fp8=True),
+    Layer(_BF16, "swigluoai", 2880, 2880, 4, experts=32, bias=_BF16, fp8=True),
+    Layer(_BF16, "swiglu", 2048, 768, 8, 64, 128, transposed=(True, True), fp8=True),
+)
+ALL_FP8_LAYERS = tuple(
+    Layer(_BF16, activation, hidden, ffn, top_k, bias=bias, fp8=True)
+    for activation, (hidden, ffn), top_k, bias in itertools.product(
+        (*GLU_ACTIVATIONS, *PRESETS, *PLAIN_ACTIVATIONS, "swiglu(limit=10)"),
+        _WIDTHS,
+        (1, 8),
+        (None, _FP32),
+    )
+)
+
+
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package in each dtype and kind of size, but not in all combinations."""
     depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
-    return cover(recorded_cases(target, _calls(LAYERS, HEADS)), depth=depth)
+    layers = (*LAYERS, *(FP8_LAYERS if target.name in FP8_TARGETS else ()))
+    return cover(recorded_cases(target, _calls(layers, HEADS)), depth=depth)
 
 
 def every_case(target: Target) -> list[GateCase]:
     """Every dtype with every activation and every kind of size."""
-    return recorded_cases(target, _calls((*LAYERS, *ALL_LAYERS), (*HEADS, *ALL_HEADS)))
+    layers = (*LAYERS, *ALL_LAYERS)
+    if target.name in FP8_TARGETS:
+        layers += (*FP8_LAYERS, *ALL_FP8_LAYERS)
+    return recorded_cases(target, _calls(layers, (*HEADS, *ALL_HEADS)))
 
 
 def _calls(layers: tuple[Layer, ...], heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
@@ -181,6 +207,7 @@ def _run_layer(layer: Layer) -> None:
             keep_rows=keep,
             bias_dtype=layer.bias,
             transposed=layer.transposed,
+            fp8=layer.fp8,
         )
 
 

@@ -80,7 +80,10 @@ def _case(launch: Launch, label: str) -> GateCase:
     constexprs |= {name: value for name, value in constants.items() if name in kernel.arg_names}
     products = "PRECISION" in constexprs or kernel.is_gluon()
     values = [getattr(a, "base", a) for a in args]
-    sixteen_bit = any(isinstance(v, Tensor) and v.dtype.itemsize <= 2 and v.dtype.is_floating_point for v in values)
+    sixteen_bit = any(
+        isinstance(v, Tensor) and v.dtype.itemsize <= 2 and v.dtype.is_floating_point
+        for v in values
+    )
     return GateCase(
         name=f"{kernel.__name__.removesuffix('_kernel')}, {label}",
         kernel=kernel,

@@ -238,7 +238,7 @@ TILES: dict[str, dict[str, Tile]] = {
         )
         for op, columns in (("up_glu", 32), ("up", 64), ("down", 64))
     },
-    # Of 8-bit operands, where those above with twice the block_k spill: on sm100 up to 112 bytes, 8.
+    # Of 8-bit operands, where those above with twice the block_k spill: on sm100 112 bytes and 8.
     "up_glu_fp8": _by_chip(None, sm100=(128, 64, 128)),
     **dict.fromkeys(("down_fp8", "dx_fp8"), _by_chip(None, sm100=(128, 128, 128))),
     # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert

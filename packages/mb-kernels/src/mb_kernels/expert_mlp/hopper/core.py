@@ -102,7 +102,10 @@ def multiply(
     BLOCK_K: gl.constexpr = x_ring.shape[4]
     BLOCK_N: gl.constexpr = PIECES * tile.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 256 // x_ring.dtype.primitive_bitwidth]
+        version=[3, 0],
+        warps_per_cta=[MULTIPLY_WARPS, 1],
+        # 32 bytes of each operand's rows.
+        instr_shape=[16, BLOCK_N, 32 * BLOCK_M * BLOCK_K // x.block_type.nbytes],
     )
     first = gl.program_id(0)
     if first < items:

@@ -217,7 +217,9 @@ def dact_bwd_kernel(
     COLUMNS: gl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    x_ring, w_ring, tile, ready, full, drained = shared(do, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(
+        do, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES
+    )
     gl.warp_specialize(
         [
             (
@@ -228,7 +230,8 @@ def dact_bwd_kernel(
             (
                 _finish_dact,
                 (do_scales_ptr, w_scales_ptr, order_ptr, weights_ptr, tiles_ptr, h_ptr, dh_ptr,
-                 a_ptr, partials_ptr, rows, tile, full, drained, items, F, COLUMNS, ACTIVATION, GROUP_M),
+                 a_ptr, partials_ptr, rows, tile, full, drained, items, F, COLUMNS, ACTIVATION,
+                 GROUP_M),
             ),
         ],
         [EPILOGUE_WARPS],

@@ -166,7 +166,9 @@ def up_fwd_kernel(
     COLUMNS: gl.constexpr = (F * (ACTIVATION.gated + 1) + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    x_ring, w_ring, tile, ready, full, drained = shared(x, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(
+        x, w, a_ptr.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES
+    )
     gl.warp_specialize(
         [
             (

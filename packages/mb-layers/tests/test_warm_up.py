@@ -37,7 +37,7 @@ def test_a_layer_is_described_as_it_will_call(monkeypatch):
     assert told(monkeypatch, ranks=8) is None  # which share the width of an expert
 
 
-@pytest.mark.parametrize("fields", [SPARSE, {"saved_activation_bits": 8}, {"fp8": True}], ids=str)
+@pytest.mark.parametrize("fields", [SPARSE, {"saved_activation_bits": 8}], ids=str)
 def test_experts_that_do_not_run_as_one_op(monkeypatch, fields):
     assert told(monkeypatch, **fields) is None
 

@@ -1,7 +1,7 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
-                                                [gpt-oss] [paper:MoE ...]
+                                                [gpt-oss] [fp8] [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers] [long]
 
@@ -13,7 +13,8 @@ so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four la
 OLMoE-1B-7B, 16 sequences of 1024 a step. `deepseek`: the same of DeepSeek-V2-Lite, whose first
 layer is dense, with GPT-2's vocabulary. `gpt-oss`: four layers of gpt-oss-20b, with that
 vocabulary too; transformers' attention there is `flex_attention`, whose sinks it puts in
-afterwards, or eager. `scaling`: under torchrun, tokens of all GPUs, beside
+afterwards, or eager. `fp8`: four layers of OLMoE-1B-7B, two of Mixtral-8x7B, four of Llama-3-8B,
+each in bf16 and with `--fp8-format`. `scaling`: under torchrun, tokens of all GPUs, beside
 what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
 and experts with a capacity. `long`: GPT-2 125M, and with 64 top-1 experts, on sequences of 32,768
 tokens, one for each GPU and step: of which all GPUs have a part (context parallelism), or each its
@@ -311,9 +312,9 @@ def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
 
 
 def shallow(name: str, **change: object) -> dict[str, float]:
-    """Four layers of a published model."""
-    sizes = {"num_layers": 4, "seq_length": S}
-    return ours(16, compiled=True, name=name, **sizes, **change)
+    """Four layers of a published model, or as many as the change says."""
+    sizes = {"num_layers": 4, "seq_length": S} | change
+    return ours(16, compiled=True, name=name, **sizes)
 
 
 our_olmoe = functools.partial(shallow, "olmoe-1b-7b")
@@ -322,6 +323,15 @@ our_deepseek = functools.partial(
 )
 our_gpt_oss = functools.partial(
     shallow, "gpt-oss-20b", make_vocab_size_divisible_by=128, moe_loss_weight=0.0
+)
+
+LLAMA = {
+    "hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": False,
+}  # fmt: skip
+our_llama = functools.partial(shallow, "olmoe-1b-7b", **LLAMA, moe_num_experts=None)
+our_mixtral = functools.partial(
+    *(shallow, "olmoe-1b-7b"), **LLAMA, num_layers=2, moe_num_experts=8, moe_top_k=2
 )
 
 
@@ -406,6 +416,11 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             for attention in ("flex_attention", "eager")
             for precision in ("fp32 masters", "bf16")
         },
+    },
+    "fp8": {
+        f"{name}, {kind}": functools.partial(model, fp8_format=format)
+        for name, model in (("OLMoE", our_olmoe), ("Mixtral", our_mixtral), ("Llama", our_llama))
+        for kind, format in (("bf16", None), ("fp8", "hybrid"))
     },
     "scaling": {
         "dMoE ep, peer": lambda: by_experts("peer"),

@@ -31,11 +31,10 @@ def warm_up(
 
     Returns:
         A future of the number of kernels, see `mb_kernels.warm_up`; 0 for experts that do not run
-        as one op, block-sparse ones and those that keep quantized activations, for those in 8-bit
-        floats, and for more ranks than experts.
+        as one op, block-sparse ones and those that keep quantized activations, and for more ranks
+        than experts.
     """
     alone = config.mlp_impl == "grouped" and config.saved_activation_bits is None
-    alone = alone and not config.fp8
     if not alone or config.num_experts % max(ranks, 1):  # ranks below 1 are refused below
         nothing: Future[int] = Future()
         nothing.set_result(0)
@@ -52,6 +51,7 @@ def warm_up(
         score_function=config.score_function,
         renormalize=config.renormalize,
         recompute=config.recompute,
+        fp8=config.fp8,
         ranks=ranks,
         device=device,
     )

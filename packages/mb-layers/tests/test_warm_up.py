@@ -24,7 +24,7 @@ def test_a_layer_is_described_as_it_will_call(monkeypatch):
     expected = {
         "tokens": 64, "hidden_size": 40, "ffn_hidden_size": 100, "num_experts": 4, "top_k": 2,
         "activation": "swiglu", "dtype": torch.bfloat16, "bias_dtype": None,
-        "score_function": "softmax", "renormalize": False, "recompute": False,
+        "score_function": "softmax", "renormalize": False, "recompute": False, "fp8": False,
         "ranks": 1, "device": "cpu",
     }  # fmt: skip
     assert told(monkeypatch, activation="swiglu") == expected
@@ -33,6 +33,7 @@ def test_a_layer_is_described_as_it_will_call(monkeypatch):
     found = told(monkeypatch, **other)
     assert found["bias_dtype"] == torch.float32
     assert (found["score_function"], found["recompute"]) == ("sigmoid", True)
+    assert told(monkeypatch, fp8=True)["fp8"]
     assert told(monkeypatch, ranks=2)["ranks"] == 2
     assert told(monkeypatch, ranks=8) is None  # which share the width of an expert
 

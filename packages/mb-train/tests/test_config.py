@@ -306,7 +306,9 @@ def test_every_choice_of_a_model_reaches_it():
         name: value for value, name in values.values()
     }
     after = {"apply_residual_connection_post_layernorm": True}
+    after |= {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
     every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, after))]
+    assert (every[-1].mtp_modules, every[-1].mtp_loss_weight) == (2, 0.3)
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above

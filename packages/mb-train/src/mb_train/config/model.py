@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,14 @@ class ModelFields:
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
         False, on_load="model", needs=("model", "t5"),
+    )  # fmt: skip
+    mtp_num_layers: int = flag(
+        "modules behind the last layer, each a layer more, that learn to predict tokens beyond the "
+        "next one", 0, bounds=AT_LEAST_0, on_load="model",
+    )  # fmt: skip
+    mtp_loss_scaling_factor: float = flag(
+        "weight of the mean of their losses", 0.1, bounds=AT_LEAST_0, on_load="said",
+        in_training=True, needs=("mtp_num_layers",),
     )  # fmt: skip
     bert_binary_head: bool = flag(
         "BERT's second head, for the order of sentences", True, on_load="model",

@@ -128,6 +128,12 @@ class Network(ModelFields, AttentionFields, PositionFields):
                 "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
                 "whose head is tied to its embedding. Leave it out."
             )
+        if self.mtp_num_layers and (self.model != "gpt" or self.post_layernorm):
+            got = "--post-layernorm" if self.model == "gpt" else self.model
+            raise ValueError(
+                "Expected --model gpt, and norms before each half of a layer, with "
+                f"--mtp-num-layers {self.mtp_num_layers}, got {got}. Leave one of the two out."
+            )
         if self.post_layernorm and self.apply_residual_connection_post_layernorm:
             raise ValueError(
                 "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "

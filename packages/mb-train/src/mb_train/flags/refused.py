@@ -42,8 +42,9 @@ _REASONS: Mapping[str, str] = {
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,
-    "a model predicts the next token only": """
-        --mtp-* --use-multi-token-prediction --num-mtp-predictor
+    "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
+    "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
+        --mtp-*
     """,
     "norms multiply by their weight, not by one more than it": "--apply-layernorm-1p",
     "norms and biases have no weight decay": """

@@ -104,7 +104,7 @@ class Bert(nn.Module):
         if not last:
             self.lm_head = self.pooler = self.order_head = None
         assert self.embedding is not None
-        self.embedding = self.embedding.of_stage(begins=first, head=self.lm_head is not None)
+        self.embedding = self.embedding.of_stage(embeds=first, head=self.lm_head is not None)
 
     def forward(
         self,

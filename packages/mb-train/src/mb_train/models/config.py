@@ -97,6 +97,10 @@ class TransformerConfig:
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
 
+    Further tokens (see `models.mtp`, a GPT's alone):
+        mtp_modules: how many modules behind the last layer predict tokens beyond the next.
+        mtp_loss_weight: of the mean of their losses.
+
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
@@ -134,6 +138,8 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     init_std: float = 0.02
     output_init_std: float = 0.02
+    mtp_modules: int = 0
+    mtp_loss_weight: float = 0.1
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] | None = None
 

@@ -36,13 +36,13 @@ class Embedding(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=config.init_std)
 
-    def of_stage(self, *, begins: bool, head: bool) -> Embedding | None:
+    def of_stage(self, *, embeds: bool, head: bool) -> Embedding | None:
         """What a stage of a pipeline keeps of it: all, a tied head's token table, or nothing.
 
         Args:
-            begins: tokens come in there. head: there is a head that is tied to it.
+            embeds: tokens come in there. head: there is a head that is tied to it.
         """
-        if begins:
+        if embeds:
             return self
         self.positions = self.token_types = self.norm = None
         return self if head else None

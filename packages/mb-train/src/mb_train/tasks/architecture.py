@@ -61,6 +61,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         hidden_dropout=config.hidden_dropout,
         init_std=config.init_method_std,
         output_init_std=_residual_std(config),
+        mtp_modules=config.mtp_num_layers,
+        mtp_loss_weight=config.mtp_loss_scaling_factor,
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
     )

@@ -74,11 +74,14 @@ SINKS = (
     f"--moe-mlp-bias --moe-router-bias {HEADS} {GROUPS}"
 )
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
+UNTIED = "--untie-embeddings-and-output-weights"
+# Evaluated in between without them.
+FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.
 ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
-    "sequences": IN_SEQUENCES, "sinks": SINKS,
+    "sequences": IN_SEQUENCES, "sinks": SINKS, "further": FURTHER,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -126,6 +129,12 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "cp2, balance over the batch": (2, f"{CP} 2 {OVER_BATCH}", True),
     "cp2 latent": (2, f"{CP} 2 {LATENT}", True),
     "sinks cp2, documents": (2, f"{CP} 2 {SINKS} {DOCUMENTS}", True),
+    "further zero3, recompute": (
+        2,
+        f"--zero-stage 3 --recompute-granularity full {FURTHER} {DOCUMENTS}",
+        True,
+    ),
+    "further pp2": (2, f"{PP} 2 {FURTHER}", True),
     "dp4": (4, "", True),
     "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
@@ -164,6 +173,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         "--pipeline-schedule interleaved-zero-bubble",
         True,
     ),
+    "further cp2 pp2, documents": (4, f"{CP} 2 {PP} 2 {FURTHER} {DOCUMENTS}", True),
+    "further tp2 sp ep2, latent": (4, f"{TP} 2 {SP} {EP} 2 {FURTHER} {LATENT}", True),
     "dp2 tp2 pp2 ep2": (8, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "ep8 on 4 experts": (8, f"{EP} 8", True),
     "cp2 tp2 pp2 ep4": (8, f"{CP} 2 {TP} 2 {PP} 2 {EP} 4 {SP} {HEADS}", True),

@@ -20,6 +20,7 @@ from mb_train.loading import load_trained
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
+    FURTHER,
     HIDDEN,
     LATENT,
     LLAMA,
@@ -60,6 +61,11 @@ ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
             {"stacked": True, "tp": 2, "ep": 2, "experts": "two"},
         ),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "two"}),
+        (
+            LLAMA | MIXTURE | FURTHER | {"moe_loss_weight": 0.05},
+            LLAMA | MIXTURE_ARGS | FURTHER,
+            {"tp": 2, "ep": 2},
+        ),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "numbered"}),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"apart": True, "tp": 2, "ep": 2, "pp": 2}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4, "core": "0.19"}),

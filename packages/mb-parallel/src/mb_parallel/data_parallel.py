@@ -87,7 +87,8 @@ def apply_data_parallel(
             the model (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
             in the order they run; each runs in every forward pass, but for those `in_training`.
-            Those that share parameters are one unit. The `mb_layers.Experts` in them are units of their own, or none where edp = 1.
+            Those that share parameters are one unit. The `mb_layers.Experts` in them are units of
+            their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
             since rounding would change their choices. Small ones are joined, as blocks are.

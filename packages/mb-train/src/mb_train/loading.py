@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,18 +65,22 @@ def load_trained(
     dtype: torch.dtype | None = None,
     *,
     kinds: Sequence[str] = ("gpt",),
+    mtp_num_layers: int | None = 0,
 ) -> Trained:
     """Load the model of a run folder or an iteration folder.
 
-    One rank of several may do so without the others.
+    One rank of several may do so without the others. Modules for further tokens, without which a
+    model computes the same, stay where they are unless they are asked for.
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
         kinds: of models that will do, by `--model`'s names.
+        mtp_num_layers: how many of those modules to load; None: all that there are.
 
     Raises:
-        ValueError: no checkpoint there, one that does not load, or a model of another kind.
+        ValueError: no checkpoint there, one that does not load, a model of another kind, or less
+            modules than are asked for.
     """
     checkpoint = checkpoint_in(Path(run))
     saved = read_saved_run(checkpoint)
@@ -85,9 +89,18 @@ def load_trained(
         raise ValueError(
             f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
         )
+    there = config.mtp_num_layers
+    wanted = there if mtp_num_layers is None else mtp_num_layers
+    if not 0 <= wanted <= there:
+        raise ValueError(
+            f"Expected --mtp-num-layers of at most {there}, the modules for further tokens of "
+            f"{run}, got {wanted}."
+        )
+    config = replace(config, mtp_num_layers=wanted)
+    left_out = tuple(f"model.mtp.{number}." for number in range(wanted, there))
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with unfilled(device):
         model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
-    load_checkpoint(checkpoint, model, None, alone=True)
+    load_checkpoint(checkpoint, model, None, alone=True, left_out=left_out)
     return Trained(model.eval(), config, saved, checkpoint)

@@ -52,7 +52,12 @@ class Progress:
 
 
 def load_checkpoint(
-    path: Path, model: Modules, optimizer: Optimizer, *, alone: bool = False
+    path: Path,
+    model: Modules,
+    optimizer: Optimizer,
+    *,
+    alone: bool = False,
+    left_out: tuple[str, ...] = (),
 ) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
@@ -63,13 +68,14 @@ def load_checkpoint(
         model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
         optimizer: over the parameters of `model`.
         alone: no other rank takes part, whatever process group there is; `model` is a whole one.
+        left_out: beginnings of names of tensors there that the model does without.
 
     Raises:
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
             damaged checkpoint the latest whole one beside it. Equal on all ranks.
     """
     with _removal_told(path):
-        _load(path, model, optimizer, alone=alone)
+        _load(path, model, optimizer, alone=alone, left_out=left_out)
 
 
 @contextlib.contextmanager
@@ -86,7 +92,14 @@ def _removal_told(path: Path) -> Generator[None]:
         ) from error
 
 
-def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> None:
+def _load(
+    path: Path,
+    model: Modules,
+    optimizer: Optimizer,
+    *,
+    alone: bool,
+    left_out: tuple[str, ...],
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     from mb_train.checkpoint.metadata import SafeReader
@@ -94,6 +107,7 @@ def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> N
     _check_sums(path, alone=alone)
     reader = SafeReader(path)
     shapes = _saved_shapes(path, reader.read_metadata())
+    shapes = {name: size for name, size in shapes.items() if not name.startswith(left_out)}
     if optimizer is not None:
         _make_optimizer_state(optimizer)
         if not state_names(shapes) and any(optimizer_entries(model, optimizer)):

@@ -31,3 +31,12 @@ class OnDemand(Mapping[str, Tensor], Generic[Place]):
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def without(tensors: Mapping[str, Tensor], beginnings: tuple[str, ...]) -> Mapping[str, Tensor]:
+    """The same tensors without those whose names begin so; none is read for that."""
+    if not isinstance(tensors, OnDemand):
+        return {n: t for n, t in tensors.items() if not n.startswith(beginnings)}
+    places = tensors.places
+    tensors.places = {n: place for n, place in places.items() if not n.startswith(beginnings)}
+    return tensors

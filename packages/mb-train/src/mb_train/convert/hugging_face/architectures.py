@@ -253,9 +253,12 @@ ARCHITECTURES = {
             "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
             experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
-        _llama_like(
-            "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
-            experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+        replace(
+            _llama_like(
+                "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
+                experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+            ),
+            reads_behind=False,  # their norm has another name, and their head may be their own
         ),
         _llama_like(
             "minimax_m2", "MiniMaxM2ForCausalLM", relatives.minimax_m2_fields,

@@ -34,8 +34,13 @@ def decoder_rules(
     attention_rules = partial(_attention_rules, neighbours=neighbours)
     if config.latent is not None:
         attention_rules = latent_rules
-    for layer in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
+    last = config.num_layers - 1
+    places = [(layer, f"stack.blocks.{layer}.", layer) for layer in range(config.num_layers)]
+    for number in range(config.mtp_modules):
+        rules += _module_rules(f"mtp.{number}.", f"model.layers.{last + 1 + number}.")
+        places.append((last, f"mtp.{number}.stack.blocks.0.", last + 1 + number))
+    for layer, ours, number in places:
+        theirs = f"model.layers.{number}."
         names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
         for our, their in names.items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
@@ -48,6 +53,15 @@ def decoder_rules(
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
     return rules
+
+
+def _module_rules(ours: str, theirs: str) -> list[Rule]:
+    """Those of a module for further tokens, but for its layer: DeepSeek's, which others took."""
+    names = {part: part for part in ("enorm", "hnorm", "eh_proj")}
+    names["stack.norm"] = "shared_head.norm"
+    return [
+        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
+    ]
 
 
 def _attention_rules(

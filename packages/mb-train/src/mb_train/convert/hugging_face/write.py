@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from mb_layers.state_dicts import translate_back
 
+from mb_train.config import whole
+from mb_train.convert.hugging_face.architecture import EMBEDDING, HEAD, copies_behind
 from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.convert.hugging_face.safetensors_files import write_tensors
 from mb_train.convert.hugging_face.tokenizer import write_tokenizer
@@ -21,12 +23,14 @@ def export_model(
     target: Path,
     *,
     dtype: torch.dtype = torch.float32,
+    mtp_num_layers: int | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Write the model of a run as a Hugging Face folder.
 
     Args:
         dtype: of the weights written.
+        mtp_num_layers: modules for further tokens to write, of those that there are; None: all.
 
     Raises:
         ValueError: no checkpoint, a model that Hugging Face has no architecture for, weights that
@@ -34,7 +38,7 @@ def export_model(
         OSError: files that cannot be read or written.
     """
     _refuse_filled(target)
-    trained = load_trained(run, kinds=("gpt", "bert", "t5"))
+    trained = load_trained(run, kinds=("gpt", "bert", "t5"), mtp_num_layers=mtp_num_layers)
     config, state = trained.config, trained.model.state_dict()
     found = architecture_for(config)
     assert found.config is not None
@@ -48,6 +52,13 @@ def export_model(
         name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
         for name, tensor in weights.items()
     }
+    last = whole(config.num_layers)
+    modules, head = (
+        range(last, last + config.mtp_num_layers),
+        HEAD if HEAD in weights else EMBEDDING,
+    )
+    copies = copies_behind(modules, head)  # which a file may not hold as one
+    weights |= {copy: weights[name].clone() for copy, name in copies.items()}
     large = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
     if large is not None:
         raise ValueError(

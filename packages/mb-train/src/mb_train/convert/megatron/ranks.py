@@ -144,6 +144,11 @@ def _whole_models(
             joined = _joined(shares, layout, folder)
             here = {_numbered(name, first_layer): tensor for name, tensor in joined.items()}
             if kind == 0:
+                if other := [n for n in here if n in whole and not torch.equal(whole[n], here[n])]:
+                    raise ValueError(
+                        f"Expected all stages in {folder} to hold the same {other[0]}, got others: "
+                        "they are of no one model."
+                    )
                 whole.update(here)
                 layers = {name.split(".")[1] for name in here if name.startswith("layers.")}
                 continue

@@ -41,7 +41,7 @@ _TURN = (
 )
 # Whatever may be beside the model's tensors; all else is the model's, and has to be known.
 _LEFT_OUT = re.compile(r"(chained_\d+\.)*optimizer\..*|.*_extra_state(/shard_.*)?")
-_MODEL = re.compile(r"(model\.|module\.)*(decoder|embedding|output_layer)\.")
+_MODEL = re.compile(r"(model\.|module\.)*(decoder|embedding|output_layer|mtp)\.")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
 
 

@@ -202,13 +202,13 @@ def test_what_does_not_go_together_is_refused(change, says):
 
 def test_a_run_stops_and_goes_on_to_the_bit(tmp_path, capsys):
     """With dropout; what else a run says of itself has them too."""
-    words = (
+    line = (
         "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2 "
         "--micro-batch-size 2 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 "
         "--moe-num-experts 2 --mtp-num-layers 2 --mock-data --tokenizer null:40 --device cpu "
         "--make-vocab-size-divisible-by 1"
-    ).split()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    )
+    words, whole, parts = line.split(), tmp_path / "whole", tmp_path / "parts"
     assert main([*words, "--save", str(whole)]) == 0
     said = capsys.readouterr().out
     assert "| mtp_1 loss: " in said

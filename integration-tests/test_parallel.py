@@ -464,6 +464,23 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
 
+@pytest.mark.timeout(1200)
+def test_modules_for_further_tokens_go_on_in_another_layout(runs, tmp_path):
+    """Written by stages of parts of sequences, and read by one process and by tensor ranks."""
+    others = {"one": "", "tp": f"{TP} 2 {SP}", "stages": f"{PP} 2 --pipeline-schedule gpipe"}
+    lines = []
+    for name, flags in others.items():
+        go_on = ["--load", str(runs["further cp2 pp2, documents"]), "--save", str(tmp_path / name)]
+        lines.append([*go_on, *f"--train-iters 6 {CP} 1 {PP} 1 {flags}".split()])
+    assert tiny_run.train(lines[0]) == 0
+    for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
+        assert said == ["", ""]
+    wanted = tiny_run.losses(tmp_path / "one")
+    assert len(wanted) == 2
+    for name in ("tp", "stages"):
+        assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):

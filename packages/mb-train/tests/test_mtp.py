@@ -138,6 +138,12 @@ def test_answers_alone_count():
     assert found["labels_2_BS"].tolist() == [[2, 3, 4, 5, 0, 0]]
 
 
+def test_a_model_without_is_what_it_was():
+    """A run of before there were such modules, whose file names none, goes on."""
+    identity = TrainConfig(**SIZES).model_identity(vocab_size=V, tokenizer="x")
+    assert identity["further_modules"] is None
+
+
 def test_more_modules_than_tokens_learn_nothing():
     of = task(seq_length=2, mtp_num_layers=3)
     model, batch = model_of(of).train(), batch_of(of, TEXT[:, :3])

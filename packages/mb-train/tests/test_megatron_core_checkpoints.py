@@ -178,6 +178,10 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         assert config.mtp_num_layers == kept
         numbers = {name.split(".")[1] for name in weights if name.startswith("mtp.")}
         assert numbers == ({"0"} if kept else set())
+    experts = our_model(**LLAMA, **MIXTURE, **FURTHER)
+    there = write(tmp_path / "experts", experts, **LLAMA, **MIXTURE_ARGS, **FURTHER)
+    config, _ = read_megatron(there, mtp_num_layers=0)
+    assert config.moe_loss_weight == pytest.approx(0.03)  # of three layers with 0.01 each
     with pytest.raises(ValueError, match=r"--mtp-num-layers of at most 2, .* got 3"):
         read_megatron(folder, mtp_num_layers=3)
     file = folder / "iter_0000050" / "mp_rank_00_000" / "model_optim_rng.pt"

@@ -84,6 +84,8 @@ class GPT(nn.Module):
                 for number in range(config.mtp_modules)
             }
         )
+        names = further_labels, further_weights, further_positions
+        self._further = {name(k + 1) for k in range(config.mtp_modules) for name in names}
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.
@@ -115,7 +117,8 @@ class GPT(nn.Module):
     ) -> ModelOutput:
         """The loss of predicting each label, named "lm loss"; hidden states if not the last stage.
 
-        In training also the losses "mtp_1 loss", ... of further tokens, each of a mean's weight.
+        In training also those of further tokens, "mtp_1 loss", ..., which are told as they are and
+        train with a weight (`models.output.of_weight`).
 
         Args:
             x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
@@ -130,6 +133,7 @@ class GPT(nn.Module):
             further: for k = 1, 2, ... of the modules for further tokens labels_k_BS, weights_k_BS
                 and, where positions are learned, positions_k_BS: the same k places on.
         """
+        assert further.keys() <= self._further
         if positions_BS is None:
             assert self.parts == 1
             positions_BS = running_positions(labels_BS)

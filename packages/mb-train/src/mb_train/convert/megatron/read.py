@@ -107,7 +107,11 @@ def _with_modules(
         )
     beginnings = tuple(f"mtp.layers.{number}." for number in range(modules, there))
     kept = [without(whole, beginnings) for whole in wholes]
-    return replace(config, mtp_num_layers=modules), kept
+    fewer = replace(config, mtp_num_layers=modules)
+    # A layer's losses weigh as much in the mean of fewer layers.
+    share = fewer.moe_layers / max(config.moe_layers, 1)
+    weights = {n: share * getattr(config, n) for n in ("moe_loss_weight", "moe_z_loss_weight")}
+    return replace(fewer, **weights), kept
 
 
 def import_megatron(

@@ -78,6 +78,25 @@ def load_trained(
     Raises:
         ValueError: no checkpoint there, one that does not load, or a model of another kind.
     """
+    device = device_type(device)
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    trained = outlined(run, device, dtype, kinds=kinds)
+    load_checkpoint(trained.checkpoint, trained.model, None, alone=True)
+    return trained
+
+
+def outlined(
+    run: Path | str,
+    device: str = "meta",
+    dtype: torch.dtype = torch.float32,
+    *,
+    kinds: Sequence[str] = ("gpt",),
+) -> Trained:
+    """The same with weights that hold no numbers yet, or never on the meta device.
+
+    Raises:
+        ValueError: no checkpoint there, or one of a model of another kind.
+    """
     checkpoint = checkpoint_in(Path(run))
     saved = read_saved_run(checkpoint)
     config = TrainConfig(**saved.inherited())
@@ -85,9 +104,6 @@ def load_trained(
         raise ValueError(
             f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
         )
-    device = device_type(device)
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with unfilled(device):
         model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
-    load_checkpoint(checkpoint, model, None, alone=True)
     return Trained(model.eval(), config, saved, checkpoint)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from mb_layers.state_dicts import translate_back
+from mb_layers.on_demand import Changed, OnDemand, Picked
+from mb_layers.state_dicts import Rule, Translation, reversed_rules
+from torch import Tensor
 
+from mb_train.checkpoint.finite import all_finite
 from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.convert.hugging_face.safetensors_files import write_tensors
 from mb_train.convert.hugging_face.tokenizer import write_tokenizer
 from mb_train.folder.whole_files import replaceable, replaced_folder, write_text
-from mb_train.loading import load_trained
+from mb_train.loading import Trained, outlined
 
 
 def export_model(
@@ -33,27 +37,18 @@ def export_model(
             `dtype` cannot hold, or a target that is there already.
         OSError: files that cannot be read or written.
     """
+    from mb_train.checkpoint.weights import SavedWeights
+
     _refuse_filled(target)
-    trained = load_trained(run, kinds=("gpt", "bert", "t5"))
-    config, state = trained.config, trained.model.state_dict()
+    trained = outlined(run, kinds=("gpt", "bert", "t5"))
+    config = trained.config
     found = architecture_for(config)
     assert found.config is not None
     rules = found.rules(config, trained.model.config)
-    names = [name for rule in rules for name in rule.sources]
-    # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
-    exact = {name for name, _ in trained.model.named_buffers()}
-    state = {name: t if name in exact else t.to(dtype) for name, t in state.items()}
-    weights = translate_back(state, rules, names)
-    weights = {
-        name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
-        for name, tensor in weights.items()
-    }
-    large = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
-    if large is not None:
-        raise ValueError(
-            f"Expected weights that {dtype} can hold, got larger ones in {large}. Give --dtype "
-            "bf16."
-        )
+    weights = _theirs(SavedWeights(trained.checkpoint, trained.model), trained, rules, dtype)
+    weights = Picked(
+        {n if n.startswith("lm_head.") else f"{found.prefix}{n}": (weights, n) for n in weights}
+    )
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],
@@ -66,16 +61,36 @@ def export_model(
         **found.config(config),
     }
     with replaced_folder(target) as draft:
-        write_tensors(draft, weights)
+        write_tensors(draft, Changed(weights, partial(_checked, dtype)))
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
         there = write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
         _refuse_filled(target)  # by another, while this was written
-    say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
+    count = sum(outline.numel() for outline in weights.outlines().values())
+    say(f"{found.name} with {count:,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
     if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
+
+
+def _theirs(
+    ours: Mapping[str, Tensor], trained: Trained, rules: Sequence[Rule], dtype: torch.dtype
+) -> OnDemand[Rule]:
+    """Tensors by their names, in the order of what they are made of."""
+    names = [name for rule in rules for name in rule.sources]
+    # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
+    exact = {name for name, _ in trained.model.named_buffers()}
+    state = Changed(ours, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
+    return Translation(state, reversed_rules(rules), names, shared=True)
+
+
+def _checked(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:
+    if not weight.is_meta and not all_finite([weight]):
+        raise ValueError(
+            f"Expected weights that {dtype} can hold, got larger ones in {name}. Give --dtype bf16."
+        )
+    return weight
 
 
 def _refuse_filled(target: Path) -> None:

@@ -9,7 +9,7 @@ What the optimizer keeps is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert.megatron import core, fork
 from mb_train.convert.megatron.ranks import read_ranks
 from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
-from mb_train.convert.new_run import check_shapes, refuse_run, shapes_of, write_run
+from mb_train.convert.new_run import in_fp32, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
@@ -35,8 +35,10 @@ def is_megatron(folder: Path) -> bool:
 
 def read_megatron(
     folder: Path, *, tokenizer: str | None = None
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     """The configuration and the weights of a GPT, by our names.
+
+    A weight is read when it is asked for, every time anew. In their order none is read twice.
 
     Args:
         folder: iter_XXXXXXX, or the folder that it is in.
@@ -58,7 +60,7 @@ def read_megatron(
         raise ValueError(f"{folder} has a value that it should not have: {error}.") from None
 
 
-def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, Tensor]]:
+def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     saved = read_distributed(folder) if is_distributed(folder) else read_ranks(folder, _LAYOUTS)
     layout, args = saved.layout, saved.common["args"]
     version = saved.common.get("checkpoint_version", 0)  # as Megatron takes one that does not say
@@ -83,9 +85,7 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
     if version < 2:
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
-    check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
-    # One after the other goes: in two precisions at once all of them may be too many.
-    return config, {name: weights.pop(name).float().contiguous() for name in list(weights)}
+    return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
 
 
 def import_megatron(

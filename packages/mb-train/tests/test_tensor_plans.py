@@ -120,6 +120,15 @@ CASES = {
             ),
         }.items()
     },
+    **{
+        f"gpt-norms-{norms}": (
+            lambda config=config: GPT(config),
+            lambda config=config: gpt_plan(config),
+            gpt_batch,
+        )
+        for norms in ("output", "both")
+        for config in [replace(SMALL, norms=norms, moe=MOE, moe_layers=(False, True))]
+    },
     "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
@@ -146,7 +155,7 @@ _GPT = replace(
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE
 )
-_BERT = replace(SMALL, post_norm=True, moe=MOE)
+_BERT = replace(SMALL, norms="sum", moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
 
 

@@ -48,6 +48,15 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return self.activation_name.partition("(")[0] in _GATED
 
     @property
+    def norms(self) -> str:
+        """Where norms stand, as `models.config.TransformerConfig` has it."""
+        if self.norm_placement is not None:
+            return self.norm_placement
+        if self.post_layernorm:
+            return "sum"
+        return "kept" if self.apply_residual_connection_post_layernorm else "before"
+
+    @property
     def head_size(self) -> int:
         """Width of one attention head's query and key."""
         if self.multi_latent_attention:
@@ -128,11 +137,9 @@ class Network(ModelFields, AttentionFields, PositionFields):
                 "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
                 "whose head is tied to its embedding. Leave it out."
             )
-        if self.post_layernorm and self.apply_residual_connection_post_layernorm:
-            raise ValueError(
-                "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "
-                "both: a norm behind the sum leaves none before it. Leave one of the two out."
-            )
+        places = ("norm_placement", "post_layernorm", "apply_residual_connection_post_layernorm")
+        if len(named := [flag_name(name) for name in places if getattr(self, name)]) > 1:
+            raise ValueError(f"Expected one place of norms, got {' and '.join(named)}.")
         _check_latent(self)
         _check_slowing(self)
         _check_softmax(self)

@@ -33,7 +33,7 @@ _FLAGS = {
     "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_size": "--ffn-hidden-size",
     "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",
     "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups",
-    "head_size": "--kv-channels",
+    "head_size": "--kv-channels", "norms": "--norm-placement",
 }  # fmt: skip
 
 

@@ -257,11 +257,12 @@ def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, norms):
     assert model(x, labels_BS=x).x.dtype == torch.float32  # what travels to the next stage
 
 
-def test_blocks_compile_once_for_all_layers():
+@pytest.mark.parametrize("norms", ["before", "output", "both"])
+def test_blocks_compile_once_for_all_layers(norms):
     """What a compiled run waits for at its start does not grow with its depth."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, x = make("qwen3"), tokens(2, S)
+    model, x = make("qwen3", norms=norms), tokens(2, S)
     for block in model.stack.blocks.values():
         block.compile(backend="eager")
     model(x, labels_BS=x).total().backward()

@@ -44,7 +44,8 @@ def export_model(
     config = trained.config
     found = architecture_for(config)
     assert found.config is not None
-    rules = found.rules(config, trained.model.config)
+    back = found.back or (lambda *of: reversed_rules(found.rules(*of)))
+    rules = back(config, trained.model.config)
     weights = _theirs(SavedWeights(trained.checkpoint, trained.model), trained, rules, dtype)
     weights = Picked(
         {n if n.startswith("lm_head.") else f"{found.prefix}{n}": (weights, n) for n in weights}
@@ -77,12 +78,11 @@ def export_model(
 def _theirs(
     ours: Mapping[str, Tensor], trained: Trained, rules: Sequence[Rule], dtype: torch.dtype
 ) -> OnDemand[Rule]:
-    """Tensors by their names, in the order of what they are made of."""
-    names = [name for rule in rules for name in rule.sources]
+    """Tensors by their names, those of one of ours one after the other."""
     # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
     exact = {name for name, _ in trained.model.named_buffers()}
     state = Changed(ours, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
-    return Translation(state, reversed_rules(rules), names, shared=True)
+    return Translation(state, rules, [rule.target for rule in rules], shared=True)
 
 
 def _checked(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:

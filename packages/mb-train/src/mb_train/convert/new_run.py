@@ -146,17 +146,19 @@ def write_run(
 
     with locked(target):
         refuse_run(target)  # of another, meanwhile
-        # Before the checkpoint, with which the folder is a run's: one without its tokenizer would
-        # pass for whole, and be in the way of another try.
-        keep_tokenizer(config, target, run)
+        beside = (target / TOKENIZER).exists()
         try:
+            # Before the checkpoint, with which the folder is a run's: one without its tokenizer
+            # would pass for whole, and be in the way of another try.
+            keep_tokenizer(config, target, run)
             for path, copy in copies.items():
                 shutil.copyfile(path, copy)
             say(saving_line(0, target))
             write_weights(target, saved, model, Changed(weights, _checked))
             say(saved_line(0, target))
         except BaseException:
-            shutil.rmtree(target / TOKENIZER, ignore_errors=True)
+            if not beside:
+                shutil.rmtree(target / TOKENIZER, ignore_errors=True)
             raise
 
 

@@ -59,7 +59,8 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --q-lora-rank 12 --kv-lora-rank 10 "
     "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
-    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1"
+    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1 "
+    "--norm-placement both"
 )
 HEADS = "--num-attention-heads 4"  # for four ranks that share them
 GROUPS = "--group-query-attention --num-query-groups 2 --position-embedding-type rope"
@@ -68,6 +69,7 @@ DOCUMENTS = "--tokenizer null:29 --reset-attention-mask --reset-position-ids --e
 DROPPED = "--moe-capacity-factor 1 --moe-drop-policy probability"
 FIRST_KEPT = "--moe-capacity-factor 0.8"
 OVER_BATCH = "--moe-balance-over global_batch"
+OUTPUTS = "--norm-placement output"
 IN_SEQUENCES = "--moe-balance-over sequence --moe-balance-by scores --micro-batch-size 2"
 SINKS = (
     "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
@@ -81,7 +83,7 @@ FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {
 ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
-    "sequences": IN_SEQUENCES, "sinks": SINKS, "further": FURTHER,
+    "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -145,6 +147,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         f"{TP} 2 {SP} --zero-stage 3 --recompute-granularity selective {LATENT}",
         True,
     ),
+    "outputs tp2 pp2 sp dense": (4, f"{TP} 2 {PP} 2 {SP} {OUTPUTS}", False),
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
     "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),

@@ -38,6 +38,9 @@ MIXTURE_ARGS = {
     "moe_expert_capacity_factor": 2.5,
     "moe_router_score_function": "softmax", "moe_z_loss_coeff": None,
 }  # fmt: skip
+# Experts in every layer, which Megatron can then hold as one tensor.
+ALIKE = LLAMA | MIXTURE | {"moe_first_k_dense": 0, "moe_loss_weight": 0.04}
+ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
 SIGMOID = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 2, "moe_router_group_topk": 2,

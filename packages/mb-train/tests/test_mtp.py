@@ -30,6 +30,9 @@ KINDS = {
     "a window in the first layer": {
         "window_size": 2, "window_attn_skip_freq": 2, "position_embedding_type": "rope",
     },
+    "norms of outputs": {"norm_placement": "output"},
+    "norms in both places": {"norm_placement": "both", "normalization": "RMSNorm"},
+    "what norms put out kept": {"norm_placement": "kept"},
 }  # fmt: skip
 TEXT = np.array([[1, 2, 3, EOD, 5, 6, EOD, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11, 12]])
 
@@ -192,7 +195,8 @@ def test_a_plan_counts_them():
     ("change", "says"),
     [
         ({"model": "bert"}, "--model gpt, .* got bert"),
-        ({"post_layernorm": True}, "norms before each half .* got --post-layernorm"),
+        ({"post_layernorm": True}, "a norm that ends it.* got .* --post-layernorm"),
+        ({"norm_placement": "sum"}, "a norm that ends it.* got .* --norm-placement"),
         (
             {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved-zero-bubble",
              "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4},

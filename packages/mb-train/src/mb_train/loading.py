@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its weights, in eval mode, and what it was trained as."""
+    """A model with its weights, in eval mode, and what it was trained as.
+
+    left_out: of the checkpoint's tensors, beginnings of the names of those it does without.
+    """
 
     model: Any
     config: TrainConfig
     saved: SavedRun
     checkpoint: Path
+    left_out: tuple[str, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -82,6 +86,27 @@ def load_trained(
         ValueError: no checkpoint there, one that does not load, a model of another kind, or less
             modules than are asked for.
     """
+    device = device_type(device)
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    trained = outlined(run, device, dtype, kinds=kinds, mtp_num_layers=mtp_num_layers)
+    left_out = trained.left_out
+    load_checkpoint(trained.checkpoint, trained.model, None, alone=True, left_out=left_out)
+    return trained
+
+
+def outlined(
+    run: Path | str,
+    device: str = "meta",
+    dtype: torch.dtype = torch.float32,
+    *,
+    kinds: Sequence[str] = ("gpt",),
+    mtp_num_layers: int | None = 0,
+) -> Trained:
+    """The same with weights that hold no numbers yet, or never on the meta device.
+
+    Raises:
+        ValueError: as `load_trained`, but for what a checkpoint's tensors are.
+    """
     checkpoint = checkpoint_in(Path(run))
     saved = read_saved_run(checkpoint)
     config = TrainConfig(**saved.inherited())
@@ -98,9 +123,6 @@ def load_trained(
         )
     config = replace(config, mtp_num_layers=wanted)
     left_out = tuple(f"model.mtp.{number}." for number in range(wanted, there))
-    device = device_type(device)
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with unfilled(device):
         model = whole_model(config, vocab_size=saved.vocab_rows, compute_dtype=dtype)
-    load_checkpoint(checkpoint, model, None, alone=True, left_out=left_out)
-    return Trained(model.eval(), config, saved, checkpoint)
+    return Trained(model.eval(), config, saved, checkpoint, left_out)

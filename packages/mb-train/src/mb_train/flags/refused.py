@@ -33,6 +33,7 @@ _REASONS: Mapping[str, str] = {
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
     """,
+    "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
     "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",

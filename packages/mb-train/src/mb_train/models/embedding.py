@@ -15,7 +15,7 @@ from mb_train.models.linear import Norm
 class Embedding(nn.Module):
     """Token embedding, plus learned positions and token types if there are any; norm; dropout.
 
-    The norm is there for post-LN blocks alone.
+    The norm is there for blocks with norms behind sums alone.
 
     Args:
         config: sizes; positions "learned" adds a table of `max_positions` rows.
@@ -30,7 +30,7 @@ class Embedding(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, D)
         self.token_types = nn.Embedding(token_types, D) if token_types else None
-        self.norm = Norm(config) if config.post_norm else None
+        self.norm = Norm(config) if config.norms == "sum" else None
         self.dropout = nn.Dropout(config.hidden_dropout)
         for table in (self.tokens, self.positions, self.token_types):
             if table is not None:

@@ -103,8 +103,9 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     """Numbers of a token: around the parts of a block, in attention, dense ffn, experts."""
     config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
-    around = 2 * parts * hidden  # what goes into the norms, and what comes out of them
-    if config.fp32_residual:
+    # What goes into norms, and what they put out; behind an output what made that went in.
+    around = (3 if config.norms == "both" else 2) * parts * hidden
+    if config.fp32_residual and config.norms != "output":
         around += parts * hidden * (4 - width) // width  # of what goes in
     if config.hidden_dropout:
         around += parts * hidden // width  # masks of a byte

@@ -38,6 +38,7 @@ class Architecture:
         rules: from its tensors to ours.
         stacked: the same where the experts of a layer are one tensor; None: without experts.
         packed: the same where their matrices are in MXFP4; None: they never are.
+        back: from our tensors to its; None: the inverse of `rules`.
         defaults: what the class has for settings that a config.json leaves out.
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
@@ -59,6 +60,7 @@ class Architecture:
     rules: Rules
     stacked: Rules | None = None
     packed: Rules | None = None
+    back: Rules | None = None
     defaults: Json = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""

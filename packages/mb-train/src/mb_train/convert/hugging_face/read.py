@@ -10,7 +10,7 @@ from typing import Any
 
 import mb_data
 import torch
-from mb_layers.state_dicts import translate
+from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
@@ -28,8 +28,8 @@ from mb_train.convert.hugging_face.quantized import block_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
-    check_shapes,
     imported_config,
+    in_fp32,
     refuse_run,
     shapes_of,
     write_run,
@@ -52,8 +52,11 @@ def read_model(
     headless: bool = False,
     mtp_num_layers: int | None = None,
     **fields: Any,
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     """The configuration and the weights of a Hugging Face folder, by our names.
+
+    Each weight is read when it is asked for, every time anew; of all of them together the shapes
+    are known to fit.
 
     Args:
         say: gets a line for each setting that is left out.
@@ -107,12 +110,13 @@ def read_model(
     if headless:
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
+    place = {name: number for number, name in enumerate(shapes)}
+    rules.sort(key=lambda rule: place.get(rule.target, 0))
+    weights = Translation(source, rules, shapes, shared=found.shared)
     try:
-        weights = translate(source, rules, shapes, shared=found.shared)
+        return config, in_fp32(weights, shapes, folder)
     except RuntimeError as error:  # parts that cannot be laid together
         raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
-    check_shapes(weights, shapes, folder)
-    return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
 def _config(

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from mb_layers.state_dicts import Rule, translate
+from mb_layers.on_demand import Picked
+from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
@@ -165,16 +166,14 @@ def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, T
 
 def _renamed(
     wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
-) -> dict[str, Tensor]:
-    source = wholes[0]
-    if len(wholes) > 1:  # else it may be one that reads its tensors when they are asked for
-        source = {name: tensor for whole in wholes for name, tensor in whole.items()}
+) -> Mapping[str, Tensor]:
+    source = Picked({name: (whole, name) for whole in wholes for name in whole})
     names = shapes_of(config, vocab_size)
     # As they lie there: a shard of a distributed checkpoint may hold those of all layers.
     place = {name: number for number, name in enumerate(source)}
     rules = [_rule(name, config, source) for name in names]
     rules.sort(key=lambda rule: place.get(rule.sources[0], 0))
-    return translate(source, rules, names)
+    return Translation(source, rules, names)
 
 
 def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:

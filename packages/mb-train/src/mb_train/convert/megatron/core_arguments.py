@@ -31,6 +31,7 @@ _REFUSED = (
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
     "hybrid_layer_pattern", "retro_add_retriever",
+    "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (

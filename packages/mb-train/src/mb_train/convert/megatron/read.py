@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mb_layers.on_demand import Picked
 from torch import Tensor
 
 from mb_train.config import TrainConfig
 from mb_train.convert.megatron import core, fork
 from mb_train.convert.megatron.ranks import read_ranks
 from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
-from mb_train.convert.new_run import check_shapes, refuse_run, shapes_of, write_run
-from mb_train.convert.on_demand import without
+from mb_train.convert.new_run import in_fp32, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
@@ -37,8 +37,10 @@ def is_megatron(folder: Path) -> bool:
 
 def read_megatron(
     folder: Path, *, tokenizer: str | None = None, mtp_num_layers: int | None = None
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     """The configuration and the weights of a GPT, by our names.
+
+    A weight is read when it is asked for, every time anew. In their order none is read twice.
 
     Args:
         folder: iter_XXXXXXX, or the folder that it is in.
@@ -63,7 +65,7 @@ def read_megatron(
 
 def _read(
     folder: Path, tokenizer: str | None, modules: int | None
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     saved = read_distributed(folder) if is_distributed(folder) else read_ranks(folder, _LAYOUTS)
     layout, args = saved.layout, saved.common["args"]
     version = saved.common.get("checkpoint_version", 0)  # as Megatron takes one that does not say
@@ -90,9 +92,7 @@ def _read(
     if version < 2:
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
-    check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
-    # One after the other goes: in two precisions at once all of them may be too many.
-    return config, {name: weights.pop(name).float().contiguous() for name in list(weights)}
+    return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
 
 
 def _with_modules(
@@ -106,7 +106,10 @@ def _with_modules(
             f"there are, got {modules}."
         )
     beginnings = tuple(f"mtp.layers.{number}." for number in range(modules, there))
-    kept = [without(whole, beginnings) for whole in wholes]
+    kept: list[Mapping[str, Tensor]] = [
+        Picked({name: (whole, name) for name in whole if not name.startswith(beginnings)})
+        for whole in wholes
+    ]
     fewer = replace(config, mtp_num_layers=modules)
     # A layer's losses weigh as much in the mean of fewer layers.
     share = fewer.moe_layers / max(config.moe_layers, 1)

@@ -444,6 +444,21 @@ def test_a_pipeline_in_halves_takes_one_micro_batch(tmp_path):
     assert got == pytest.approx(wanted, rel=1e-2)
 
 
+def test_a_batch_of_one_micro_batch_is_balanced_over_all_ranks(tmp_path):
+    """Of several, a load counts those so far: with more at a time it is another number."""
+    tokens, over_batch = tiny_run.write_tokens(tmp_path), f"{OVER_BATCH} --mtp-num-layers 1"
+    layouts = {"ranks": f"{CP} 2", "one": "--micro-batch-size 2"}
+    lines = [
+        _flags(tokens, tmp_path / name, f"{over_batch} {more}", moe=True, batch=2)
+        for name, more in layouts.items()
+    ]
+    assert run_ranks(_train, 4, lines[:1], timeout_s=300.0) == [[""]] * 4
+    assert _train(0, 1, lines[1:]) == [""]
+    ranks, one = (tmp_path / name for name in layouts)
+    deviations = _deviations(ranks, one) | {"gradients": _gradients_deviate(ranks, one, "$^")}
+    assert all(value < 1e-5 for value in deviations.values()), deviations
+
+
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     """Written with tensor, pipeline, expert and data parallelism at once, and read by others."""

@@ -5,15 +5,17 @@ Transformers passes over them, so the reference is its own layer of the same kin
 
 import json
 
+import mb_train.checkpoint.weights as weights_of_checkpoints
 import pytest
 import torch
 import torch.nn.functional as F
 from mb_train.cli import main
-from mb_train.convert import read_model
+from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
+from safetensors import safe_open
 from their_models import logits_of, theirs
 
 KINDS = {"deepseek_v3": 1, "glm4_moe": 2, "glm4_moe_lite": 1}
@@ -160,6 +162,45 @@ def test_modules_are_left_out_if_asked_for(tmp_path, capsys):
         main(["convert", str(tmp_path / "run1"), str(tmp_path / "x"), "--mtp-num-layers", "2"]) == 2
     )
     assert "--mtp-num-layers of at most 1" in capsys.readouterr().err
+
+
+def test_each_tensor_is_read_in_its_turn(tmp_path, monkeypatch):
+    """Once, with its copies, which lie in the file behind it; what is left out never."""
+    published(tmp_path / "hf", "glm4_moe", 2)
+    run = tmp_path / "run"
+    import_model(tmp_path / "hf", run, tokenizer="null:76", say=lambda line: None)
+    read, fill = [], weights_of_checkpoints.fill
+
+    def counted(path, tensors, *rest, **how):
+        read.extend(tensors)
+        fill(path, tensors, *rest, **how)
+
+    monkeypatch.setattr(weights_of_checkpoints, "fill", counted)
+    export_model(run, tmp_path / "back", mtp_num_layers=1, say=lambda line: None)
+    kept = load_trained(run, mtp_num_layers=1).model.state_dict()
+    assert sorted(read) == sorted(f"model.{name}" for name in kept)
+    with safe_open(tmp_path / "back" / "model.safetensors", "pt") as file:
+        by_name = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        assert torch.equal(by_name[f"model.layers.3.{copy}.weight"], by_name[f"{name}.weight"])
+    assert not any(name.startswith("model.layers.4.") for name in by_name)
+
+
+def test_norms_that_no_file_with_modules_has_are_refused(tmp_path, capsys):
+    line = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
+        "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --mock-data --tokenizer null:40 "
+        "--device cpu --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
+        "--qk-layernorm-over width --position-embedding-type rope --norm-placement output "
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1"
+    )
+    run, back = str(tmp_path / "run"), str(tmp_path / "back")
+    assert main([*line.split(), "--save", run]) == 0
+    capsys.readouterr()
+    assert main(["convert", run, back]) == 2
+    assert "nearest, Olmo2ForCausalLM, cannot say its --mtp-num-layers" in capsys.readouterr().err
+    assert main(["convert", run, back, "--mtp-num-layers", "0"]) == 0
+    assert read_model(tmp_path / "back")[0].mtp_num_layers == 0
 
 
 def test_what_is_there_decides(tmp_path):

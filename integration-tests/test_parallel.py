@@ -59,7 +59,8 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --q-lora-rank 12 --kv-lora-rank 10 "
     "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
-    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1"
+    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 1 "
+    "--norm-placement both"
 )
 HEADS = "--num-attention-heads 4"  # for four ranks that share them
 GROUPS = "--group-query-attention --num-query-groups 2 --position-embedding-type rope"
@@ -68,17 +69,21 @@ DOCUMENTS = "--tokenizer null:29 --reset-attention-mask --reset-position-ids --e
 DROPPED = "--moe-capacity-factor 1 --moe-drop-policy probability"
 FIRST_KEPT = "--moe-capacity-factor 0.8"
 OVER_BATCH = "--moe-balance-over global_batch"
+OUTPUTS = "--norm-placement output"
 IN_SEQUENCES = "--moe-balance-over sequence --moe-balance-by scores --micro-batch-size 2"
 SINKS = (
     "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
     f"--moe-mlp-bias --moe-router-bias {HEADS} {GROUPS}"
 )
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
+UNTIED = "--untie-embeddings-and-output-weights"
+# Evaluated in between without them.
+FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.
 ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
-    "sequences": IN_SEQUENCES, "sinks": SINKS,
+    "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -126,6 +131,12 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "cp2, balance over the batch": (2, f"{CP} 2 {OVER_BATCH}", True),
     "cp2 latent": (2, f"{CP} 2 {LATENT}", True),
     "sinks cp2, documents": (2, f"{CP} 2 {SINKS} {DOCUMENTS}", True),
+    "further zero3, recompute": (
+        2,
+        f"--zero-stage 3 --recompute-granularity full {FURTHER} {DOCUMENTS}",
+        True,
+    ),
+    "further pp2": (2, f"{PP} 2 {FURTHER}", True),
     "dp4": (4, "", True),
     "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
@@ -136,6 +147,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         f"{TP} 2 {SP} --zero-stage 3 --recompute-granularity selective {LATENT}",
         True,
     ),
+    "outputs tp2 pp2 sp dense": (4, f"{TP} 2 {PP} 2 {SP} {OUTPUTS}", False),
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
     "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
@@ -164,6 +176,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         "--pipeline-schedule interleaved-zero-bubble",
         True,
     ),
+    "further cp2 pp2, documents": (4, f"{CP} 2 {PP} 2 {FURTHER} {DOCUMENTS}", True),
+    "further tp2 sp ep2, latent": (4, f"{TP} 2 {SP} {EP} 2 {FURTHER} {LATENT}", True),
     "dp2 tp2 pp2 ep2": (8, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "ep8 on 4 experts": (8, f"{EP} 8", True),
     "cp2 tp2 pp2 ep4": (8, f"{CP} 2 {TP} 2 {PP} 2 {EP} 4 {SP} {HEADS}", True),
@@ -430,6 +444,21 @@ def test_a_pipeline_in_halves_takes_one_micro_batch(tmp_path):
     assert got == pytest.approx(wanted, rel=1e-2)
 
 
+def test_a_batch_of_one_micro_batch_is_balanced_over_all_ranks(tmp_path):
+    """Of several, a load counts those so far: with more at a time it is another number."""
+    tokens, over_batch = tiny_run.write_tokens(tmp_path), f"{OVER_BATCH} --mtp-num-layers 1"
+    layouts = {"ranks": f"{CP} 2", "one": "--micro-batch-size 2"}
+    lines = [
+        _flags(tokens, tmp_path / name, f"{over_batch} {more}", moe=True, batch=2)
+        for name, more in layouts.items()
+    ]
+    assert run_ranks(_train, 4, lines[:1], timeout_s=300.0) == [[""]] * 4
+    assert _train(0, 1, lines[1:]) == [""]
+    ranks, one = (tmp_path / name for name in layouts)
+    deviations = _deviations(ranks, one) | {"gradients": _gradients_deviate(ranks, one, "$^")}
+    assert all(value < 1e-5 for value in deviations.values()), deviations
+
+
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     """Written with tensor, pipeline, expert and data parallelism at once, and read by others."""
@@ -451,6 +480,23 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     from_one = ["--load", str(runs["one moe 8"]), "--save", str(whole), "--train-iters", "6"]
     assert tiny_run.train(from_one) == 0
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
+
+
+@pytest.mark.timeout(1200)
+def test_modules_for_further_tokens_go_on_in_another_layout(runs, tmp_path):
+    """Written by stages of parts of sequences, and read by one process and by tensor ranks."""
+    others = {"one": "", "tp": f"{TP} 2 {SP}", "stages": f"{PP} 2 --pipeline-schedule gpipe"}
+    lines = []
+    for name, flags in others.items():
+        go_on = ["--load", str(runs["further cp2 pp2, documents"]), "--save", str(tmp_path / name)]
+        lines.append([*go_on, *f"--train-iters 6 {CP} 1 {PP} 1 {flags}".split()])
+    assert tiny_run.train(lines[0]) == 0
+    for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
+        assert said == ["", ""]
+    wanted = tiny_run.losses(tmp_path / "one")
+    assert len(wanted) == 2
+    for name in ("tp", "stages"):
+        assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
 
 
 if __name__ == "__main__":

@@ -335,6 +335,23 @@ def test_a_unit_runs_again_as_a_whole(recomputing):
     assert run_ranks(routers_joined, 2, recomputing) == [recomputing != 1] * 2
 
 
+def blocks_joined(rank, world_size, in_training):
+    """Whether two blocks, of which so many run in training alone, are one unit."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+    blocks = list(model)[:2]
+    apart = [module for block in blocks[:in_training] for module in block.modules()]
+    apply_data_parallel(model, mesh, blocks=blocks, in_training=apart, zero_stage=1)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    first, second = (block._get_fsdp_state() for block in blocks)
+    return first is second
+
+
+@pytest.mark.parametrize("in_training", [0, 1, 2])
+def test_a_unit_is_left_out_as_a_whole(in_training):
+    """In evaluation; FSDP2 of torch 2.11 warns where a part of one is."""
+    assert run_ranks(blocks_joined, 2, in_training) == [in_training != 1] * 2
+
+
 def collectives(rank, world_size, zero_stage):
     """What a step of three micro-batches sends, and what is whole between two of them."""
     model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")

@@ -38,6 +38,9 @@ MIXTURE_ARGS = {
     "moe_expert_capacity_factor": 2.5,
     "moe_router_score_function": "softmax", "moe_z_loss_coeff": None,
 }  # fmt: skip
+# Experts in every layer, which Megatron can then hold as one tensor.
+ALIKE = LLAMA | MIXTURE | {"moe_first_k_dense": 0, "moe_loss_weight": 0.04}
+ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
 SIGMOID = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 2, "moe_router_group_topk": 2,
@@ -51,6 +54,8 @@ ON_INPUT = MIXTURE | {
 ON_INPUT_ARGS = MIXTURE_ARGS | {
     "moe_expert_capacity_factor": None, "moe_apply_probs_on_input": True
 }  # fmt: skip
+# Modules for further tokens, whose losses of experts count among the layers'.
+FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 # Biases in experts and router, a balancing loss of each sequence, experts in every other layer.
 BIASED = {
     "moe_num_experts": EXPERTS, "moe_top_k": 1, "moe_mlp_bias": True, "moe_router_bias": True,
@@ -72,6 +77,9 @@ SINKS_ARGS = SINKS | {
     "window_size": (5, 0), "quick_geglu": True, "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 7.0,
 }  # fmt: skip
+
+
+LAST = "final_layernorm"
 
 
 def our_model(**fields):
@@ -116,8 +124,16 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
         return torch.cat([rows[:, :-8], turned], dim=1).flatten(0, 1)
 
     found = {}
-    for local, number in enumerate(layers):
-        ours, theirs = f"stack.blocks.{number}.", f"decoder.layers.{local}."
+    places = [(f"stack.blocks.{n}.", f"decoder.layers.{local}.") for local, n in enumerate(layers)]
+    further = {int(name.split(".")[1]) for name in state if name.startswith("mtp.")}
+    for number in sorted(further) if LAYERS - 1 in layers else ():
+        places.append((f"mtp.{number}.stack.blocks.0.", f"mtp.layers.{number}.transformer_layer."))
+        found["embedding.word_embeddings.weight"] = cut(state["embedding.tokens.weight"])
+        for part, how in (("enorm", None), ("hnorm", None), ("eh_proj", 0), ("stack.norm", None)):
+            weight, theirs = state[f"mtp.{number}.{part}.weight"], part.replace("stack.norm", LAST)
+            name = f"mtp.layers.{number}.{theirs}.weight"
+            found[name] = weight if how is None else cut(weight)
+    for ours, theirs in places:
         here = {n.removeprefix(ours): w for n, w in state.items() if n.startswith(ours)}
         norm_1, norm_2 = "input_layernorm.{}", "pre_mlp_layernorm.{}"
         if kind == "te":  # it fuses a norm with the map behind it, and behind this one is a router

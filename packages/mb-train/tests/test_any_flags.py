@@ -83,5 +83,5 @@ def test_flags_drawn_at_random(first, tokens, tmp_path, monkeypatch):
         else:
             assert code == 2, words
             assert said.count("\n") == 1
-            assert re.search(r"--[a-z]|split|tokenizer", said), (words, said)
+            assert re.search(r"--[a-z]|split|tokenizer|mb-data", said), (words, said)
             assert not folder.exists(), (words, said)

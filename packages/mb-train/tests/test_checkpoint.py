@@ -473,7 +473,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, dam
     assert f"{good} is whole: go on from there with --load {good}" in str(caught.value)
 
 
-@pytest.mark.parametrize("after", ["_check_sums", "_compare"])
+@pytest.mark.parametrize("after", ["_check_sums", "compare"])
 def test_a_checkpoint_removed_while_it_is_read_is_not_called_damaged(
     tmp_path, monkeypatch, after, caplog
 ):

@@ -91,7 +91,7 @@ def test_defaults_derive_from_sizes():
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         (
             {"post_layernorm": True, "apply_residual_connection_post_layernorm": True},
-            "--post-layernorm or --apply-residual-connection-post-layernorm, got both",
+            "one place of norms, got --post-layernorm and --apply-residual-connection-post-",
         ),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
         (
@@ -237,7 +237,13 @@ def test_what_can_work_beside_another_is_not_refused():
     both = {"vocab_file": "v", "tokenizer_model": "t", "tokenizer_type": "TikTokenizer"}
     assert TrainConfig(**RUN, **both, glu=True, activation="reglu").is_glu
     assert TrainConfig(**RUN | LATENT, rope_type="rope").rope_scaling is None
-    assert TrainConfig(**RUN, apply_residual_connection_post_layernorm=True)
+    for field, norms in (
+        ({"apply_residual_connection_post_layernorm": True}, "kept"),
+        ({"post_layernorm": True}, "sum"),
+        ({"norm_placement": "output"}, "output"),
+        ({}, "before"),
+    ):
+        assert transformer_config(TrainConfig(**RUN | field), 64).norms == norms
 
 
 def test_yarn_is_the_default_of_latent_attention_alone():
@@ -290,7 +296,7 @@ def test_every_choice_of_a_model_reaches_it():
         "rotary_base": (5e3, "rope_base"), "rotary_percent": (0.5, "rope_fraction"),
         "attention_scale": (0.3, "attention_scale"), "init_method_std": (0.5, "init_std"),
         "attention_dropout": (0.2, "attention_dropout"), "hidden_dropout": (0.4, "hidden_dropout"),
-        "post_layernorm": (True, "post_norm"), "fp32_residual_connection": (True, "fp32_residual"),
+        "norm_placement": ("both", "norms"), "fp32_residual_connection": (True, "fp32_residual"),
         "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
         "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
         "softmax_type": ("learnable", "softmax"),
@@ -305,10 +311,11 @@ def test_every_choice_of_a_model_reaches_it():
     assert {name: getattr(made, name) for _, name in values.values()} == {
         name: value for value, name in values.values()
     }
-    after = {"apply_residual_connection_post_layernorm": True}
-    after |= {"fp8_format": "hybrid", "first_last_layers_bf16": True}
-    after |= {"num_layers": 4, "num_layers_at_end_in_bf16": 2}
-    every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, after))]
+    further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
+    further |= {"fp8_format": "hybrid", "first_last_layers_bf16": True}
+    further |= {"num_layers": 4, "num_layers_at_end_in_bf16": 2}
+    every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, further))]
+    assert (every[-1].mtp_modules, every[-1].mtp_loss_weight) == (2, 0.3)
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from mb_layers import dMoE
-from mb_layers.state_dicts import translate
+from mb_layers.state_dicts import Translation
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.hugging_face.architectures import architecture_of
@@ -19,6 +19,8 @@ from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
+
+NEAR = "sliding_attention"
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
@@ -163,6 +165,14 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("ernie4_5_moe", {"moe_num_shared_experts": 0, "tie_word_embeddings": False}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
+        ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+        ("glm4", {"partial_rotary_factor": 1.0, "head_dim": 8, "rope_parameters": LLAMA3}),
+        ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+        ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
+        ("olmo3", {"layer_types": [NEAR] * 5}),
+        ("flex_olmo", {"norm_topk_prob": True, "head_dim": 12}),
+        ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 12}),
+        ("exaone4", {"sliding_window": 5, "layer_types": [NEAR] * 2}),
     ],
     ids=str,
 )
@@ -276,7 +286,19 @@ def test_norms_have_their_epsilons(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "hy_v3", "minimax_m2", "ernie4_5_moe"],
+    [
+        "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        "hy_v3",
+        "minimax_m2",
+        "ernie4_5_moe",
+        "olmo3",
+        "flex_olmo",
+        "exaone4",
+        "glm4",
+    ],
 )
 def test_gradients_are_theirs(tmp_path, kind):
     """Of a loss of next tokens: also those of weights that the routing scales."""
@@ -292,7 +314,7 @@ def test_gradients_are_theirs(tmp_path, kind):
     found = architecture_of(model.config.to_dict())
     rules = [r for r in found.stacked(None, converted.config) if "balancing_bias" not in r.target]
     mine = {name: parameter.grad for name, parameter in converted.named_parameters()}
-    for name, gradient in translate(theirs_grads, rules, mine).items():
+    for name, gradient in Translation(theirs_grads, rules, mine, shared=found.shared).items():
         torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

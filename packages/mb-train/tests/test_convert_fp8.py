@@ -65,12 +65,12 @@ def published(folder, kind, block=BLOCK, dtype=torch.float32, **also):
 def test_every_number_has_the_scale_of_its_block(shape):
     generator = torch.Generator().manual_seed(0)
     numbers, scales = quantized(torch.randn(shape, generator=generator), BLOCK)
-    found = dequantized(numbers, scales, BLOCK, "it")
+    found = dequantized(numbers, scales, BLOCK)
     assert found.dtype == torch.float32
     assert torch.equal(found, one_by_one(numbers, scales, BLOCK))
     stacks = [t.repeat(3, *(1,) * t.ndim) for t in (numbers.view(torch.uint8), scales)]
     stacks[1][2] *= 2
-    stack = dequantized(stacks[0].view(FP8), stacks[1], BLOCK, "it")
+    stack = dequantized(stacks[0].view(FP8), stacks[1], BLOCK)
     assert torch.equal(stack, torch.stack([found, found, 2 * found]))
 
 
@@ -80,7 +80,7 @@ def test_whole_blocks_are_as_transformers_has_them():
     scales = torch.rand(1, 4, generator=torch.Generator().manual_seed(0))
     parts = {"weight": every_byte[:, :512].repeat(64, 1), "weight_scale_inv": scales}
     (want,) = Fp8Dequantize(None).convert(parts).values()
-    found = dequantized(*parts.values(), (128, 128), "it")
+    found = dequantized(*parts.values(), (128, 128))
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
     assert found.isnan().sum() == 128 * 4  # two bytes of e4m3 are none
 

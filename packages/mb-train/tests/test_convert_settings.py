@@ -44,6 +44,7 @@ SILENT = re.compile(
 BESIDE = {
     "glm4_moe": {"num_attention_heads": 64}, "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128},
+    "exaone4": {"sliding_window_pattern": 33},
 }  # fmt: skip
 
 
@@ -180,6 +181,22 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval of"),
         ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index of"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min of"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "turn, got 3"),
+        ("glm4", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("olmo2", {"attention_bias": True}, "attention_bias of"),
+        ("olmo3", {"rope_scaling": YARN}, "rope_scaling of"),
+        ("olmo3", {"rope_parameters": {}, "rope_theta": 1e4}, "rope_theta of"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
+            "one rope for all layers of config.json, got one each for full_attention",
+        ),
+        ("exaone4", {"sliding_window": 5}, "sliding_window of config.json to be None, or in all"),
+        (
+            "exaone4",
+            {"sliding_window": 5, "layer_types": None, "sliding_window_pattern": "LG"},
+            "got 5 in some",
+        ),
     ],
     ids=str,
 )
@@ -268,6 +285,22 @@ def run_config(**fields):
             {**LLAMA, "window_size": 3, "window_attn_skip_freq": 2, "num_layers": 2},
             r"MistralForCausalLM, cannot say its --window-attn-skip-freq \(3, 2\)",
         ),
+        (
+            {**LLAMA, "norm_placement": "kept"},
+            "LlamaForCausalLM, cannot say its --norm-placement k",
+        ),
+        ({**LLAMA, "norm_placement": "output"}, "Exaone4.*cannot say its --qk-layernorm False"),
+        (
+            {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "num_layers": 2}
+            | {"window_size": 3, "window_attn_skip_freq": 2},
+            "Exaone4ForCausalLM, has no positions in .* got --window-attn-skip-freq 2",
+        ),
+        (
+            {**OLMOE, "norm_placement": "both"},
+            "Glm4ForCausalLM, cannot say its .*--moe-num-experts",
+        ),
+        ({**GLM4_MOE, "norm_placement": "output"}, "FlexOlmoForCausalLM, cannot say its "),
+        ({**DEEPSEEK, "norm_placement": "both"}, "DeepseekV2F.* its --norm-placement both"),
         ({**GLM4_MOE, "window_size": 3}, r"Glm4MoeForCausalLM, cannot say its --window-attn"),
         ({**GPT_OSS, "activation": "swiglu(alpha=1.702, offset=0.5)"}, "--activation swiglu"),
         ({**GPT_OSS, "softmax_type": "vanilla"}, "--moe-router-bias True, --moe-mlp-bias True"),

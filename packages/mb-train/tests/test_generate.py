@@ -165,6 +165,8 @@ KINDS = {
         "mscale_all_dim": 1.0,
     },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
+    "norms of outputs": {"norm_placement": "output"},
+    "norms in both places": {"norm_placement": "both"},
 }  # fmt: skip
 
 

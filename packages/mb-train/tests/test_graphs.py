@@ -106,9 +106,7 @@ def test_the_command_says_so_before_it_writes(tmp_path, capsys):
 def arrays_of(task, model, lengths, generator):
     """A batch of random tokens; a sentence model's samples have `lengths`."""
     if model == "gpt":
-        text = generator.integers(V, size=(len(lengths), 65))
-        weights = np.ones((len(lengths), 64), np.float32)
-        return {"tokens_BS": text[:, :-1], "labels_BS": text[:, 1:], "weights_BS": weights}
+        return task.collate([*generator.integers(V, size=(len(lengths), 65))])
 
     def row(length, name, valid, size=64):
         text, there = np.zeros((2, size), np.int64)
@@ -193,6 +191,7 @@ T5 = {"model": "t5", "decoder_seq_length": 32}
 KINDS = {
     "dense": {},
     "dmoe": MOE,
+    "dmoe, further tokens": MOE | {"mtp_num_layers": 2},
     "dmoe-sgd": MOE | {"optimizer": "sgd"},
     "bert": MOE | {"model": "bert"},
     "bert, masks": {"model": "bert", "attention_dropout": 0.1},

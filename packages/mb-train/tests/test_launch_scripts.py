@@ -163,6 +163,16 @@ def test_the_recipes_are_the_scripts(name):
     assert ours.decay_length == script.decay_length
 
 
+def test_a_script_of_deepseek_v3_predicts_further_tokens():
+    """The modules' experts are weighed as those of the other layers."""
+    _, words = CORE["DeepSeek-V3.yaml"]
+    plain = resolve(parse(words))
+    config = resolve(parse([*words, "--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.3"]))
+    assert (plain.mtp_num_layers, plain.mtp_loss_scaling_factor) == (0, 0.1)
+    assert (config.mtp_num_layers, config.mtp_loss_scaling_factor) == (1, 0.3)
+    assert (plain.moe_loss_weight, config.moe_loss_weight) == pytest.approx((58e-4, 59e-4))
+
+
 def test_vocabulary_and_merges_make_the_tokenizer_together(tmp_path):
     gpt2 = mb_data.load_tokenizer("gpt2")
     vocab, merges = write_gpt2(tmp_path)

@@ -10,6 +10,7 @@ from mb_train.loading import load_trained
 from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
+    FURTHER,
     HIDDEN,
     LATENT,
     LAYERS,
@@ -93,6 +94,12 @@ def change_each(folder, change):
             LATENT | MIXTURE_ARGS | SIGMOID | {"q_lora_rank": 16},
             {"tp": 4, "ep": 2},
         ),
+        (LLAMA | FURTHER, LLAMA | FURTHER, {"tp": 2, "pp": 2}),
+        (
+            LATENT | MIXTURE | FURTHER | {"moe_loss_weight": 0.05},
+            LATENT | MIXTURE_ARGS | FURTHER,
+            {"tp": 2, "pp": 2, "ep": 2},
+        ),
         (LATENT | {"qk_layernorm": False}, LATENT | {"qk_layernorm": False}, {"tp": 2}),
         (LLAMA | ON_INPUT, LLAMA | ON_INPUT_ARGS, {}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4}),
@@ -134,7 +141,8 @@ def test_the_command_makes_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"mtp_num_layers": 1}, "predicts the next token only"),
+        ({"mtp_num_layers": 1}, r"missing .*mtp\.layers\.0\.eh_proj\.weight"),
+        ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
         ({"apply_layernorm_1p": True}, "norms multiply by their weight"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
@@ -151,6 +159,36 @@ def test_the_command_makes_a_run(tmp_path):
 def test_what_we_have_not_is_refused(tmp_path, args, says):
     folder = write(tmp_path / "checkpoints", our_model(), **args)
     with pytest.raises(ValueError, match=says):
+        read_megatron(folder)
+
+
+def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
+    model = our_model(**LLAMA, **FURTHER)
+    folder = write(tmp_path / "checkpoints", model, pp=2, **LLAMA, **FURTHER)
+
+    def rename(content):  # as Core calls it since 2025
+        for name in [n for n in content["model"] if ".transformer_layer." in n]:
+            new = name.replace(".transformer_layer.", ".mtp_model_layer.")
+            content["model"][new] = content["model"].pop(name)
+
+    change_each(folder, rename)
+    check_read(folder, model)
+    for kept in (1, 0):
+        config, weights = read_megatron(folder, mtp_num_layers=kept)
+        assert config.mtp_num_layers == kept
+        numbers = {name.split(".")[1] for name in weights if name.startswith("mtp.")}
+        assert numbers == ({"0"} if kept else set())
+    experts = our_model(**LLAMA, **MIXTURE, **FURTHER)
+    there = write(tmp_path / "experts", experts, **LLAMA, **MIXTURE_ARGS, **FURTHER)
+    config, _ = read_megatron(there, mtp_num_layers=0)
+    assert config.moe_loss_weight == pytest.approx(0.03)  # of three layers with 0.01 each
+    with pytest.raises(ValueError, match=r"--mtp-num-layers of at most 2, .* got 3"):
+        read_megatron(folder, mtp_num_layers=3)
+    file = folder / "iter_0000050" / "mp_rank_00_000" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["embedding.word_embeddings.weight"].mul_(2)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=r"all stages .* same embedding\.word_embeddings"):
         read_megatron(folder)
 
 

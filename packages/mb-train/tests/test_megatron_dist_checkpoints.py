@@ -18,8 +18,11 @@ from mb_train.convert import is_megatron, read_megatron
 from mb_train.folder.run_folder import checkpoint_in
 from mb_train.loading import load_trained
 from megatron_core_models import (
+    ALIKE,
+    ALIKE_ARGS,
     BIASED,
     BIASED_ARGS,
+    FURTHER,
     HIDDEN,
     LATENT,
     LLAMA,
@@ -34,9 +37,6 @@ from megatron_core_models import (
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch_dist_files import OPTIMIZERS, write
-
-ALIKE = LLAMA | MIXTURE | {"moe_first_k_dense": 0, "moe_loss_weight": 0.04}
-ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,11 @@ ALIKE_ARGS = LLAMA | MIXTURE_ARGS | {"moe_layer_freq": 1}
             {"stacked": True, "tp": 2, "ep": 2, "experts": "two"},
         ),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "two"}),
+        (
+            LLAMA | MIXTURE | FURTHER | {"moe_loss_weight": 0.05},
+            LLAMA | MIXTURE_ARGS | FURTHER,
+            {"tp": 2, "ep": 2},
+        ),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"tp": 2, "ep": 2, "experts": "numbered"}),
         (LLAMA | MIXTURE, LLAMA | MIXTURE_ARGS, {"apart": True, "tp": 2, "ep": 2, "pp": 2}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4, "core": "0.19"}),
@@ -105,7 +110,7 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     )
     loaded, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda f, **kw: loaded.append(load(f, **kw)) or loaded[-1])
-    read_megatron(folder)
+    dict(read_megatron(folder)[1])
     shards = [tensor for tensor in loaded if isinstance(tensor, torch.Tensor)]
     metadata = pickle.loads((folder / "iter_0000050" / ".metadata").read_bytes())
     entries = metadata.state_dict_metadata.items()
@@ -139,7 +144,7 @@ def test_a_folder_that_torch_read_and_wrote_again(tmp_path, monkeypatch):
         shutil.copyfile(path / name, again / name)
     loaded, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda f, **kw: loaded.append(load(f, **kw)) or loaded[-1])
-    _, weights = read_megatron(again)
+    weights = dict(read_megatron(again)[1])
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     read = [tensor for tensor in loaded if isinstance(tensor, torch.Tensor)]
     assert len(read) == sum(not name.startswith(OPTIMIZERS) for name in tensors)
@@ -244,7 +249,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, name, change, says):
     for source in (folder, file.parent):
         assert is_megatron(source)
         with pytest.raises(ValueError, match=says):
-            read_megatron(source)
+            dict(read_megatron(source)[1])
 
 
 def test_an_index_with_what_versions_of_megatron_and_torch_add(tmp_path, monkeypatch):
@@ -320,7 +325,7 @@ def test_an_index_that_is_wrong(tmp_path, change, says):
     folder = write(tmp_path / "checkpoints", our_model())
     change_metadata(folder, lambda m: change(*of_first_chunk(m)[:2]))
     with pytest.raises(ValueError, match=says):
-        read_megatron(folder)
+        dict(read_megatron(folder)[1])
 
 
 def test_an_index_that_lacks_a_shard(tmp_path):
@@ -381,7 +386,7 @@ def test_a_pickle_runs_nothing(tmp_path, where):
         read_megatron(folder)
     else:
         with pytest.raises(ValueError, match=says.get(where.split()[-1], "no part of the format")):
-            read_megatron(folder)
+            dict(read_megatron(folder)[1])
     assert not proof.exists()
 
 

@@ -59,10 +59,15 @@ def test_settled_flags_are_answered_in_one_note():
         ),
         ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be .*: see --fp8-format"),
         (
-            "--fp4-format e2m1 --enable-gpt-oss --tomorrow --mtp-num-layers 1 "
+            "--fp4-format e2m1 --enable-gpt-oss --tomorrow --mtp-use-repeated-layer "
             "--relative-attention-num-buckets 16",
             r"--fp4-format cannot .*--enable-gpt-oss cannot .*--recipe gpt-oss-20b.*Unknown flag "
-            r"--tomorrow.*--mtp-num-layers to be 0, got '1'.*-num-buckets to be 32, got '16'",
+            r"--tomorrow.*-num-buckets to be 32, got '16'",
+        ),
+        ("--mtp-use-repeated-layer", r"cannot be honoured: each module of --mtp-num-layers is a"),
+        (
+            "--use-multi-token-prediction --num-mtp-predictor 1",
+            r"--use-multi-token-prediction, --num-mtp-predictor cannot .*: say --mtp-num-layers\.",
         ),
         ("--glu-linear-offset 1", r"with --quick-geglu alone: .*--activation 'swiglu\(limit=7\)'"),
         ("--swiglu --activation-func-clamp-value 7", r"with --quick-geglu alone: fused"),
@@ -265,7 +270,11 @@ def test_older_spellings_mean_what_they_meant():
         ),
         ("--context-parallel-size 2 --cp-comm-type p2p", {"context_parallel_size": 2}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", {}),
-        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
+        (
+            "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
+            {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+        ),
+        ("--rope-type rope --glu-linear-offset 0.0", {"rope_type": "rope"}),
         ("--quick-geglu", {"activation": "swiglu(alpha=1.702)"}),
         (
             "--activation-func-clamp-value 7 --quick-geglu --glu-linear-offset 1.0",

@@ -30,7 +30,7 @@ EXPERTS = replace(
 CONFIGS = {
     "dense": SMALL,
     "experts": EXPERTS,
-    "rope, post-norm": replace(EXPERTS, positions="rope", post_norm=True),
+    "rope, post-norm": replace(EXPERTS, positions="rope", norms="sum"),
 }
 
 

@@ -80,6 +80,8 @@ KINDS = {
     "bert": {"model": "bert"},
     "bert-relative": {"model": "bert", "position_embedding_type": "relative"},
     "bert-post-norm": {"model": "bert", "post_layernorm": True, "hidden_dropout": 0.1},
+    "norms-of-outputs": {"norm_placement": "output", "hidden_dropout": 0.1},
+    "norms-in-both-places": {"norm_placement": "both"},
     "t5": T5,
     "t5-relative": T5 | {"position_embedding_type": "relative", "decoder_num_layers": 2},
     "t5-modern": T5 | {
@@ -91,6 +93,10 @@ KINDS = {
     "pairs": RACE | {"task": "mnli"},
     "race": RACE,
     "fp32-residual": {"fp32_residual_connection": True, "bf16": True, "ffn_hidden_size": 64},
+    "fp32-residual-norms-of-outputs": {
+        "fp32_residual_connection": True, "bf16": True, "ffn_hidden_size": 64,
+        "norm_placement": "output",
+    },
 }  # fmt: skip
 
 

@@ -120,6 +120,15 @@ CASES = {
             ),
         }.items()
     },
+    **{
+        f"gpt-norms-{norms}": (
+            lambda config=config: GPT(config),
+            lambda config=config: gpt_plan(config),
+            gpt_batch,
+        )
+        for norms in ("output", "both")
+        for config in [replace(SMALL, norms=norms, moe=MOE, moe_layers=(False, True))]
+    },
     "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
@@ -138,6 +147,11 @@ CASES = {
         lambda: t5_plan(_T5),
         t5_batch,
     ),
+    "t5-norms": (
+        lambda: T5(_T5_NORMS, decoder_layers=2, compute_dtype=torch.float64).double(),
+        lambda: t5_plan(_T5_NORMS),
+        t5_batch,
+    ),
 }
 _GPT = replace(
     SMALL, positions="rope", norm="rmsnorm", activation="swiglu", qk_norm="head",
@@ -146,8 +160,9 @@ _GPT = replace(
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE
 )
-_BERT = replace(SMALL, post_norm=True, moe=MOE)
+_BERT = replace(SMALL, norms="sum", moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
+_T5_NORMS = replace(_T5, norms="both")
 
 
 def _with_sinks(model):
@@ -187,7 +202,7 @@ def test_two_ranks_equal_one_process(sequence_parallel):
             assert got[name][0] == pytest.approx(loss, rel=1e-5), name
             for parameter, grad in grads.items():
                 error = (got[name][1][parameter] - grad).norm() / grad.norm().clamp(min=0.05)
-                bound = 1e-11 if name == "t5" else 1e-5
+                bound = 1e-11 if name.startswith("t5") else 1e-5
                 assert error < bound, f"{name} {parameter}: {error:.1e}"
 
 

@@ -33,7 +33,10 @@ KINDS = {
         "moe": EXPERTS, "moe_layers": (False, True, True), "tie_embeddings": False,
     },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
-    "after-norm": {"residual_after_norm": True, "norm": "rmsnorm"},
+    "kept": {"norms": "kept", "norm": "rmsnorm"},
+    "sum": {"norms": "sum"},
+    "output": {"norms": "output", "norm": "rmsnorm", "moe": EXPERTS},
+    "both": {"norms": "both", "moe": EXPERTS, "moe_layers": (True, False, True)},
 }  # fmt: skip
 
 
@@ -207,23 +210,40 @@ def test_wrong_shapes_are_refused(wrong):
         TransformerConfig(**{**SIZES, **wrong})
 
 
-def test_a_residual_behind_the_norm_is_what_megatron_adds_to():
-    block = make("after-norm").stack.blocks["1"]
+@pytest.mark.parametrize(
+    ("norms", "half"),
+    [
+        ("before", lambda x, f, n, _: x + f(n(x))),
+        ("kept", lambda x, f, n, _: n(x) + f(n(x))),
+        ("sum", lambda x, f, n, _: n(x + f(x))),
+        ("output", lambda x, f, n, _: x + n(f(x))),
+        ("both", lambda x, f, n, out: x + out(f(n(x)))),
+    ],
+)
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_norms_stand_where_they_are_told(norms, half, experts):
+    model = make(norms=norms, norm="rmsnorm", moe=EXPERTS if experts else None)
+    block = model.stack.blocks["1"]
     with torch.no_grad():
-        for norm in (block.norm_1, block.norm_2):
-            norm.weight.mul_(3)
+        for name, weight in block.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.rand_like(weight))
     x_BSD, context = torch.randn(2, S, 32), BlockContext()
-    z_BSD = block.norm_1(x_BSD)
-    y_BSD = z_BSD + block.attention(z_BSD, context)
-    z_BSD = block.norm_2(y_BSD)
-    torch.testing.assert_close(block(x_BSD, context).x_BSD, z_BSD + block.mlp(z_BSD))
-    with pytest.raises(ValueError, match="got both"):
-        make(residual_after_norm=True, post_norm=True)
+
+    def mlp(z_BSD):
+        y = block.mlp(z_BSD)
+        return y.y if experts else y
+
+    attended = half(x_BSD, lambda z: block.attention(z, context), block.norm_1, block.norm_1_out)
+    expected = half(attended, mlp, block.norm_2, block.norm_2_out)
+    torch.testing.assert_close(block(x_BSD, context).x_BSD, expected)
+    assert (model.stack.norm is None) == (model.embedding.norm is not None) == (norms == "sum")
+    assert (block.norm_2_out is not None) == (norms == "both")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixed"])
-@pytest.mark.parametrize("post_norm", [False, True], ids=["pre", "post"])
-def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, post_norm):
+@pytest.mark.parametrize("norms", ["before", "sum", "output", "both"])
+def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, norms):
     seen = {}
 
     def remember(name):
@@ -233,7 +253,7 @@ def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, post_norm):
         return hook
 
     x = tokens(2, S)
-    fields = SIZES | KINDS[kind] | {"post_norm": post_norm, "fp32_residual": True}
+    fields = SIZES | KINDS[kind] | {"norms": norms, "fp32_residual": True}
     torch.manual_seed(3)
     model = GPT(TransformerConfig(**fields), compute_dtype=torch.bfloat16)
     for block in model.stack.blocks.values():
@@ -245,18 +265,19 @@ def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, post_norm):
     half = {torch.bfloat16}
     assert seen == {"block": {torch.float32}, "attention": half, "mlp": half}
     assert model.logits(x).dtype == torch.float32
-    exact = make(kind, post_norm=post_norm)
+    exact = make(kind, norms=norms)
     expected = exact(x, labels_BS=x).losses["lm loss"]
     torch.testing.assert_close(output.losses["lm loss"], expected, rtol=2e-2, atol=0)
     model.keep(range(2), first=True, last=False)
     assert model(x, labels_BS=x).x.dtype == torch.float32  # what travels to the next stage
 
 
-def test_blocks_compile_once_for_all_layers():
+@pytest.mark.parametrize("norms", ["before", "output", "both"])
+def test_blocks_compile_once_for_all_layers(norms):
     """What a compiled run waits for at its start does not grow with its depth."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, x = make("qwen3"), tokens(2, S)
+    model, x = make("qwen3", norms=norms), tokens(2, S)
     for block in model.stack.blocks.values():
         block.compile(backend="eager")
     model(x, labels_BS=x).total().backward()

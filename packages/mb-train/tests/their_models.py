@@ -80,6 +80,14 @@ ALL = {
     "seed_oss": ("SeedOss", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "pad_token_id": None}),
     "ernie4_5_moe": ("Ernie4_5_Moe", ERNIE),
+    "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": None}),
+    "olmo2": ("Olmo2", {"head_dim": 12, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3",
+        {"head_dim": 12, "sliding_window": 5, "num_hidden_layers": 5, "pad_token_id": None},
+    ),
+    "flex_olmo": ("FlexOlmo", {**EXPERTS, "initializer_range": 0.2, "pad_token_id": None}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     # Experts that are asked for more than the clamp allows.
     "gpt_oss": ("GptOss", GPT_OSS),
 }

@@ -31,7 +31,7 @@ OPTIMIZERS = ("optimizer.state.exp_avg.decoder", "chained_1.optimizer.distribute
 # ... and ranks along axis 0 or 1.
 AXES = (
     (r"word_embeddings\.weight|output_layer\.weight", 0),
-    (r"linear_(qkv|fc1)\.(weight|bias)", 0),
+    (r"linear_(qkv|fc1)\.(weight|bias)|eh_proj\.weight", 0),
     (r"linear_(q|q_up|kv_up)_proj\.weight", 0),
     (r"linear_(proj|fc2)\.weight", 1),
 )

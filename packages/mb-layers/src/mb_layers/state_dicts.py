@@ -3,6 +3,9 @@
 A converter that skips names it does not know loses weights silently. Here a layout is a list of
 rules, one for each target tensor. `translate` checks that every tensor of the source is used
 exactly once and every tensor of the target is built; otherwise its error lists the others.
+
+A model may be larger than the memory. `Translation` checks the same and builds a tensor when it is
+asked for, of a source that may read its own when they are asked for: see `on_demand`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from mb_layers.on_demand import OnDemand, outlines
 
 _LISTED = 6  # names of a kind in a message
 
@@ -29,14 +35,8 @@ class Rule(NamedTuple):
     split: Callable[[Tensor], Sequence[Tensor]] | None = None
 
 
-def translate(
-    source: Mapping[str, Tensor],
-    rules: Sequence[Rule],
-    targets: Collection[str],
-    *,
-    shared: bool = False,
-) -> dict[str, Tensor]:
-    """Return the state dict whose names are `targets`, built from `source`.
+class Translation(OnDemand[Rule]):
+    """The state dict whose names are `targets`, each tensor built from `source` when asked for.
 
     `shared` lets several rules use one tensor of the source, each a part of it.
 
@@ -44,28 +44,55 @@ def translate(
         ValueError: names a rule asks for that the source lacks, names of the source that no rule
             or more than one uses, and targets that no rule or more than one builds.
     """
-    used = Counter(name for rule in rules for name in rule.sources)
-    built = Counter(rule.target for rule in rules)
-    complaints = {
-        "tensors missing from the source": used.keys() - source.keys(),
-        "tensors of the source that nothing uses": source.keys() - used.keys(),
-        "tensors of the source used more than once": {
-            n for n, c in used.items() if c > 1 and not shared
-        },
-        "tensors of the target that nothing fills": set(targets) - built.keys(),
-        "tensors that the target does not have": built.keys() - set(targets),
-        "tensors of the target filled more than once": {n for n, c in built.items() if c > 1},
-    }
-    lines = [f"{what}: {_listed(names)}" for what, names in complaints.items() if names]
-    if lines:
-        raise ValueError(
-            "expected every source and target tensor to be used exactly once; got\n  "
-            + "\n  ".join(lines)
-        )
-    return {
-        rule.target: (rule.build or _same)(*(source[name] for name in rule.sources))
-        for rule in rules
-    }
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor],
+        rules: Sequence[Rule],
+        targets: Collection[str],
+        *,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self.places = {rule.target: rule for rule in rules}
+        used = Counter(name for rule in rules for name in rule.sources)
+        built = Counter(rule.target for rule in rules)
+        complaints = {
+            "tensors missing from the source": used.keys() - source.keys(),
+            "tensors of the source that nothing uses": source.keys() - used.keys(),
+            "tensors of the source used more than once": {
+                n for n, c in used.items() if c > 1 and not shared
+            },
+            "tensors of the target that nothing fills": set(targets) - built.keys(),
+            "tensors that the target does not have": built.keys() - set(targets),
+            "tensors of the target filled more than once": {n for n, c in built.items() if c > 1},
+        }
+        lines = [f"{what}: {_listed(names)}" for what, names in complaints.items() if names]
+        if lines:
+            raise ValueError(
+                "expected every source and target tensor to be used exactly once; got\n  "
+                + "\n  ".join(lines)
+            )
+
+    def read(self, place: Rule) -> Tensor:
+        return _built(place, self._source)
+
+    def outlines(self) -> dict[str, Tensor]:
+        with torch.device("meta"):  # where a rule makes tensors of its own
+            source = outlines(self._source)
+            return {name: _built(rule, source) for name, rule in self.places.items()}
+
+
+def _built(rule: Rule, source: Mapping[str, Tensor]) -> Tensor:
+    return (rule.build or _same)(*(source[name] for name in rule.sources))
+
+
+def translate(
+    source: Mapping[str, Tensor], rules: Sequence[Rule], targets: Collection[str]
+) -> dict[str, Tensor]:
+    """The whole of a `Translation`, and what that raises."""
+    return dict(Translation(source, rules, targets))
 
 
 def put_in(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -86,13 +113,10 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def translate_back(
-    target: Mapping[str, Tensor], rules: Sequence[Rule], sources: Collection[str]
-) -> dict[str, Tensor]:
-    """Return the state dict whose names are `sources`, from which `rules` would build `target`.
+def reversed_rules(rules: Sequence[Rule]) -> list[Rule]:
+    """From the targets of rules to their sources, for a `Translation` with `shared`.
 
-    Raises:
-        ValueError: as `translate`, with the two sides exchanged.
+    What comes of one target comes one after the other.
     """
     back = []
     for rule in rules:
@@ -102,4 +126,15 @@ def translate_back(
             continue
         for place, source in enumerate(rule.sources):
             back.append(Rule(source, (rule.target,), lambda t, s=rule.split, i=place: s(t)[i]))
-    return translate(target, back, sources, shared=True)
+    return back
+
+
+def translate_back(
+    target: Mapping[str, Tensor], rules: Sequence[Rule], sources: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the state dict whose names are `sources`, from which `rules` would build `target`.
+
+    Raises:
+        ValueError: as `Translation`, with the two sides exchanged.
+    """
+    return dict(Translation(target, reversed_rules(rules), sources, shared=True))

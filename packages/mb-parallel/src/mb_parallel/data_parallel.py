@@ -61,6 +61,7 @@ def apply_data_parallel(
     blocks: Iterable[nn.Module],
     compute_dtype: torch.dtype = torch.float32,
     keep_fp32: Iterable[nn.Module] = (),
+    in_training: Iterable[nn.Module] = (),
     zero_stage: int = 3,
     cast_inputs: bool = True,
 ) -> None:
@@ -85,11 +86,14 @@ def apply_data_parallel(
         mesh: if it is of one process, nothing is done, and computing in `compute_dtype` is left to
             the model (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
-            in the order they run; each runs in every forward pass. Those that share parameters are
-            one unit. The `mb_layers.Experts` in them are units of their own, or none where edp = 1.
+            in the order they run; each runs in every forward pass, but for those `in_training`.
+            Those that share parameters are one unit. The `mb_layers.Experts` in them are units of
+            their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
             since rounding would change their choices. Small ones are joined, as blocks are.
+        in_training: blocks and others of these that run in training alone, each of them in every
+            pass then. They are not joined with those that run in evaluation too.
         zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, frozen
             ones too, but not its buffers, and computing in `compute_dtype` is left to the model, as
             in one process.
@@ -108,6 +112,7 @@ def apply_data_parallel(
     check_mesh(mesh, model)
     with refused_alike(mesh):
         blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
+        in_training = several(in_training, "in_training")
         _refuse_arguments(model, blocks, keep_fp32, compute_dtype, zero_stage)
         if zero_stage == 0 and mesh.pp_size > 1:
             raise ValueError(
@@ -126,6 +131,7 @@ def apply_data_parallel(
                 blocks=blocks,
                 compute_dtype=compute_dtype,
                 keep_fp32=keep_fp32,
+                in_training=in_training,
                 reshard=zero_stage == 3,
                 cast_inputs=cast_inputs,
             )

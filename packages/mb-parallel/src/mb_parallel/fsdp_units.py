@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def shard_units(
     blocks: Iterable[nn.Module],
     compute_dtype: torch.dtype,
     keep_fp32: Iterable[nn.Module],
+    in_training: Iterable[nn.Module],
     reshard: bool,
     cast_inputs: bool,
 ) -> None:
@@ -48,8 +50,9 @@ def shard_units(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
     )
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    apart_in = (recomputed(model), set(in_training))
     if compute_dtype != torch.float32:
-        for unit in _units(keep_fp32, reshard, again=recomputed(model)):
+        for unit in _units(keep_fp32, reshard, kinds=apart_in):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -61,7 +64,7 @@ def shard_units(
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     # FSDP2 of torch 2.11 casts what the first module of a unit is given, and no other.
     apart = reshard or (cast_inputs and torch_release() < (2, 13))
-    for unit in _units(blocks, apart, alone):
+    for unit in _units(blocks, apart, alone, kinds=apart_in[1:]):
         _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.
     _shard([model], reshard_after_forward=False, **common)
@@ -74,25 +77,26 @@ def _units(
     modules: Iterable[nn.Module],
     apart: bool,
     alone: Set[nn.Parameter] = frozenset(),
-    again: Set[nn.Module] = frozenset(),
+    kinds: Sequence[Set[nn.Module]] = (),
 ) -> list[list[nn.Module]]:
     """Modules joined to units of `_JOINED` parameters, or each by itself.
 
     Args:
         alone: parameters that do not count.
-        again: modules that run a second time. They are not joined with others, because FSDP2 of
-            torch 2.11 warns if not all modules of a unit run.
+        kinds: modules that run where others do not: a second time, or in training alone. They are
+            joined with their like, because a unit is freed when all of its modules have run, and
+            FSDP2 of torch 2.11 warns if not all do.
     """
     units: list[list[nn.Module]] = []
-    latest: dict[bool, list[nn.Module]] = {}
-    room = {False: 0, True: 0}
+    latest: dict[tuple[bool, ...], list[nn.Module]] = {}
+    room: defaultdict[tuple[bool, ...], int] = defaultdict(int)
     for sharing in _sharing(modules, alone):
-        twice = not again.isdisjoint(sharing)
-        if room[twice] <= 0 or apart:
+        like = tuple(not kind.isdisjoint(sharing) for kind in kinds)
+        if room[like] <= 0 or apart:
             units.append([])
-            latest[twice], room[twice] = units[-1], _JOINED
-        latest[twice] += sharing
-        room[twice] -= sum(local(p).numel() for p in _parameters(sharing) - alone)
+            latest[like], room[like] = units[-1], _JOINED
+        latest[like] += sharing
+        room[like] -= sum(local(p).numel() for p in _parameters(sharing) - alone)
     return units
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its weights, in eval mode, and what it was trained as."""
+    """A model with its weights, in eval mode, and what it was trained as.
+
+    left_out: of the checkpoint's tensors, beginnings of the names of those it does without.
+    """
 
     model: Any
     config: TrainConfig
     saved: SavedRun
     checkpoint: Path
+    left_out: tuple[str, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -66,18 +69,43 @@ def load_trained(
     dtype: torch.dtype | None = None,
     *,
     kinds: Sequence[str] = ("gpt",),
+    mtp_num_layers: int | None = 0,
 ) -> Trained:
     """Load the model of a run folder or an iteration folder.
 
-    One rank of several may do so without the others.
+    One rank of several may do so without the others. Modules for further tokens, without which a
+    model computes the same, stay where they are unless they are asked for.
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
         kinds: of models that will do, by `--model`'s names.
+        mtp_num_layers: how many of those modules to load; None: all that there are.
 
     Raises:
-        ValueError: no checkpoint there, one that does not load, or a model of another kind.
+        ValueError: no checkpoint there, one that does not load, a model of another kind, or less
+            modules than are asked for.
+    """
+    device = device_type(device)
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    trained = outlined(run, device, dtype, kinds=kinds, mtp_num_layers=mtp_num_layers)
+    left_out = trained.left_out
+    load_checkpoint(trained.checkpoint, trained.model, None, alone=True, left_out=left_out)
+    return trained
+
+
+def outlined(
+    run: Path | str,
+    device: str = "meta",
+    dtype: torch.dtype = torch.float32,
+    *,
+    kinds: Sequence[str] = ("gpt",),
+    mtp_num_layers: int | None = 0,
+) -> Trained:
+    """The same with weights that hold no numbers yet, or never on the meta device.
+
+    Raises:
+        ValueError: as `load_trained`, but for what a checkpoint's tensors are.
     """
     checkpoint = checkpoint_in(Path(run))
     saved = read_saved_run(checkpoint)
@@ -86,12 +114,18 @@ def load_trained(
         raise ValueError(
             f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
         )
-    device = device_type(device)
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    there = config.mtp_num_layers
+    wanted = there if mtp_num_layers is None else mtp_num_layers
+    if not 0 <= wanted <= there:
+        raise ValueError(
+            f"Expected --mtp-num-layers of at most {there}, the modules for further tokens of "
+            f"{run}, got {wanted}."
+        )
+    config = replace(config, mtp_num_layers=wanted)
+    left_out = tuple(f"model.mtp.{number}." for number in range(wanted, there))
     # Rounding to 8-bit floats is for training: products of few rows are slower for it, and some
     # GPUs cannot.
-    plain = dataclasses.replace(config, fp8_format=None)
+    plain = replace(config, fp8_format=None)
     with unfilled(device):
         model = whole_model(plain, vocab_size=saved.vocab_rows, compute_dtype=dtype)
-    load_checkpoint(checkpoint, model, None, alone=True)
-    return Trained(model.eval(), config, saved, checkpoint)
+    return Trained(model.eval(), config, saved, checkpoint, left_out)

@@ -64,7 +64,7 @@ def from_megablocks(
     """
     states = [state] if isinstance(state, Mapping) else list(state)
     states = [
-        {n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)}
+        {name.removeprefix(prefix): one[name] for name in one if name.startswith(prefix)}
         for one in states
     ]
     target = _target(config)

@@ -222,10 +222,16 @@ def _spread(
         blocks=blocks,
         compute_dtype=compute_dtype,
         keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
+        in_training=_in_training(model),
         zero_stage=config.zero_stage,
         cast_inputs=False,  # the models cast what they compute with, and only that
     )
     return notes
+
+
+def _in_training(model: nn.Module) -> list[nn.Module]:
+    """What evaluation does without."""
+    return list(model.mtp.modules()) if isinstance(model, GPT) else []
 
 
 def dispatcher_of(config: TrainConfig, ep: int) -> str:

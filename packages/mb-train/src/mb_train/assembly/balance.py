@@ -110,8 +110,12 @@ class LoadBalance:
 def _row(name: str, config: TrainConfig) -> int:
     """How many layers with experts a layer has before it in the whole model.
 
-    Its name holds the layer's number in its stack; a decoder's layers come behind the encoder's.
+    Its name holds the layer's number in its stack; a decoder's layers come behind the encoder's,
+    and modules for further tokens behind all layers.
     """
+    if name.startswith("mtp."):
+        layers = whole(config.num_layers)
+        return sum(map(config.has_experts, range(layers))) + int(name.split(".")[1])
     layer = int(name.split("blocks.")[1].split(".")[0])
     row = sum(map(config.has_experts, range(layer)))
     if name.startswith("decoder."):

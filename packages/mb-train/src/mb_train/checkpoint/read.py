@@ -42,6 +42,8 @@ from mb_train.folder.run_folder import checkpoints, iteration_of, others
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
 
+    from mb_train.checkpoint.metadata import SafeReader
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -52,7 +54,12 @@ class Progress:
 
 
 def load_checkpoint(
-    path: Path, model: Modules, optimizer: Optimizer, *, alone: bool = False
+    path: Path,
+    model: Modules,
+    optimizer: Optimizer,
+    *,
+    alone: bool = False,
+    left_out: tuple[str, ...] = (),
 ) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
@@ -63,13 +70,68 @@ def load_checkpoint(
         model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
         optimizer: over the parameters of `model`.
         alone: no other rank takes part, whatever process group there is; `model` is a whole one.
+        left_out: beginnings of names of tensors there that the model does without.
 
     Raises:
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
             damaged checkpoint the latest whole one beside it. Equal on all ranks.
     """
+    reader, shapes = opened(path, alone=alone, left_out=left_out)
+    if optimizer is not None:
+        _make_optimizer_state(optimizer)
+        if not state_names(shapes) and any(optimizer_entries(model, optimizer)):
+            raise CheckpointError(
+                f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
+            )
+        _forget_state(model, optimizer, shapes)
+    tensors = list(named_tensors(model, optimizer))
+    state = dict(tensors)
+    held = _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone)
+    if not state_names(held):  # left out, or one that keeps none, as SGD without momentum
+        shapes = {name: shapes[name] for name in shapes.keys() - state_names(shapes)}
+    compare(path, held, shapes)
+    fill(path, state, reader, alone=alone)
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if tensor is not state[name]:  # two stages on this rank have one of that name
+                tensor.copy_(state[name])
+    for entry, kind, name in optimizer_entries(model, optimizer):
+        if isinstance(entry[kind], (int, float)):
+            entry[kind] = type(entry[kind])(state[name].item())
+
+
+def opened(
+    path: Path, *, alone: bool, left_out: tuple[str, ...] = ()
+) -> tuple[SafeReader, dict[str, tuple[int, ...]]]:
+    """A reader of the checkpoint folder `path`, whose files are whole, and its tensors' shapes.
+
+    Those of tensors whose names begin as one of `left_out` are not among them.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+    from mb_train.checkpoint.metadata import SafeReader
+
     with _removal_told(path):
-        _load(path, model, optimizer, alone=alone)
+        _check_sums(path, alone=alone)
+        reader = SafeReader(path)
+        shapes = _saved_shapes(path, reader.read_metadata())
+    return reader, {n: size for n, size in shapes.items() if not n.startswith(left_out)}
+
+
+def fill(path: Path, tensors: dict[str, Any], reader: SafeReader, *, alone: bool) -> None:
+    """Read the numbers of these tensors, by name, of the checkpoint folder `path`.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    with _removal_told(path), quiet():
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=alone or world_size() == 1)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
 
 
 @contextlib.contextmanager
@@ -84,41 +146,6 @@ def _removal_told(path: Path) -> Generator[None]:
             f"{path} was removed while it was read, as a run with --keep-checkpoints does."
             f"{others(path.parent)}"
         ) from error
-
-
-def _load(path: Path, model: Modules, optimizer: Optimizer, *, alone: bool) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from mb_train.checkpoint.metadata import SafeReader
-
-    _check_sums(path, alone=alone)
-    reader = SafeReader(path)
-    shapes = _saved_shapes(path, reader.read_metadata())
-    if optimizer is not None:
-        _make_optimizer_state(optimizer)
-        if not state_names(shapes) and any(optimizer_entries(model, optimizer)):
-            raise CheckpointError(
-                f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
-            )
-        _forget_state(model, optimizer, shapes)
-    tensors = list(named_tensors(model, optimizer))
-    state = dict(tensors)
-    held = _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone)
-    if not state_names(held):  # left out, or one that keeps none, as SGD without momentum
-        shapes = {name: shapes[name] for name in shapes.keys() - state_names(shapes)}
-    _compare(path, held, shapes)
-    with quiet():
-        try:
-            dcp.load(state, storage_reader=reader, no_dist=alone or world_size() == 1)
-        except dcp.CheckpointException as error:
-            raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
-    with torch.no_grad():
-        for name, tensor in tensors:
-            if tensor is not state[name]:  # two stages on this rank have one of that name
-                tensor.copy_(state[name])
-    for entry, kind, name in optimizer_entries(model, optimizer):
-        if isinstance(entry[kind], (int, float)):
-            entry[kind] = type(entry[kind])(state[name].item())
 
 
 def _saved_shapes(path: Path, saved: Metadata) -> dict[str, tuple[int, ...]]:
@@ -169,7 +196,8 @@ def _over_ranks(shapes: dict[str, tuple[int, ...]], *, alone: bool) -> dict[str,
     return {name: size for one in everyones for name, size in one.items()}
 
 
-def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a folder has the tensors that are expected, by their shapes."""
     missing = sorted(expected.keys() - found.keys())
     surplus = sorted(found.keys() - expected.keys())
     other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
@@ -221,6 +249,6 @@ def quiet() -> Generator[None]:
     """Without two warnings of torch's checkpoints about what is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # Stages of a pipeline hold other tensors than their neighbours: `_compare` has seen to it.
+        # Stages of a pipeline hold other tensors than their neighbours: `compare` has seen to it.
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
         yield

@@ -44,7 +44,7 @@ class Planner(dcp.DefaultSavePlanner):
 
     Args:
         snapshot: by name this rank's shards as they are to be written, in place of those that the
-            state dict holds by then.
+            state dict holds by then. Each is asked for once.
     """
 
     def __init__(self, snapshot: Mapping[str, Tensor]) -> None:
@@ -53,8 +53,11 @@ class Planner(dcp.DefaultSavePlanner):
         self._copier = HostCopier(_WRITING_THREADS)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        data = self._snapshot.get(write_item.index.fqn, object)
-        data = super().transform_object(write_item, data)
+        name = write_item.index.fqn
+        # By `get` an error in the making of one would pass for its absence.
+        if name in self._snapshot:
+            object = self._snapshot[name]
+        data = super().transform_object(write_item, object)
         if isinstance(data, Tensor) and data.is_cuda:
             return self._copier.copy(data)
         return data
@@ -66,16 +69,21 @@ class Writer(dcp.FileSystemWriter):
     A rank writes files of about `_FILE_BYTES`, in torch's format but not by its `write_data`, which
     keeps a file's tensors on the host until it is whole and sums nothing. The sums travel among the
     write results. What `finish` raises on rank 0 is raised on all.
+
+    Args:
+        draft: the folder.
+        run: what is said of the run.
+        threads: files that a rank writes at the same time.
     """
 
-    def __init__(self, draft: Path, run: SavedRun) -> None:
+    def __init__(self, draft: Path, run: SavedRun, *, threads: int = _WRITING_THREADS) -> None:
         super().__init__(draft)
-        self._run = run
+        self._run, self._threads = run, threads
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ThreadPoolExecutor(
-            _WRITING_THREADS, "files", initializer=use_stream, initargs=(stream,)
+            self._threads, "files", initializer=use_stream, initargs=(stream,)
         ) as threads:
             files = threads.map(lambda file: self._write_file(planner, *file), _files(plan))
             results = [result for file in files for result in file]

@@ -15,10 +15,10 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def convert(parser: Parser, arguments: Sequence[str]) -> int:
     """Hugging Face or Megatron folders to a run folder, and back to Hugging Face.
 
-    Of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Seed-OSS, ERNIE 4.5, Mixtral,
-    OLMoE, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and 4.7-Flash, DeepSeek-V2 and V3, GPT-OSS, MiniMax-M2,
-    dots.llm1, Solar Open, Hunyuan 3, BERT, MegatronBert and T5; of Megatron: GPTs of its MegaBlocks
-    fork and of Megatron Core.
+    Of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3, OLMo 2 and 3, EXAONE 4, GLM-4, Phi-3,
+    Seed-OSS, ERNIE 4.5, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and 4.7-Flash,
+    DeepSeek-V2 and V3, GPT-OSS, MiniMax-M2, dots.llm1, Solar Open, Hunyuan 3, BERT, MegatronBert
+    and T5; of Megatron: GPTs of its MegaBlocks fork and of Megatron Core.
     """
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")
@@ -28,6 +28,10 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
         "--make-vocab-size-divisible-by", type=int, metavar="N", dest="divisible_by",
         help="rows of a vocabulary from Hugging Face come in a multiple of it; default as they are",
     )  # fmt: skip
+    parser.add_argument(
+        "--mtp-num-layers", type=int, metavar="N",
+        help="take the first N of the modules for further tokens; default all, 0 leaves them out",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     source, target = Path(options.source), Path(options.target)
     import torch
@@ -36,16 +40,20 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.folder.run_folder import find_checkpoint
 
     tokenizer, divisible_by = options.tokenizer, options.divisible_by
+    modules = options.mtp_num_layers
     if is_megatron(source):
         what, takes = "a Megatron checkpoint", ["--tokenizer"]
-        write = partial(import_megatron, tokenizer=tokenizer)
+        write = partial(import_megatron, tokenizer=tokenizer, mtp_num_layers=modules)
     elif (source / "config.json").is_file():
         what, takes = "a Hugging Face folder", ["--tokenizer", "--make-vocab-size-divisible-by"]
         multiple = 1 if divisible_by is None else divisible_by
-        write = partial(import_model, tokenizer=tokenizer, divisible_by=multiple)
+        write = partial(
+            import_model, tokenizer=tokenizer, divisible_by=multiple, mtp_num_layers=modules
+        )
     elif source.is_dir() and find_checkpoint(source) is not None:
         what, takes = "a run folder", ["--dtype"]
-        write = partial(export_model, dtype=getattr(torch, _DTYPES[options.dtype or "fp32"]))
+        dtype = getattr(torch, _DTYPES[options.dtype or "fp32"])
+        write = partial(export_model, dtype=dtype, mtp_num_layers=modules)
     else:
         raise ValueError(
             f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."

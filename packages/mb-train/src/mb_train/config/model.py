@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,32 @@ class ModelFields:
         on_load="model", in_force="activation_name", instead_of=("glu", "swiglu", "squared_relu"),
     )  # fmt: skip
     apply_residual_connection_post_layernorm: bool = flag(
-        "add to what a norm puts out, not to what goes in", False, on_load="model"
-    )
+        "add to what a norm puts out, not to what goes in", False, on_load="model",
+        in_force="norms", instead_of=("norm_placement", "post_layernorm"),
+    )  # fmt: skip
     post_layernorm: bool = flag(
         "normalise behind each residual sum and behind the embedding, as the first BERT (ours)",
-        False, on_load="model",
+        False, on_load="model", in_force="norms",
+        instead_of=("norm_placement", "apply_residual_connection_post_layernorm"),
+    )  # fmt: skip
+    norm_placement: str | None = flag(
+        "where norms stand around attention and feed-forward: before them; so, and what they put "
+        "out is kept to add to; behind the sum; behind the output, as in OLMo 2; both before and "
+        "behind it, as in GLM-4; default before (ours)",
+        choices=("before", "kept", "sum", "output", "both"), on_load="model", in_force="norms",
+        instead_of=("apply_residual_connection_post_layernorm", "post_layernorm"),
     )  # fmt: skip
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
         False, on_load="model", needs=("model", "t5"),
+    )  # fmt: skip
+    mtp_num_layers: int = flag(
+        "modules behind the last layer, each a layer more, that learn to predict tokens beyond the "
+        "next one", 0, bounds=AT_LEAST_0, on_load="model", in_force="further_modules",
+    )  # fmt: skip
+    mtp_loss_scaling_factor: float = flag(
+        "weight of the mean of their losses", 0.1, bounds=AT_LEAST_0, on_load="said",
+        in_training=True, needs=("mtp_num_layers",),
     )  # fmt: skip
     bert_binary_head: bool = flag(
         "BERT's second head, for the order of sentences", True, on_load="model",

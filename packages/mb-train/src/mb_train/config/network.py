@@ -48,6 +48,15 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return self.activation_name.partition("(")[0] in _GATED
 
     @property
+    def norms(self) -> str:
+        """Where norms stand, as `models.config.TransformerConfig` has it."""
+        if self.norm_placement is not None:
+            return self.norm_placement
+        if self.post_layernorm:
+            return "sum"
+        return "kept" if self.apply_residual_connection_post_layernorm else "before"
+
+    @property
     def head_size(self) -> int:
         """Width of one attention head's query and key."""
         if self.multi_latent_attention:
@@ -74,6 +83,11 @@ class Network(ModelFields, AttentionFields, PositionFields):
         if not self.qk_layernorm:
             return None
         return self.qk_layernorm_epsilon or self.layernorm_epsilon
+
+    @property
+    def further_modules(self) -> int | None:
+        """Modules that predict tokens beyond the next; None without."""
+        return self.mtp_num_layers or None
 
     @property
     def windows(self) -> tuple[int, int | None] | None:
@@ -128,10 +142,14 @@ class Network(ModelFields, AttentionFields, PositionFields):
                 "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
                 "whose head is tied to its embedding. Leave it out."
             )
-        if self.post_layernorm and self.apply_residual_connection_post_layernorm:
+        places = ("norm_placement", "post_layernorm", "apply_residual_connection_post_layernorm")
+        if len(named := [flag_name(name) for name in places if getattr(self, name)]) > 1:
+            raise ValueError(f"Expected one place of norms, got {' and '.join(named)}.")
+        if self.mtp_num_layers and (self.model != "gpt" or self.norms == "sum"):
+            got = f"norms behind the sums, {named[0]}" if self.model == "gpt" else self.model
             raise ValueError(
-                "Expected --post-layernorm or --apply-residual-connection-post-layernorm, got "
-                "both: a norm behind the sum leaves none before it. Leave one of the two out."
+                "Expected --model gpt, and a norm that ends it, with --mtp-num-layers "
+                f"{self.mtp_num_layers}, got {got}. Leave one of the two out."
             )
         _check_latent(self)
         _check_slowing(self)

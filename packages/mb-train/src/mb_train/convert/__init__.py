@@ -5,7 +5,8 @@
 SOURCE may be a Hugging Face folder (config.json and safetensors), a Megatron checkpoint
 (iter_*/mp_rank_* or iter_*/metadata.json), or a run folder of ours. The first two become a run
 folder, the last a Hugging Face folder. Every tensor of the source is used exactly once and every
-tensor of the target is filled, or nothing is written.
+tensor of the target is filled, or nothing is written. A tensor is read, converted and written when
+it is its turn: a model may be larger than the memory (`mb_layers.on_demand`).
 
     new_run       the run folder that a model from elsewhere becomes
     vocabulary    its rows, and new ones

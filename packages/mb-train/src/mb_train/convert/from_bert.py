@@ -33,7 +33,7 @@ _FLAGS = {
     "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_size": "--ffn-hidden-size",
     "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",
     "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups",
-    "head_size": "--kv-channels",
+    "head_size": "--kv-channels", "norms": "--norm-placement",
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
     bert = whole_model(config, vocab_size=rows_of(weights))
     assert isinstance(bert, Bert)
     # All of the folder is in `weights`; heads that it has not are drawn, and nobody takes them.
-    bert.load_state_dict(weights, assign=True, strict=False)
+    bert.load_state_dict(dict(weights), assign=True, strict=False)
     return bert
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from mb_layers.on_demand import Changed, outlines
 from torch import Tensor
 
-from mb_train.checkpoint.read import Progress
-from mb_train.checkpoint.saver import Saver
+from mb_train.checkpoint.finite import all_finite
 from mb_train.config import TrainConfig
 from mb_train.convert.vocabulary import rows_of
 from mb_train.data.tokenizer_files import keep_tokenizer
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.lock import locked
-from mb_train.folder.run_folder import TOKENIZER, checkpoints
+from mb_train.folder.run_folder import FORMAT, TOKENIZER, SavedRun, checkpoints
+from mb_train.logs.megatron_lines import saved_line, saving_line
 from mb_train.models.unfilled import unfilled
 from mb_train.tasks.make import whole_model
 
@@ -50,24 +52,32 @@ def shapes_of(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def check_shapes(
+def in_fp32(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], folder: Path
-) -> None:
-    """Raise ValueError for a weight, read from `folder`, of another shape than the model's."""
+) -> Mapping[str, Tensor]:
+    """Weights, read from `folder`, in fp32 when they are asked for.
+
+    Raises:
+        ValueError: one of another shape than the model's.
+    """
+    about = outlines(weights)
     for name, shape in shapes.items():
-        if weights[name].shape != shape:
+        if about[name].shape != shape:
             raise ValueError(
-                f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
+                f"Expected {name} of {folder} to be {list(shape)}, got {list(about[name].shape)}."
             )
+    return Changed(weights, lambda _, tensor: tensor.float().contiguous())
 
 
-def check_dtype(dtype: torch.dtype, what: str) -> None:
-    """Raise ValueError if a weight, called `what`, is quantized or holds no real numbers."""
+def check_dtype(dtype: torch.dtype | str, what: str) -> torch.dtype:
+    """It; raise ValueError if a weight, called `what`, is quantized or holds no real numbers."""
     if dtype not in _DTYPES:
         raise ValueError(
             f"Expected {what} to be in fp32, bf16, fp16 or fp64, got {dtype}. Quantized weights "
             "are not read: take the model they were made of."
         )
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def refuse_run(target: Path) -> None:
@@ -95,12 +105,15 @@ def write_run(
     """Write weights by our names as the checkpoint of a run at iteration 0.
 
     Args:
+        weights: each is asked for once, in their order, and let go when it is written.
         run: folder of the run that they are from, if any, with copies of its tokenizer.
         own: the tokenizer's files, where the new run is to name its copies and no longer these.
 
     Raises:
         ValueError: a tokenizer that the model's vocabulary has no room for; weights that are not
-            numbers; a target that holds a run, or that another process is writing.
+            numbers; a target that holds a run, or that another process is writing; what `weights`
+            raise. Nothing is left then.
+        OSError: files that cannot be read or written.
     """
     vocab_size, tokenizer = rows_of(weights), load_tokenizer(config, run)
     if tokenizer.vocab_size > vocab_size:
@@ -108,12 +121,9 @@ def write_run(
             f"Expected a tokenizer of at most {vocab_size} tokens, the rows of the model's "
             f"vocabulary, got one of {tokenizer.vocab_size}. Give --tokenizer the model's own."
         )
-    wrong = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
-    if wrong is not None:
-        raise ValueError(f"Expected numbers in {wrong}, got NaN or infinity: the model is damaged.")
     with unfilled():
         model = whole_model(config, vocab_size=vocab_size)
-    model.load_state_dict(dict(weights), strict=True, assign=True)
+    assert weights.keys() == model.state_dict().keys()
     identity = config.model_identity(vocab_size=vocab_size, tokenizer=tokenizer.fingerprint)
     copies = {path: target / TOKENIZER / path.name for path in own}
     named = {str(path): str(copy.absolute()) for path, copy in copies.items()}
@@ -121,13 +131,38 @@ def write_run(
         name: named.get(value, value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(config).items()
     }
+    saved = SavedRun(
+        format=FORMAT,
+        iteration=0,
+        consumed_samples=0,
+        config=fields,
+        identity=identity,
+        data={},
+        torch=torch.__version__,
+        written=time.time(),
+        state={},
+    )
+    from mb_train.checkpoint.weights import write_weights
+
     with locked(target):
-        refuse_run(target)  # of another, while the weights were read
-        # Before the checkpoint, with which the folder is a run's: one without its tokenizer would
-        # pass for whole, and be in the way of another try.
-        keep_tokenizer(config, target, run)
-        for path, copy in copies.items():
-            shutil.copyfile(path, copy)
-        saver = Saver(target, say=say)
-        if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
-            raise OSError(f"Cannot write {target}.")
+        refuse_run(target)  # of another, meanwhile
+        beside = (target / TOKENIZER).exists()
+        try:
+            # Before the checkpoint, with which the folder is a run's: one without its tokenizer
+            # would pass for whole, and be in the way of another try.
+            keep_tokenizer(config, target, run)
+            for path, copy in copies.items():
+                shutil.copyfile(path, copy)
+            say(saving_line(0, target))
+            write_weights(target, saved, model, Changed(weights, _checked))
+            say(saved_line(0, target))
+        except BaseException:
+            if not beside:
+                shutil.rmtree(target / TOKENIZER, ignore_errors=True)
+            raise
+
+
+def _checked(name: str, weight: Tensor) -> Tensor:
+    if not all_finite([weight]):
+        raise ValueError(f"Expected numbers in {name}, got NaN or infinity: the model is damaged.")
+    return weight

@@ -50,7 +50,7 @@ def upcycle(
             "Expected --moe-num-experts, and beside it flags of the experts alone, got "
             f"{', '.join(others) or 'no number of them'}. The run that goes on takes the others."
         )
-    dense = load_trained(source, kinds=("gpt", "bert", "t5"))
+    dense = load_trained(source, kinds=("gpt", "bert", "t5"), mtp_num_layers=None)
     if dense.config.moe_num_experts is not None:
         raise ValueError(f"Expected a dense model in {source}, got one with experts.")
     biases = dense.config.add_bias_linear

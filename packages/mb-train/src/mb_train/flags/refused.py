@@ -33,6 +33,7 @@ _REASONS: Mapping[str, str] = {
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
     """,
+    "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
     "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",
@@ -42,8 +43,9 @@ _REASONS: Mapping[str, str] = {
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,
-    "a model predicts the next token only": """
-        --mtp-* --use-multi-token-prediction --num-mtp-predictor
+    "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
+    "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
+        --mtp-*
     """,
     "norms and biases have no weight decay": """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type

@@ -75,7 +75,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--encoder-tensor-model-parallel-size": {"0": {}},
     "--encoder-pipeline-model-parallel-size": {"0": {}},
     "--cpu-offloading-num-layers": {"0": {}},
-    "--mtp-num-layers": {"0": {}},
     "--relative-attention-num-buckets": {"32": {}},
     "--relative-attention-max-distance": {"128": {}},
     "--train-mode": {"pretrain": {}},
@@ -89,7 +88,6 @@ _INSTEAD: Mapping[str, str] = {
     "--expert-tensor-parallel-size": " With more ranks than experts --expert-model-parallel-size "
     "cuts them.",
     "--cpu-offloading-num-layers": " Activations stay on the GPUs: see --recompute-granularity.",
-    "--mtp-num-layers": " A model predicts the next token only.",
     "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",
 }

@@ -1,7 +1,7 @@
 """BERT: a bidirectional encoder that restores hidden tokens and tells the order of two segments.
 
 Pre-LN as in Megatron-LM, or post-LN with a normed embedding as in the first BERT
-(`TransformerConfig.post_norm`). The head computes only at the places that are asked for, a seventh
+(`TransformerConfig.norms`). The head computes only at the places that are asked for, a seventh
 of a sequence.
 
 A sequence holds one sample and its padding, or several short samples one behind the other: each
@@ -104,7 +104,7 @@ class Bert(nn.Module):
         if not last:
             self.lm_head = self.pooler = self.order_head = None
         assert self.embedding is not None
-        self.embedding = self.embedding.of_stage(begins=first, head=self.lm_head is not None)
+        self.embedding = self.embedding.of_stage(embeds=first, head=self.lm_head is not None)
 
     def forward(
         self,

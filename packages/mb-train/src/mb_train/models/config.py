@@ -14,6 +14,7 @@ from mb_layers import MoEConfig
 
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
+    "norms": ("before", "kept", "sum", "output", "both"),
     "qk_norm": ("none", "head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
@@ -76,10 +77,12 @@ class TransformerConfig:
         activation: of dense feed-forwards, a name of `mb_kernels.activation`.
         norm, norm_eps: kind of the norms, and their epsilon; qk_norm_eps: of those of queries and
             keys (None: the same).
-        post_norm: normalise behind each residual sum (the first BERT) instead of before each half
-            of a block; no norm then ends the model, one follows the embedding.
-        residual_after_norm: a block adds to what its norms put out, not to what went in (Megatron's
-            --apply-residual-connection-post-layernorm).
+        norms: where they stand around f, a half of a block: "before" it, x + f(norm(x)); so, and
+            what they put out is "kept", norm(x) + f(norm(x)) (Megatron's
+            --apply-residual-connection-post-layernorm); behind the "sum", norm(x + f(x)) (the first
+            BERT), and no norm then ends the model, one follows the embedding; behind the "output",
+            x + norm(f(x)) (OLMo 2, arXiv 2501.00656); "both" before f and behind its output,
+            x + norm(f(norm(x))), with two norms (GLM-4).
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
         qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE);
             with latent attention what they are made of ("latent").
@@ -99,6 +102,10 @@ class TransformerConfig:
         fp8: the linear maps of blocks, and experts, multiply by their weights in 8-bit floats.
         fp8_spares: but not those of so many blocks at the start of a stack, and at its end.
 
+    Further tokens (see `models.mtp`, a GPT's alone):
+        mtp_modules: how many modules behind the last layer predict tokens beyond the next.
+        mtp_loss_weight: of the mean of their losses.
+
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
@@ -117,8 +124,7 @@ class TransformerConfig:
     norm: str = "layernorm"
     norm_eps: float = 1e-5
     qk_norm_eps: float | None = None
-    post_norm: bool = False
-    residual_after_norm: bool = False
+    norms: str = "before"
     fp32_residual: bool = False
     qk_norm: str = "none"
     positions: str = "learned"
@@ -138,6 +144,8 @@ class TransformerConfig:
     output_init_std: float = 0.02
     fp8: bool = False
     fp8_spares: tuple[int, int] = (0, 0)
+    mtp_modules: int = 0
+    mtp_loss_weight: float = 0.1
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] | None = None
 
@@ -148,11 +156,6 @@ class TransformerConfig:
                     f"Expected {name} to be one of {', '.join(choices)}, "
                     f"got {getattr(self, name)!r}."
                 )
-        if self.post_norm and self.residual_after_norm:
-            raise ValueError(
-                "Expected post_norm or residual_after_norm, got both: a norm behind the sum leaves "
-                "none before it."
-            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Expected the key-value heads to divide the heads, got {self.num_kv_heads} and "

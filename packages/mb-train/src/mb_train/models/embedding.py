@@ -15,7 +15,7 @@ from mb_train.models.linear import Norm
 class Embedding(nn.Module):
     """Token embedding, plus learned positions and token types if there are any; norm; dropout.
 
-    The norm is there for post-LN blocks alone.
+    The norm is there for blocks with norms behind sums alone.
 
     Args:
         config: sizes; positions "learned" adds a table of `max_positions` rows.
@@ -30,19 +30,19 @@ class Embedding(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, D)
         self.token_types = nn.Embedding(token_types, D) if token_types else None
-        self.norm = Norm(config) if config.post_norm else None
+        self.norm = Norm(config) if config.norms == "sum" else None
         self.dropout = nn.Dropout(config.hidden_dropout)
         for table in (self.tokens, self.positions, self.token_types):
             if table is not None:
                 nn.init.normal_(table.weight, std=config.init_std)
 
-    def of_stage(self, *, begins: bool, head: bool) -> Embedding | None:
+    def of_stage(self, *, embeds: bool, head: bool) -> Embedding | None:
         """What a stage of a pipeline keeps of it: all, a tied head's token table, or nothing.
 
         Args:
-            begins: tokens come in there. head: there is a head that is tied to it.
+            embeds: tokens come in there. head: there is a head that is tied to it.
         """
-        if begins:
+        if embeds:
             return self
         self.positions = self.token_types = self.norm = None
         return self if head else None

@@ -6,11 +6,15 @@ rotary positions, RMS norm, gated feed-forward, grouped queries, experts (OLMoE,
 A model may be one stage of a pipeline: `keep` cuts it down to a run of its blocks. Parameter names
 hold the layer's number in the whole model either way.
 
+Behind its last layer may be modules that learn to predict further tokens (`models.mtp`). They are
+there to be trained: what the model computes of a text does without them.
+
 Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +27,14 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
-from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.mtp import (
+    FurtherPrediction,
+    further_labels,
+    further_loss,
+    further_positions,
+    further_weights,
+)
+from mb_train.models.output import ExpertReports, ModelOutput, of_weight
 from mb_train.models.rotary import rotary_tables
 from mb_train.models.segments import (
     Segments,
@@ -43,9 +54,11 @@ class GPT(nn.Module):
         compute_dtype: dtype of the activations; parameters are made in fp32.
 
     Attributes:
-        embedding: None on a stage that neither begins the model nor ends it with a tied head.
+        embedding: None on a stage that neither begins the model nor ends it with a tied head or
+            with modules for further tokens.
         stack: the blocks and the final norm.
         head: on the last stage, if it is not tied to the embedding.
+        mtp: modules for further tokens, by number from "0" on; all of them are on the last stage.
         parts: how many parts sequences are in. With several the model is given one of them, and
             its attention cores bring them together (`mb_parallel.context_parallel`).
     """
@@ -65,21 +78,31 @@ class GPT(nn.Module):
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = own_head(config)
+        self.mtp = nn.ModuleDict(
+            {
+                str(number): FurtherPrediction(config, compute_dtype=compute_dtype)
+                for number in range(config.mtp_modules)
+            }
+        )
+        names = further_labels, further_weights, further_positions
+        self._further = {name(k + 1) for k in range(config.mtp_modules) for name in names}
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.
 
         Args:
             first: tokens come in here. Otherwise hidden states.
-            last: the loss comes out here. With a tied head this stage has a copy of the embedding.
+            last: the loss comes out here. With a tied head, or modules for further tokens, this
+                stage has a copy of the embedding.
         """
         self.first, self.last = first, last
         self.stack.keep(layers, last=last)
         if not last:
             self.head = None
+            self.mtp.clear()
         assert self.embedding is not None
         tied = last and self.config.tie_embeddings
-        self.embedding = self.embedding.of_stage(begins=first, head=tied)
+        self.embedding = self.embedding.of_stage(embeds=first or len(self.mtp) > 0, head=tied)
 
     def forward(
         self,
@@ -90,8 +113,12 @@ class GPT(nn.Module):
         positions_BS: Tensor | None = None,
         segments_BS: Tensor | None = None,
         ends_BN: Tensor | None = None,
+        **further: Tensor,
     ) -> ModelOutput:
         """The loss of predicting each label, named "lm loss"; hidden states if not the last stage.
+
+        In training also those of further tokens, "mtp_1 loss", ..., which are told as they are and
+        train with a weight (`models.output.of_weight`).
 
         Args:
             x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
@@ -103,18 +130,31 @@ class GPT(nn.Module):
                 the whole sequences, where x is a part of them.
             ends_BN: the same in another form, the place behind each document, ascending to the end
                 of the whole sequence; the GPU's kernel takes no other (`models.segments`).
+            further: for k = 1, 2, ... of the modules for further tokens labels_k_BS, weights_k_BS
+                and, where positions are learned, positions_k_BS: the same k places on.
         """
+        assert further.keys() <= self._further
         if positions_BS is None:
             assert self.parts == 1
             positions_BS = running_positions(labels_BS)
-        x_BSD, reports = self._hidden(x, positions_BS, segments_BS, ends_BN)
+        x_BSD, reports, context = self._hidden(x, positions_BS, segments_BS, ends_BN)
         if not self.last:
-            return reports.output(x_BSD, {})
+            return self._of_all_modules(reports).output(x_BSD, {})
         if weights_BS is None:
             weights_BS = torch.full_like(labels_BS, 1 / labels_BS.numel(), dtype=torch.float32)
-        weight_VD = head_weight(self.head, self.embedding)
-        loss = self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
-        return reports.output(None, {"lm loss": loss})
+        losses = {"lm loss": self._loss(x_BSD, labels_BS, weights_BS)}
+        if not self.training or not self.mtp:
+            return self._of_all_modules(reports).output(None, losses)
+        batch = {further_labels(0): labels_BS, further_positions(0): positions_BS, **further}
+        told = [reports]
+        for k, module in enumerate(self.mtp.values(), 1):
+            # A token's label is the token one place on.
+            next_BSD = self._embedded(batch[further_labels(k - 1)], _positions(batch, k))
+            x_BSD, of_module = module(x_BSD, next_BSD, context)
+            told.append(of_module)
+            loss = self._loss(x_BSD, batch[further_labels(k)], batch[further_weights(k)])
+            losses[further_loss(k)] = of_weight(loss, self.config.mtp_loss_weight / len(self.mtp))
+        return ExpertReports.joined(*told).output(None, losses)
 
     def logits(self, tokens_BS: Tensor, *, at_B: Tensor | None = None) -> Tensor:
         """Scores of the next token, [B, S, V] fp32; [B, V] after `at_B`.
@@ -122,7 +162,7 @@ class GPT(nn.Module):
         Args:
             at_B: int64, a place in each sequence; or [B, N] for several, and scores [B, N, V].
         """
-        x_BSD, _ = self._hidden(tokens_BS, running_positions(tokens_BS))
+        x_BSD, _, _ = self._hidden(tokens_BS, running_positions(tokens_BS))
         if at_B is not None:
             rows_B = torch.arange(len(at_B), device=at_B.device)
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
@@ -137,10 +177,8 @@ class GPT(nn.Module):
             cache: of the tokens before them; a fresh one if there are none.
         """
         positions_BQ, mask, valid_BQ = cache.begin(new_B, tokens_BQ.shape[1])
-        assert self.embedding is not None
         # Fillings may lie beyond the table of positions.
-        places_BQ = torch.where(valid_BQ, positions_BQ, 0)
-        x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
+        x_BQD = self._embedded(tokens_BQ, torch.where(valid_BQ, positions_BQ, 0))
         rope = rotary_tables(self.config, positions_BQ)
         masks = seen(self.config, mask, positions_BQ, self.compute_dtype)
         context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache)
@@ -154,14 +192,31 @@ class GPT(nn.Module):
         positions_BS: Tensor,
         segments_BS: Tensor | None = None,
         ends_BN: Tensor | None = None,
-    ) -> tuple[Tensor, ExpertReports]:
-        """Final hidden states of this stage (normed on the last), and what the experts report."""
+    ) -> tuple[Tensor, ExpertReports, BlockContext]:
+        """Final hidden states of this stage (normed on the last), and what the experts report.
+
+        Also what the blocks share, for those behind them.
+        """
         if self.first:
-            assert self.embedding is not None
-            x = self.embedding(x, positions_BS).to(self.compute_dtype)
+            x = self._embedded(x, positions_BS)
         within = self._within(len(x), positions_BS, segments_BS, ends_BN)
         context = BlockContext(**within, rope=rotary_tables(self.config, positions_BS))
-        return self.stack(x, context)
+        return *self.stack(x, context), context
+
+    def _embedded(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """x_BSD, as the first block takes it."""
+        assert self.embedding is not None
+        return self.embedding(tokens_BS, positions_BS).to(self.compute_dtype)
+
+    def _loss(self, x_BSD: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
+        weight_VD = head_weight(self.head, self.embedding)
+        return self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
+
+    def _of_all_modules(self, reports: ExpertReports) -> ExpertReports:
+        """Reports whose mean is over the experts of modules for further tokens too."""
+        config = self.config
+        behind = config.mtp_modules * config.has_experts(config.num_layers - 1)
+        return ExpertReports.joined(reports, ExpertReports(behind))
 
     def _within(
         self, B: int, positions_BS: Tensor, segments_BS: Tensor | None, ends_BN: Tensor | None
@@ -181,3 +236,8 @@ class GPT(nn.Module):
             return within
         places_1S = torch.arange(S, device=device)[None]
         return within | seen(config, within.get("mask"), places_1S, dtype)
+
+
+def _positions(batch: Mapping[str, Tensor], k: int) -> Tensor:
+    """Of the tokens k places on, which matter where they are learned, or else of any."""
+    return batch.get(further_positions(k), batch[further_positions(0)])

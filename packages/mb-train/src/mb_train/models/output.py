@@ -14,7 +14,8 @@ class ModelOutput(NamedTuple):
     x: hidden states [B, S, D] for the next stage, or those of a decoder and of its encoder; None
         where the model ends.
     losses: fp32 scalars by name, each summed with the weights that the batch gives its terms; {}
-        where the model does not end.
+        where the model does not end. What is trained on is their sum, to which some have a smaller
+        gradient than their number says, see `of_weight`.
     aux_loss: fp32 scalar, this part's share of the mean over all MoE layers of their weighted
         auxiliary losses; None without such layers.
     metrics: detached, each [L, ...] in the order of the layers; {} without such layers.
@@ -29,6 +30,11 @@ class ModelOutput(NamedTuple):
         """What to call backward on: all losses and the auxiliary one."""
         parts = [*self.losses.values(), *([] if self.aux_loss is None else [self.aux_loss])]
         return torch.stack([part.reshape(()) for part in parts]).sum()
+
+
+def of_weight(loss: Tensor, weight: float) -> Tensor:
+    """A loss that is told as it is, and that trains with a weight: its gradient is multiplied."""
+    return torch.lerp(loss.detach(), loss, weight)
 
 
 class ExpertReports:

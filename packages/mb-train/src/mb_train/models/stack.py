@@ -23,7 +23,7 @@ class Stack(nn.Module):
 
     Attributes:
         blocks: by number ("0" to "L-1") in the whole stack, each a unit of sharding.
-        norm: None on all stages but the last, and for post-LN blocks.
+        norm: None on all stages but the last, and for norms behind sums.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stack(nn.Module):
                 for layer in layers
             }
         )
-        self.norm: Norm | None = None if config.post_norm else Norm(config)
+        self.norm: Norm | None = None if config.norms == "sum" else Norm(config)
         self.ends = True
         self.num_moe_layers = sum(map(config.has_experts, layers))
 

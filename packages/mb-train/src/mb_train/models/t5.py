@@ -113,7 +113,7 @@ class T5(nn.Module):
             self.register_parameter("head_bias", None)
         assert self.embedding is not None
         tied = last and self.config.tie_embeddings
-        self.embedding = self.embedding.of_stage(begins=first or self.begins, head=tied)
+        self.embedding = self.embedding.of_stage(embeds=first or self.begins, head=tied)
 
     def forward(
         self,

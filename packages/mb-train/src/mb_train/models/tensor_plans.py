@@ -38,6 +38,8 @@ def gpt_plan(config: TransformerConfig) -> Plan:
     return {
         **embedding_plan(),
         **_stack_plan("stack", config),
+        **_stack_plan("mtp.*.stack", config),
+        **dict.fromkeys(("mtp.*.enorm", "mtp.*.hnorm", "mtp.*.eh_proj"), SequenceParallel()),
         "head": _HEAD,
         "": VocabParallelLoss(),
     }

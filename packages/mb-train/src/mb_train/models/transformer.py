@@ -1,4 +1,4 @@
-"""Pre-LN transformer blocks, written once for GPT, BERT and T5: norms, attention, feed-forward.
+"""Transformer blocks, written once for GPT, BERT and T5: norms, attention, feed-forward.
 
 Parameters are fp32 and each layer casts its weights to the dtype of what it is given, so one text
 serves three cases: fp32; 16-bit activations over fp32 master weights (the cast's backward brings
@@ -60,8 +60,8 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """x + f(norm(x)) for attention, then for the feed-forward; with `cross` a third in between.
 
-    With `post_norm` it is norm(x + f(x)), with `residual_after_norm` norm(x) + f(norm(x)). The
-    experts' own output is let go of: it need not live until the loss.
+    The norms may also stand elsewhere, see `TransformerConfig.norms`. The experts' own output is
+    let go of: it need not live until the loss.
 
     The sum over the blocks is in the dtype of what comes in; with `fp32_residual` f takes and gives
     `compute_dtype` all the same.
@@ -82,9 +82,10 @@ class Block(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.post_norm, self.after_norm = config.post_norm, config.residual_after_norm
+        self.norms, both = config.norms, config.norms == "both"
         self.narrow = compute_dtype if config.fp32_residual else None
         self.norm_1 = Norm(config)
+        self.norm_1_out = Norm(config) if both else None
         if cross and config.latent is not None:
             raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
         self.attention: nn.Module
@@ -93,8 +94,10 @@ class Block(nn.Module):
         else:
             self.attention = LatentAttention(config)
         self.norm_cross = Norm(config) if cross else None
+        self.norm_cross_out = Norm(config) if cross and both else None
         self.cross = Attention(config, cross=True) if cross else None
         self.norm_2 = Norm(config)
+        self.norm_2_out = Norm(config) if both else None
         self.mlp: nn.Module = DenseMLP(config)
         if config.has_experts(layer):
             assert config.moe is not None
@@ -111,27 +114,33 @@ class Block(nn.Module):
         self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None
     ) -> BlockOutput:
         x_BSD, z_BSD = self._before(self.norm_1, x_BSD)
-        x_BSD = self._after(self.norm_1, x_BSD, self.attention(z_BSD, context))
+        y_BSD = self.attention(z_BSD, context)
+        x_BSD = self._after(self.norm_1, self.norm_1_out, x_BSD, y_BSD)
         if self.cross is not None and self.norm_cross is not None:
             assert cross_context is not None
             x_BSD, z_BSD = self._before(self.norm_cross, x_BSD)
-            x_BSD = self._after(self.norm_cross, x_BSD, self.cross(z_BSD, cross_context))
+            y_BSD = self.cross(z_BSD, cross_context)
+            x_BSD = self._after(self.norm_cross, self.norm_cross_out, x_BSD, y_BSD)
         x_BSD, z_BSD = self._before(self.norm_2, x_BSD)
         if isinstance(self.mlp, DenseMLP):
-            return BlockOutput(self._after(self.norm_2, x_BSD, self.mlp(z_BSD)), None, {})
+            x_BSD = self._after(self.norm_2, self.norm_2_out, x_BSD, self.mlp(z_BSD))
+            return BlockOutput(x_BSD, None, {})
         output = self.mlp(z_BSD, mask=context.valid_BS)
-        x_BSD = self._after(self.norm_2, x_BSD, output.y)
+        x_BSD = self._after(self.norm_2, self.norm_2_out, x_BSD, output.y)
         return BlockOutput(x_BSD, output.aux_loss, output.metrics)
 
     def _before(self, norm: Norm, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """What a half of the block is added to, and what it computes with."""
-        z_BSD = x_BSD if self.post_norm else norm(x_BSD)
-        x_BSD = z_BSD if self.after_norm else x_BSD
+        z_BSD = norm(x_BSD) if self.norms in ("before", "kept", "both") else x_BSD
+        x_BSD = z_BSD if self.norms == "kept" else x_BSD
         return x_BSD, z_BSD if self.narrow is None else z_BSD.to(self.narrow)
 
-    def _after(self, norm: Norm, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+    def _after(self, norm: Norm, norm_out: Norm | None, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+        """What comes of the half of the block that put out y_BSD."""
+        norm_out = norm if self.norms == "output" else norm_out
+        y_BSD = y_BSD if norm_out is None else norm_out(y_BSD)
         x_BSD = x_BSD + self.dropout(y_BSD)
-        return norm(x_BSD) if self.post_norm else x_BSD
+        return norm(x_BSD) if self.norms == "sum" else x_BSD
 
 
 def output_std(init_std: float, num_layers: int) -> float:

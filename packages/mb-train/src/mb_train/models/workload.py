@@ -39,10 +39,13 @@ class Workload(NamedTuple):
 
     passes: through stacks of blocks, in the order of the model's layers.
     heads: on what comes out of them.
+    behind: through modules for further tokens (`models.mtp`), which come where the model ends and
+        are none of the layers that the stages of a pipeline share.
     """
 
     passes: tuple[Pass, ...]
     heads: tuple[Head, ...] = ()
+    behind: tuple[Pass, ...] = ()
 
     @property
     def tokens(self) -> int:

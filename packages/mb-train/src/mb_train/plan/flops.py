@@ -19,8 +19,8 @@ from mb_train.models.workload import Pass, Workload
 class Flops(NamedTuple):
     """FLOPs of a sample's forward and backward pass.
 
-    blocks: all products of blocks with weights; attention: those between queries, keys and values;
-    heads: those on top of the blocks.
+    blocks: all products of blocks with weights, and of what joins further tokens to hidden states;
+    attention: those between queries, keys and values; heads: those on top of the blocks.
     """
 
     blocks: float
@@ -31,13 +31,15 @@ class Flops(NamedTuple):
 def flops(work: Workload) -> Flops:
     """FLOPs of a sample; of the experts those of the chosen ones, in the mean."""
     blocks = attention = 0.0
-    for each in work.passes:
+    for each in (*work.passes, *work.behind):
         config = each.blocks
         blocks += sum(_layer(each, layer) for layer in range(config.num_layers))
         attended = sum(_seen(each, layer) for layer in range(config.num_layers))
         scores_and_sums = 2 * config.num_heads * (config.head_size + config.value_size)
         attention += 3 * each.tokens * attended * scores_and_sums
     hidden = work.passes[0].blocks.hidden_size
+    # A module for further tokens maps two hidden states to one.
+    blocks += sum(3 * 2 * 2 * hidden * hidden * each.tokens for each in work.behind)
     on_top = sum(3 * 2 * hidden * head.places * head.outputs for head in work.heads)
     return Flops(blocks, attention, float(on_top))
 

@@ -47,8 +47,10 @@ def activations_bytes(
     kept += max((layer.all for layer in again), default=0)
     # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
     in_flight = dims.pp
-    # fp32 embeddings; hidden states and their gradient at the head.
-    ends = 4 * samples * work.tokens / dims.cp * hidden * 2
+    # fp32 embeddings; hidden states and their gradient at the head; of each module for further
+    # tokens the same.
+    tokens = work.tokens + sum(each.tokens for each in work.behind)
+    ends = 4 * samples * tokens / dims.cp * hidden * 2
     return width * samples * kept * in_flight + ends
 
 
@@ -71,6 +73,8 @@ def kept_by_layer(
 ) -> list[Kept]:
     """What each layer of the first stage leaves, in numbers of `width` bytes.
 
+    Modules for further tokens, which are on the last stage, are told of where that is the first.
+
     Args:
         rows, tokens_here: see `_room`; without them only what is computed of the room counts.
         pairs: attention keeps numbers for every pair of tokens where it has to: on a CPU, whose
@@ -78,8 +82,11 @@ def kept_by_layer(
     """
     split = dims.tp if config.sequence_parallel else 1
     found = []
-    for each in work.passes:
+    behind = work.behind if dims.pp == 1 else ()
+    for number, each in enumerate((*work.passes, *behind)):
         around, inside, dense, experts = _of_token(each, width, rows)
+        if number >= len(work.passes):  # two hidden states with their norms, and side by side
+            around += 6 * each.blocks.hidden_size
         inside += _exchanged(each, dims)
         if pairs:
             inside += _pairs(each)
@@ -96,8 +103,9 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     """Numbers of a token: around the parts of a block, in attention, dense ffn, experts."""
     config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
-    around = 2 * parts * hidden  # what goes into the norms, and what comes out of them
-    if config.fp32_residual:
+    # What goes into norms, and what they put out; behind an output what made that went in.
+    around = (3 if config.norms == "both" else 2) * parts * hidden
+    if config.fp32_residual and config.norms != "output":
         around += parts * hidden * (4 - width) // width  # of what goes in
     if config.hidden_dropout:
         around += parts * hidden // width  # masks of a byte

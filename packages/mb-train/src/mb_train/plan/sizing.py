@@ -45,7 +45,9 @@ _MOMENTS = {"adam": 2, "muon": 2, "sgd": 1, "adafactor": 0}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank of a run needs; of a pipeline the first stage, which holds most.
+    """What a rank of a run needs; of a pipeline the first stage, which keeps most activations.
+
+    Its parameters are those of the last stage where this has more: modules for further tokens.
 
     Attributes:
         parameters: of the whole model; active: without the experts that a token does not visit,
@@ -110,7 +112,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     parts = _parts([model], config, dims, stages=dims.pp, copied=copied)
     held = parts
     if dims.pp > 1:  # embeddings are on the first stage, none of its share of them
-        held = _parts(_first_rank(task, config, dims), config, dims, stages=1, copied=copied)
+        held = _parts(_fullest_rank(task, config, dims), config, dims, stages=1, copied=copied)
     total, experts = sum(part.total for part in parts), parts[1].total
     share = 0.0
     if (number := config.moe_num_experts) is not None:
@@ -185,14 +187,20 @@ class _Part:
         return step * self.sharded + each * self.here * micro_batches
 
 
-def _first_rank(task: Task, config: TrainConfig, dims: ParallelDims) -> list[nn.Module]:
-    """The stages of the first rank of a pipeline, as `assemble` gives it."""
+def _fullest_rank(task: Task, config: TrainConfig, dims: ParallelDims) -> list[nn.Module]:
+    """The stages of a pipeline's first rank, or of its last if there is more on it."""
+    ends = [_stages(task, config, dims, rank) for rank in (0, dims.pp - 1)]
+    return max(ends, key=lambda models: sum(p.numel() for m in models for p in m.parameters()))
+
+
+def _stages(task: Task, config: TrainConfig, dims: ParallelDims, rank: int) -> list[nn.Module]:
+    """Those of a rank of a pipeline, as `assemble` gives it."""
     runs = stage_layers(config, task.workload.layers, dims.pp)
     task.borders(runs)  # or refuse
     per_rank = len(runs) // dims.pp
     found = []
     for index in stage_indices(
-        config.schedule_in_force, pp_size=dims.pp, pp_rank=0, stages_per_rank=per_rank
+        config.schedule_in_force, pp_size=dims.pp, pp_rank=rank, stages_per_rank=per_rank
     ):
         with unfilled():
             model = task.build_model(compute_dtype=torch.float32)

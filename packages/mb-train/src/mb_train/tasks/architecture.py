@@ -47,8 +47,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,
         rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),
-        post_norm=config.post_layernorm,
-        residual_after_norm=config.apply_residual_connection_post_layernorm,
+        norms=config.norms,
         fp32_residual=config.fp32_residual_connection,
         attention_scale=config.attention_scale,
         window=None if config.windows is None else config.window_size,
@@ -63,6 +62,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         output_init_std=_residual_std(config),
         fp8=config.fp8_spares is not None,
         fp8_spares=config.fp8_spares or (0, 0),
+        mtp_modules=config.mtp_num_layers,
+        mtp_loss_weight=config.mtp_loss_scaling_factor,
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
     )

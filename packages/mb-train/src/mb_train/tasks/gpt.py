@@ -14,10 +14,15 @@ from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
+from mb_train.models.mtp import further_loss, further_weights, last_layer
 from mb_train.models.tensor_plans import gpt_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
+from mb_train.tasks.further import further_arrays
+
+# What says of whole sequences which documents attention keeps apart, in one form or the other.
+_APART = ("segments_BS", "ends_BN")
 
 
 class GPTTask:
@@ -46,11 +51,15 @@ class GPTTask:
         rearranged: Callable[[Dataset], Dataset] | None = None,
         mesh: ParallelMesh | None = None,
     ) -> None:
-        self.loss_weights = {"lm loss": "weights_BS"}
+        modules = range(1, config.mtp_num_layers + 1)
+        further = {further_loss(k): further_weights(k) for k in modules}
+        self.loss_weights = {"lm loss": "weights_BS"} | further
         self._length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
         self.workload = Workload(
-            (Pass(self.model_config, self._length),), (Head(self._length, vocab_size),)
+            (Pass(self.model_config, self._length),),
+            (Head(self._length, vocab_size),) * (1 + len(modules)),
+            (Pass(last_layer(self.model_config), self._length),) * len(modules),
         )
         self._config, self._eod, self._rearranged = config, eod, rearranged
         self._part, self._parts = (0, 1) if mesh is None else (mesh.cp_rank, mesh.cp_size)
@@ -60,9 +69,14 @@ class GPTTask:
         return GPT(self.model_config, compute_dtype=compute_dtype)
 
     def borders(self, runs: Sequence[range]) -> Borders:
-        """A tied head has a copy of the embedding."""
-        tokens = "embedding.tokens.weight"
-        return Borders({tokens: tokens} if self.model_config.tie_embeddings else {})
+        """A tied head has a copy of the embedding; modules for further tokens have one of all."""
+        config = self.model_config
+        shared = []
+        if config.tie_embeddings or config.mtp_modules:
+            shared.append("embedding.tokens.weight")
+        if config.positions == "learned" and config.mtp_modules:
+            shared.append("embedding.positions.weight")
+        return Borders({name: name for name in shared})
 
     def tensor_plan(self) -> Plan:
         """See `models.tensor_plans`."""
@@ -93,6 +107,8 @@ class GPTTask:
         their positions in the whole; documents, of which attention asks, are the whole sequences'.
         """
         batch = self._whole(samples)
+        learned = self.model_config.positions == "learned"
+        batch |= further_arrays(batch, self.model_config.mtp_modules, positions=learned)
         return batch if self._parts == 1 else batch | self._cut(batch)
 
     def _whole(self, samples: list[Any]) -> dict[str, np.ndarray]:
@@ -120,8 +136,8 @@ class GPTTask:
         """Those of its arrays that are of tokens, cut to this rank's part of the sequences."""
         length = self._length // self._parts
         start = self._part * length
-        by_token = {name: batch[name] for name in ("tokens_BS", "labels_BS", "weights_BS")}
-        by_token["positions_BS"] = batch.get("positions_BS", np.arange(self._length)[None])
+        by_token = {name: array for name, array in batch.items() if name not in _APART}
+        by_token.setdefault("positions_BS", np.arange(self._length)[None])
         return {name: array[:, start : start + length] for name, array in by_token.items()}
 
     def _apart(self, ends_BS: np.ndarray) -> dict[str, np.ndarray]:

@@ -67,7 +67,7 @@ class T5Task(SentenceTask):
         shared = {"embedding.tokens.weight": {begins, last} if config.tie_embeddings else {begins}}
         if config.positions == "learned":
             shared["embedding.positions.weight"] = {begins}
-        if config.post_norm:
+        if config.norms == "sum":
             shared["embedding.norm.weight"] = {begins}
             if config.norm == "layernorm":
                 shared["embedding.norm.bias"] = {begins}

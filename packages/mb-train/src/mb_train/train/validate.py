@@ -39,13 +39,14 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     micro_batches = run.batch_sizes.micro_batches(run.batch_sizes.full)
     weights = run.task.loss_weights
     # Of losses, and of weights, of which a long evaluation has more than fp32 counts.
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in weights}
+    sums: dict[str, torch.Tensor] = {}  # of those that are no matter of training alone
     with contextlib.closing(run.stream(dataset, consumed_samples=0, stop=stop)) as stream:
         for done in range(run.config.eval_iters):
             batches = list(itertools.islice(stream, micro_batches))
             for name, loss in run.model.executor.evaluate(*batches).items():
                 count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
-                sums[name] += torch.stack([loss.reshape(()), count])
+                both = torch.stack([loss.reshape(()), count]).double()
+                sums[name] = sums[name] + both if name in sums else both
             step = f"batch {done + 1} of {run.config.eval_iters}"
             if any_rank(bool(stop)):
                 run.say(f" evaluation at {place} left off after {step}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,6 +13,8 @@ from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.quantized import check_quantization
 from mb_train.models.config import TransformerConfig
 
+# Names of Llama and its relatives.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
 
 
@@ -36,12 +38,14 @@ class Architecture:
         rules: from its tensors to ours.
         stacked: the same where the experts of a layer are one tensor; None: without experts.
         packed: the same where their matrices are in MXFP4; None: they never are.
+        back: from our tensors to its; None: the inverse of `rules`.
         defaults: what the class has for settings that a config.json leaves out.
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
         layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
             next from it, and it does without them.
+        reads_behind: they are DeepSeek's modules for further tokens, and ours (`models.mtp`).
         guessing: a pattern of tensors that do so and have no layer's number.
         shared: one tensor may hold parts of several of ours.
         copies: tensors that files may hold once more under another name, and which these are.
@@ -56,11 +60,13 @@ class Architecture:
     rules: Rules
     stacked: Rules | None = None
     packed: Rules | None = None
+    back: Rules | None = None
     defaults: Json = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     left_out: tuple[str, ...] = ()
     layers_behind: str | None = None
+    reads_behind: bool = True
     guessing: str | None = None
     shared: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -76,14 +82,17 @@ class Architecture:
         """
         refuse(config, per_layer_config=(None,))
         check_quantization(config, mxfp4=self.packed is not None)
-        return self.fields(self.settled(config))
+        fields = self.fields(self.settled(config))
+        if self.reads_behind:
+            fields["mtp_num_layers"] = len(self.numbers_behind(config))
+        return fields
 
     def settled(self, config: Json) -> dict[str, Any]:
         """A config.json with its settings by one name each, and those that it leaves out."""
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
         return {**self.defaults, **config, **renamed}
 
-    def layers_left_out(self, config: Json) -> range:
+    def numbers_behind(self, config: Json) -> range:
         """Numbers of layers behind the last that files may hold.
 
         Raises:
@@ -94,3 +103,18 @@ class Architecture:
         settled = self.settled(config)
         layers = settled["num_hidden_layers"]
         return range(layers, layers + (settled[self.layers_behind] or 0))
+
+
+def copies_behind(numbers: Iterable[int], head: str) -> dict[str, str]:
+    """What files hold once more for each module for further tokens, and which tensors these are.
+
+    Args:
+        numbers: the modules', as layers.
+        head: the name of the head's weight.
+    """
+    shared = {"embed_tokens": EMBEDDING, "shared_head.head": head}
+    return {
+        f"model.layers.{number}.{copy}.weight": name
+        for number in numbers
+        for copy, name in shared.items()
+    }

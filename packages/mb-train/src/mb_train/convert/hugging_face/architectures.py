@@ -22,9 +22,11 @@ from mb_train.convert.hugging_face import (
     bert,
     deepseek,
     experts,
+    glm4,
     gpt2,
     gpt_oss,
     llama,
+    olmo,
     phi3,
     relatives,
     t5,
@@ -84,7 +86,7 @@ def _meaning(flag: str, value: Any) -> Any:
 
 def _nearest(config: TrainConfig) -> str:
     if config.model == "bert":
-        return "bert" if config.post_layernorm else "megatron-bert"
+        return "bert" if config.norms == "sum" else "megatron-bert"
     if config.model == "t5":
         return "t5"
     if config.softmax_type == "learnable":
@@ -92,6 +94,10 @@ def _nearest(config: TrainConfig) -> str:
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
+    if config.norms == "both":
+        return "glm4"
+    if config.norms == "output":
+        return _nearest_olmo(config)
     if config.moe_num_experts is None:
         if config.position_embedding_type == "learned":
             return "gpt2"
@@ -113,6 +119,14 @@ def _nearest(config: TrainConfig) -> str:
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
+def _nearest_olmo(config: TrainConfig) -> str:
+    if config.moe_num_experts is not None:
+        return "flex_olmo"
+    if config.qk_layernorm_over == "head":
+        return "exaone4"
+    return "olmo2" if config.windows is None else "olmo3"
+
+
 # How many rows tables have: the weights say so themselves.
 _ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
@@ -130,7 +144,8 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 _DEFAULTS = {
-    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS,
+    **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
+    "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
 
@@ -253,14 +268,32 @@ ARCHITECTURES = {
             "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
             experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
-        _llama_like(
-            "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
-            experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+        replace(
+            _llama_like(
+                "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
+                experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
+            ),
+            reads_behind=False,  # their norm has another name, and their head may be their own
         ),
         _llama_like(
             "minimax_m2", "MiniMaxM2ForCausalLM", relatives.minimax_m2_fields,
             relatives.minimax_m2_config, experts.MINIMAX, {"num_experts": "num_local_experts"},
         ),
+        replace(
+            _llama_like(
+                "glm4", "Glm4ForCausalLM", glm4.glm4_fields, glm4.glm4_config,
+                rules_of=glm4.glm4_rules,
+            ),
+            shared=True,
+            back=glm4.glm4_back,
+        ),
+        _llama_like("olmo2", "Olmo2ForCausalLM", olmo.olmo2_fields, llama.llama_config),
+        _llama_like("olmo3", "Olmo3ForCausalLM", olmo.olmo3_fields, olmo.olmo3_config),
+        _llama_like(
+            "flex_olmo", "FlexOlmoForCausalLM", olmo.flex_olmo_fields, olmo.flex_olmo_config,
+            aliases={"num_local_experts": "num_experts"},
+        ),
+        _llama_like("exaone4", "Exaone4ForCausalLM", olmo.exaone4_fields, olmo.exaone4_config),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(
             "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None,

@@ -55,7 +55,7 @@ def fields_of(config: Json, *, post_norm: bool) -> dict[str, Any]:
 def config_of(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     head = "PreTraining" if config.bert_binary_head else "MaskedLM"
-    kind = "Bert" if config.post_layernorm else "MegatronBert"
+    kind = "Bert" if config.norms == "sum" else "MegatronBert"
     return {
         "architectures": [f"{kind}For{head}"],
         "hidden_act": "gelu",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from mb_layers.state_dicts import Rule
+import torch
+from mb_layers.state_dicts import Rule, reversed_rules
 from torch import Tensor
 
 from mb_train.convert.hugging_face.experts import ExpertRules
@@ -17,6 +18,16 @@ from mb_train.convert.hugging_face.rules import both, fused_rule, own_head
 from mb_train.convert.rotated_rows import as_neighbours, in_halves
 from mb_train.models.config import TransformerConfig
 
+# By where norms stand, ours and theirs.
+_NORMS = {
+    "before": {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"},
+    "output": {"norm_1": "post_attention_layernorm", "norm_2": "post_feedforward_layernorm"},
+    "both": {
+        "norm_1": "input_layernorm", "norm_1_out": "post_self_attn_layernorm",
+        "norm_2": "post_attention_layernorm", "norm_2_out": "post_mlp_layernorm",
+    },
+}  # fmt: skip
+
 
 def decoder_rules(
     config: TransformerConfig, experts: ExpertRules, *, neighbours: bool = False
@@ -24,7 +35,7 @@ def decoder_rules(
     """Separate projections, and these experts.
 
     Args:
-        neighbours: rotations of whole heads turn two neighbours, see `rotated_rows`.
+        neighbours: rotations turn two neighbours, see `rotated_rows`.
     """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
@@ -34,10 +45,14 @@ def decoder_rules(
     attention_rules = partial(_attention_rules, neighbours=neighbours)
     if config.latent is not None:
         attention_rules = latent_rules
-    for layer in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
-        names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-        for our, their in names.items():
+    last = config.num_layers - 1
+    places = [(layer, f"stack.blocks.{layer}.", layer) for layer in range(config.num_layers)]
+    for number in range(config.mtp_modules):
+        rules += _module_rules(f"mtp.{number}.", f"model.layers.{last + 1 + number}.")
+        places.append((last, f"mtp.{number}.stack.blocks.0.", last + 1 + number))
+    for layer, ours, number in places:
+        theirs = f"model.layers.{number}."
+        for our, their in _NORMS[config.norms].items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
         rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(layer):
@@ -48,6 +63,15 @@ def decoder_rules(
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
     return rules
+
+
+def _module_rules(ours: str, theirs: str) -> list[Rule]:
+    """Those of a module for further tokens, but for its layer: DeepSeek's, which others took."""
+    names = {part: part for part in ("enorm", "hnorm", "eh_proj")}
+    names["stack.norm"] = "shared_head.norm"
+    return [
+        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
+    ]
 
 
 def _attention_rules(
@@ -70,16 +94,48 @@ def _attention_rules(
 
 def _of_neighbours(rule: Rule, config: TransformerConfig) -> Rule:
     """The same where the rows of queries and keys are turned two by two."""
-    build, split, C = rule.build, rule.split, config.head_size
+    build, split = rule.build, rule.split
     assert build is not None
     assert split is not None
     heads = config.num_heads, config.num_kv_heads
 
-    def moved(move: Callable[[Tensor, int, int], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    def moved(move: Callable[..., Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
         *turned, value = parts
-        return [*(move(rows, n, C) for rows, n in zip(turned, heads, strict=True)), value]
+        by_head = zip(turned, heads, strict=True)
+        return [*(move(rows, n, config.rotated_size, first=True) for rows, n in by_head), value]
 
     return rule._replace(
         build=lambda *parts: build(*moved(in_halves, parts)),
         split=lambda rows: moved(as_neighbours, split(rows)),
     )
+
+
+def gate_over_up(rules: Sequence[Rule]) -> list[Rule]:
+    """The same where the gate of a dense layer and what it gates are one matrix.
+
+    Each is a part of it, see `shared` of `Translation`; `gate_over_up_back` is the way back.
+    """
+    found = []
+    for rule in rules:
+        for half, part in enumerate(("gate", "up")):
+            if rule.target.endswith(f"mlp.{part}.weight"):
+                both = (rule.sources[0].replace(f"{part}_proj", "gate_up_proj"),)
+                rule = Rule(rule.target, both, lambda rows, half=half: rows.chunk(2)[half])
+        found.append(rule)
+    return found
+
+
+def gate_over_up_back(rules: Sequence[Rule]) -> list[Rule]:
+    """From our tensors to theirs, of the rules that `gate_over_up` takes."""
+    found = []
+    for rule in reversed_rules(rules):
+        if rule.target.endswith(".mlp.gate_proj.weight"):
+            parts = (rule.sources[0], rule.sources[0].replace(".mlp.gate.", ".mlp.up."))
+            rule = Rule(rule.target.replace("gate_proj", "gate_up_proj"), parts, _over)
+        if not rule.target.endswith(".mlp.up_proj.weight"):
+            found.append(rule)
+    return found
+
+
+def _over(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([gate, up])

@@ -229,8 +229,9 @@ def _group_fields(config: Json, score_top: int) -> dict[str, Any]:
 
 def _expert_config(config: TrainConfig) -> dict[str, Any]:
     """Back, of all of them."""
+    behind = {LAYERS_BEHIND: config.mtp_num_layers}
     if config.moe_num_experts is None:
-        return {"first_k_dense_replace": config.num_layers, LAYERS_BEHIND: 0}
+        return {"first_k_dense_replace": config.num_layers, **behind}
     shared = config.moe_shared_expert_intermediate_size or 0
     return {
         "n_routed_experts": config.moe_num_experts,
@@ -242,5 +243,5 @@ def _expert_config(config: TrainConfig) -> dict[str, Any]:
         "routed_scaling_factor": config.moe_router_topk_scaling_factor,
         "n_group": config.moe_router_num_groups or 1,
         "topk_group": config.moe_router_group_topk or 1,
-        LAYERS_BEHIND: 0,
+        **behind,
     }

@@ -11,7 +11,9 @@ from typing import Any
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.windows import (
+    FULL,
     LAYER_TYPES,
+    NEAR,
     all_layers,
     by_type,
     fitting,
@@ -75,8 +77,10 @@ def wholly_turned(config: Json) -> dict[str, Any]:
 
 
 def rope_of(config: Json) -> Json:
-    """Settings of the rotations."""
-    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+    """Settings of the rotations; those of both kinds of layers, if they are alike."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_kind = found.keys() == {NEAR, FULL} and found[NEAR] == found[FULL]
+    return found[NEAR] if by_kind else found
 
 
 def decoder_fields(config: Json) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mb_layers.state_dicts import Rule
 from torch import Tensor
 
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.decoder_rules import decoder_rules
+from mb_train.convert.hugging_face.decoder_rules import decoder_rules, gate_over_up
 from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import decoder_fields, rope_of
@@ -34,20 +34,15 @@ def phi3_fields(config: Json) -> dict[str, Any]:
 
 
 def phi3_rules(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
-    """Llama's rules of the parts of these matrices, which are read alone."""
+    """Llama's rules of the parts of these matrices."""
     H, G, C = config.num_heads, config.num_kv_heads, config.head_size
     rules = []
-    for rule in decoder_rules(config, experts):
-        first = rule.sources[0]
+    for rule in gate_over_up(decoder_rules(config, experts)):
         if rule.target.endswith("attention.qkv.weight"):
 
             def of_one(rows: Tensor, build: Any = rule.build) -> Tensor:
                 return build(*rows.split([H * C, G * C, G * C]))
 
-            rule = Rule(rule.target, (first.replace("q_proj", "qkv_proj"),), of_one)
-        for half, part in enumerate(("gate", "up")):
-            if rule.target.endswith(f"mlp.{part}.weight"):
-                both = (first.replace(f"{part}_proj", "gate_up_proj"),)
-                rule = Rule(rule.target, both, lambda rows, half=half: rows.chunk(2)[half])
+            rule = Rule(rule.target, (rule.sources[0].replace("q_proj", "qkv_proj"),), of_one)
         rules.append(rule)
     return rules

@@ -9,6 +9,8 @@ Letters: R rows, C columns; r, c tiles of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,33 +66,48 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def dequantized(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], what: str) -> Tensor:
+def check_scales(
+    shape: Sequence[int],
+    dtype: torch.dtype | str,
+    of_scales: Sequence[int],
+    block: tuple[int, int],
+    what: str,
+) -> None:
+    """Raise ValueError unless a tensor, called `what`, and scales of these shapes fit together.
+
+    Args:
+        shape: of a matrix or a stack of them.
+        dtype: of it.
+        of_scales: their shape.
+        block: its rows and columns.
+    """
+    if dtype != FP8 or len(shape) < 2:
+        raise ValueError(
+            f"Expected {what} beside its scales to be matrices in {FP8}, got {list(shape)} in "
+            f"{dtype}."
+        )
+    *stack, R, C = shape
+    rows, columns = block
+    wanted = [*stack, -(-R // rows), -(-C // columns)]
+    if list(of_scales) != wanted:
+        raise ValueError(
+            f"Expected the scales of {what} to be {wanted}, one for {rows} x {columns} of its "
+            f"{list(shape)} numbers, got {list(of_scales)}."
+        )
+
+
+def dequantized(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int]) -> Tensor:
     """The matrix, or a stack of them, in fp32: each number times the scale of its block.
 
     Args:
         weight_RC: e4m3.
-        scales_rc: of blocks, any dtype of plain numbers.
+        scales_rc: of blocks, any dtype of plain numbers, see `check_scales`.
         block: its rows and columns.
-        what: they are called.
-
-    Raises:
-        ValueError: another dtype, or scales for another number of blocks.
     """
-    if weight_RC.dtype != FP8 or weight_RC.ndim < 2:
-        raise ValueError(
-            f"Expected {what} beside its scales to be matrices in {FP8}, got "
-            f"{list(weight_RC.shape)} in {weight_RC.dtype}."
-        )
-    *stack, R, C = weight_RC.shape
+    R, C = weight_RC.shape[-2:]
     rows, columns = block
-    wanted = [*stack, -(-R // rows), -(-C // columns)]
-    if list(scales_rc.shape) != wanted:
-        raise ValueError(
-            f"Expected the scales of {what} to be {wanted}, one for {rows} x {columns} of its "
-            f"{list(weight_RC.shape)} numbers, got {list(scales_rc.shape)}."
-        )
     found_RC = weight_RC.float()
-    tiles = scales_rc.float().flatten(0, -3) if stack else scales_rc.float()[None]
+    tiles = scales_rc.float().reshape(-1, *scales_rc.shape[-2:])
     for matrix, of_matrix in zip(found_RC.view(-1, R, C), tiles, strict=True):
         for some, of_some in zip(matrix.split(rows), of_matrix, strict=True):  # for the memory
             some *= of_some.repeat_interleave(columns)[:C]

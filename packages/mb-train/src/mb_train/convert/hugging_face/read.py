@@ -10,11 +10,17 @@ from typing import Any
 
 import mb_data
 import torch
-from mb_layers.state_dicts import translate
+from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.architecture import Architecture, Rules
+from mb_train.convert.hugging_face.architecture import (
+    EMBEDDING,
+    HEAD,
+    Architecture,
+    Rules,
+    copies_behind,
+)
 from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
@@ -22,8 +28,8 @@ from mb_train.convert.hugging_face.quantized import block_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
-    check_shapes,
     imported_config,
+    in_fp32,
     refuse_run,
     shapes_of,
     write_run,
@@ -35,7 +41,6 @@ from mb_train.tasks.architecture import transformer_config
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
-_HEAD = "lm_head.weight"
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
 _BERT_HEADS = ("lm_head.", "order_head.")  # by our names
 
@@ -45,13 +50,18 @@ def read_model(
     *,
     say: Callable[[str], None] = print,
     headless: bool = False,
+    mtp_num_layers: int | None = None,
     **fields: Any,
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     """The configuration and the weights of a Hugging Face folder, by our names.
+
+    Each weight is read when it is asked for, every time anew; of all of them together the shapes
+    are known to fit.
 
     Args:
         say: gets a line for each setting that is left out.
         headless: a BERT may be without its heads, all of them; then they are not among the weights.
+        mtp_num_layers: modules for further tokens to read, of those that there are; None: all.
         fields: of the configuration, over what the folder says.
 
     Raises:
@@ -70,7 +80,13 @@ def read_model(
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
     source = _tensors(folder, found, block_of(theirs))
-    for line in _guessers_left_out(source, behind, found.guessing):
+    modules = _modules(source, behind, found, mtp_num_layers)
+    config = dataclasses.replace(config, mtp_num_layers=len(modules))
+    for number in modules:
+        say(f"its layer {number} is read as a module of --mtp-num-layers; 0 would leave it out")
+    head = HEAD if HEAD in source else EMBEDDING
+    _leave_out_copies(source, folder, copies_behind(modules, head))
+    for line in _guessers_left_out(source, behind[len(modules) :], found):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
@@ -81,9 +97,9 @@ def read_model(
     rules = rules_of(config, transformer_config(config, vocab_size))
     embedding = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
     tied = not config.untie_embeddings_and_output_weights
-    if tied and _HEAD in source and embedding in source:
-        if torch.equal(source[_HEAD], source[embedding]):
-            source.leave_out(re.escape(_HEAD))
+    if tied and HEAD in source and embedding in source:
+        if torch.equal(source[HEAD], source[embedding]):
+            source.leave_out(re.escape(HEAD))
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
             rules = rules_of(config, transformer_config(config, vocab_size))
@@ -94,12 +110,13 @@ def read_model(
     if headless:
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
+    place = {name: number for number, name in enumerate(shapes)}
+    rules.sort(key=lambda rule: place.get(rule.target, 0))
+    weights = Translation(source, rules, shapes, shared=found.shared)
     try:
-        weights = translate(source, rules, shapes, shared=found.shared)
+        return config, in_fp32(weights, shapes, folder)
     except RuntimeError as error:  # parts that cannot be laid together
         raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
-    check_shapes(weights, shapes, folder)
-    return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
 def _config(
@@ -111,7 +128,7 @@ def _config(
         if vocab_size < 1:
             raise ValueError(f"Expected {path} to have a vocab_size above 0, got {vocab_size}.")
         config = imported_config(found.read(theirs), vocab_size, **fields)
-        return config, vocab_size, found.layers_left_out(theirs)
+        return config, vocab_size, found.numbers_behind(theirs)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
@@ -168,7 +185,17 @@ def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -
         source.rename(pattern, name)
     for pattern in found.left_out:
         source.leave_out(pattern)
-    for copy, name in found.copies.items():
+    _leave_out_copies(source, folder, found.copies)
+    return source
+
+
+def _leave_out_copies(source: TensorFolder, folder: Path, copies: Mapping[str, str]) -> None:
+    """Forget tensors that are there once more under another name.
+
+    Raises:
+        ValueError: they hold other numbers.
+    """
+    for copy, name in copies.items():
         if copy in source and name in source:
             if not torch.equal(source[copy], source[name]):
                 raise ValueError(
@@ -176,19 +203,45 @@ def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -
                     "model has something that ours have not."
                 )
             source.leave_out(re.escape(copy))
-    return source
 
 
-def _guessers_left_out(source: TensorFolder, behind: range, guessing: str | None) -> Iterator[str]:
-    """Leave out what there is of layers behind the last and their like, a line on each."""
-    why = "left out: it guesses tokens beyond the next, ours do not"
-    numbers = {int(found[1]) for found in map(_LAYER.match, source) if found is not None}
-    for number in sorted(n for n in numbers if n in behind):
+def _modules(source: TensorFolder, behind: range, found: Architecture, wanted: int | None) -> range:
+    """Numbers of the layers to read as modules for further tokens.
+
+    Raises:
+        ValueError: more are wanted than there are; some of those that config.json counts.
+    """
+    there = [number for number in _numbers(source) if number in behind]
+    if not found.reads_behind or not there:  # transformers writes none, whatever it counts
+        behind = behind[:0]
+    elif len(there) < len(behind) and wanted != 0:
+        raise ValueError(
+            f"Expected layers {behind[0]} to {behind[-1]} behind the last, of which config.json "
+            f"tells, got {', '.join(map(str, there))} alone. --mtp-num-layers 0 leaves them out."
+        )
+    if wanted is not None and not 0 <= wanted <= len(behind):
+        raise ValueError(
+            f"Expected --mtp-num-layers of at most {len(behind)}, the modules for further tokens "
+            f"that there are, got {wanted}."
+        )
+    return behind[:wanted]
+
+
+def _numbers(source: TensorFolder) -> list[int]:
+    """Of the layers in a folder."""
+    return sorted({int(layer[1]) for layer in map(_LAYER.match, source) if layer is not None})
+
+
+def _guessers_left_out(source: TensorFolder, behind: range, found: Architecture) -> Iterator[str]:
+    """Leave out what there is of these layers behind the last and their like, a line on each."""
+    ours = "it was not asked for" if found.reads_behind else "ours do not so"
+    for number in (number for number in _numbers(source) if number in behind):
         source.leave_out(rf"model\.layers\.{number}\..*")
-        yield f"its layer {number} is {why}"
+        yield f"its layer {number} is left out: it guesses tokens beyond the next, {ours}"
+    guessing = found.guessing
     if guessing is not None and (name := next(filter(re.compile(guessing).match, source), None)):
         source.leave_out(guessing)
-        yield f"what {name} belongs to is {why}"
+        yield f"what {name} belongs to is left out: it guesses tokens beyond the next, ours do not"
 
 
 def import_model(
@@ -197,6 +250,7 @@ def import_model(
     *,
     tokenizer: str | None = None,
     divisible_by: int = 1,
+    mtp_num_layers: int | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Make a run folder of a Hugging Face folder: to evaluate, generate from, or `--finetune`.
@@ -206,6 +260,7 @@ def import_model(
     Args:
         tokenizer: by name or file; None takes the one in the folder.
         divisible_by: rows of the vocabulary come in a multiple of it, as tensor parallelism wants.
+        mtp_num_layers: see `read_model`.
 
     Raises:
         ValueError: as `read_model`; no tokenizer; a target that holds a run.
@@ -220,7 +275,7 @@ def import_model(
         fields, own = find_tokenizer(source)
     else:
         fields, own = named_tokenizer(tokenizer), []
-    config, weights = read_model(source, say=say, **fields)
+    config, weights = read_model(source, say=say, mtp_num_layers=mtp_num_layers, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
     if wanted > rows:

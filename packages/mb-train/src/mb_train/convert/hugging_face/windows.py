@@ -11,7 +11,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.flags.layer_patterns import every_nth_full
 
-_NEAR, _FULL = "sliding_attention", "full_attention"
+NEAR, FULL = "sliding_attention", "full_attention"
 LAYER_TYPES = "layer_types"
 
 
@@ -58,12 +58,12 @@ def by_type(config: Json, default: int | None) -> int | None:
     if types is None:
         return default
     layers = config["num_hidden_layers"]
-    if len(types) != layers or not {_NEAR, _FULL}.issuperset(types):
+    if len(types) != layers or not {NEAR, FULL}.issuperset(types):
         raise ValueError(
-            f"Expected {LAYER_TYPES} of config.json to be {_NEAR} or {_FULL} for each of {layers} "
+            f"Expected {LAYER_TYPES} of config.json to be {NEAR} or {FULL} for each of {layers} "
             f"layers, got {types}: this model has something that ours have not."
         )
-    return every_nth_full([kind == _NEAR for kind in types])
+    return every_nth_full([kind == NEAR for kind in types])
 
 
 def by_number(config: Json) -> int | None:
@@ -97,4 +97,4 @@ def window_config(config: TrainConfig) -> dict[str, Any]:
 def layer_types(config: TrainConfig) -> list[str]:
     """The kind of each layer."""
     layers = range(whole(config.num_layers))
-    return [_NEAR if config.has_window(layer) else _FULL for layer in layers]
+    return [NEAR if config.has_window(layer) else FULL for layer in layers]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from mb_layers.state_dicts import translate_back
+from mb_layers.on_demand import Changed, OnDemand, Picked
+from mb_layers.state_dicts import Rule, Translation, reversed_rules
+from torch import Tensor
 
+from mb_train.checkpoint.finite import all_finite
+from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face.architecture import EMBEDDING, HEAD, copies_behind
 from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.convert.hugging_face.safetensors_files import write_tensors
 from mb_train.convert.hugging_face.tokenizer import write_tokenizer
 from mb_train.folder.whole_files import replaceable, replaced_folder, write_text
-from mb_train.loading import load_trained
+from mb_train.loading import Trained, outlined
 
 
 def export_model(
@@ -21,39 +27,31 @@ def export_model(
     target: Path,
     *,
     dtype: torch.dtype = torch.float32,
+    mtp_num_layers: int | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Write the model of a run as a Hugging Face folder.
 
     Args:
         dtype: of the weights written.
+        mtp_num_layers: modules for further tokens to write, of those that there are; None: all.
 
     Raises:
         ValueError: no checkpoint, a model that Hugging Face has no architecture for, weights that
             `dtype` cannot hold, or a target that is there already.
         OSError: files that cannot be read or written.
     """
+    from mb_train.checkpoint.weights import SavedWeights
+
     _refuse_filled(target)
-    trained = load_trained(run, kinds=("gpt", "bert", "t5"))
-    config, state = trained.config, trained.model.state_dict()
+    trained = outlined(run, kinds=("gpt", "bert", "t5"), mtp_num_layers=mtp_num_layers)
+    config = trained.config
     found = architecture_for(config)
     assert found.config is not None
-    rules = found.rules(config, trained.model.config)
-    names = [name for rule in rules for name in rule.sources]
-    # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
-    exact = {name for name, _ in trained.model.named_buffers()}
-    state = {name: t if name in exact else t.to(dtype) for name, t in state.items()}
-    weights = translate_back(state, rules, names)
-    weights = {
-        name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
-        for name, tensor in weights.items()
-    }
-    large = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
-    if large is not None:
-        raise ValueError(
-            f"Expected weights that {dtype} can hold, got larger ones in {large}. Give --dtype "
-            "bf16."
-        )
+    back = found.back or (lambda *of: reversed_rules(found.rules(*of)))
+    rules = back(config, trained.model.config)
+    ours = SavedWeights(trained.checkpoint, trained.model, left_out=trained.left_out)
+    weights = _named(_theirs(ours, trained, rules, dtype), found.prefix, config)
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],
@@ -66,16 +64,46 @@ def export_model(
         **found.config(config),
     }
     with replaced_folder(target) as draft:
-        write_tensors(draft, weights)
+        write_tensors(draft, Changed(weights, partial(_checked, dtype)))
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
         there = write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
         _refuse_filled(target)  # by another, while this was written
-    say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
+    count = sum(outline.numel() for outline in weights.outlines().values())
+    say(f"{found.name} with {count:,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
     if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
+
+
+def _theirs(
+    ours: Mapping[str, Tensor], trained: Trained, rules: Sequence[Rule], dtype: torch.dtype
+) -> OnDemand[Rule]:
+    """Tensors by their names, those of one of ours one after the other."""
+    # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
+    exact = {name for name, _ in trained.model.named_buffers()}
+    state = Changed(ours, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
+    return Translation(state, rules, [rule.target for rule in rules], shared=True)
+
+
+def _named(weights: Mapping[str, Tensor], prefix: str, config: TrainConfig) -> Picked:
+    """Tensors by their names in files, which hold some of them more than once."""
+    names = {n if n.startswith("lm_head.") else f"{prefix}{n}": n for n in weights}
+    last = whole(config.num_layers)
+    modules = range(last, last + config.mtp_num_layers)
+    copies = copies_behind(modules, HEAD if HEAD in names else EMBEDDING)
+    # Behind what they are copies of, which is read once for all of them.
+    again = {name: [copy for copy, of in copies.items() if of == name] for name in names}
+    return Picked({n: (weights, names[name]) for name in names for n in (name, *again[name])})
+
+
+def _checked(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:
+    if not weight.is_meta and not all_finite([weight]):
+        raise ValueError(
+            f"Expected weights that {dtype} can hold, got larger ones in {name}. Give --dtype bf16."
+        )
+    return weight
 
 
 def _refuse_filled(target: Path) -> None:

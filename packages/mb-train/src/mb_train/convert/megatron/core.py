@@ -7,7 +7,7 @@ experts of a layer are modules (`local_experts.K`), the numbered weights of one 
 tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], as ours
 are; those of a gated linear_fc1 are gate over up, in each rank. Maps of latent attention have our
 rows too, but for the rotated ones (`rotated_rows`); those down to a latent are on each rank, or, in
-local layers, a share of their rows.
+local layers, a share of their rows. Modules for further tokens are mtp.layers.K on the last stage.
 
 Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
 """
@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from mb_layers.state_dicts import Rule, translate
+from mb_layers.on_demand import Picked
+from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
@@ -33,6 +34,7 @@ from mb_train.convert.rotated_rows import in_halves
 # Names of the several kinds of layers, and the one of each tensor here.
 _NAMES = (
     (r"^decoder\.", ""),
+    (r"^(mtp\.layers\.\d+\.)(transformer_layer|mtp_model_layer)\.", r"\1"),
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm."),
@@ -44,6 +46,7 @@ _JOINED = (
     (r"linear_(qkv|gate|up)\.(weight|bias)", 0),
     (r"linear_(q|q_up|kv_up|q_down|kv_down)_proj\.weight", 0),
     (r"linear_(proj|fc2)\.weight", 1),
+    (r"eh_proj\.weight", 0),
     (r"core_attention\.softmax_offset", 0),
 )
 # Ours, and what it is there; then those of a layer.
@@ -67,6 +70,10 @@ _LAYER = {
     "mlp.gate": "mlp.linear_gate", "mlp.up": "mlp.linear_up", "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router", "mlp.experts": "mlp.experts.{}",
     "mlp.shared_expert": "mlp.shared_experts",
+}  # fmt: skip
+# Of a module for further tokens, besides its layer.
+_BEHIND = {
+    "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "stack.norm": "final_layernorm",
 }  # fmt: skip
 # Of these the last rows are rotated: of each head's, or the one key that all heads share.
 _ROTATED = {"attention.q": True, "attention.q_up": True, "attention.kv_down": False}
@@ -159,22 +166,18 @@ def _one_by_one(model: Mapping[str, Any], experts: int) -> Iterator[tuple[str, T
 
 def _renamed(
     wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
-) -> dict[str, Tensor]:
-    source = wholes[0]
-    if len(wholes) > 1:  # else it may be one that reads its tensors when they are asked for
-        source = {name: tensor for whole in wholes for name, tensor in whole.items()}
+) -> Mapping[str, Tensor]:
+    source = Picked({name: (whole, name) for whole in wholes for name in whole})
     names = shapes_of(config, vocab_size)
     # As they lie there: a shard of a distributed checkpoint may hold those of all layers.
     place = {name: number for number, name in enumerate(source)}
     rules = [_rule(name, config, source) for name in names]
     rules.sort(key=lambda rule: place.get(rule.sources[0], 0))
-    return translate(source, rules, names)
+    return Translation(source, rules, names)
 
 
 def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
-    match = re.fullmatch(r"stack\.blocks\.(\d+)\.(.+)", ours)
-    module, _, kind = (match[2] if match else ours).rpartition(".")
-    prefix = f"layers.{match[1]}.{_LAYER[module]}" if match else _TOP[module]
+    prefix, module, kind = _place(ours)
     if module in _ROTATED:
         groups = whole(config.num_attention_heads) if _ROTATED[module] else 1
         rotated = config.qk_pos_emb_head_dim
@@ -190,6 +193,19 @@ def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
         return Rule(ours, (together,))
     sources = [f"{prefix.format(expert)}.{part}.{theirs}" for expert in experts for part in parts]
     return Rule(ours, tuple(sources), lambda *t: _stacked(t, len(parts)))
+
+
+def _place(ours: str) -> tuple[str, str, str]:
+    """Of a tensor its module's name there, the module's name here within a layer, what it is."""
+    behind = re.fullmatch(r"mtp\.(\d+)\.(.+)", ours)
+    within = "layers" if behind is None else f"mtp.layers.{behind[1]}"
+    name = ours if behind is None else behind[2]
+    layer = re.fullmatch(r"stack\.blocks\.(\d+)\.(.+)", name)
+    module, _, kind = (name if layer is None else layer[2]).rpartition(".")
+    if layer is None:
+        return (_TOP[module] if behind is None else f"{within}.{_BEHIND[module]}"), module, kind
+    number = f".{layer[1]}" if behind is None else ""
+    return f"{within}{number}.{_LAYER[module]}", module, kind
 
 
 def _stacked(tensors: Sequence[Tensor], parts: int) -> Tensor:

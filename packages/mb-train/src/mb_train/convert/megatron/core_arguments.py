@@ -23,7 +23,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_num_layers", "apply_layernorm_1p", "rotary_interleaved",
+    "mtp_use_repeated_layer", "apply_layernorm_1p", "rotary_interleaved",
     "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
@@ -31,6 +31,7 @@ _REFUSED = (
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
     "hybrid_layer_pattern", "retro_add_retriever",
+    "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (

@@ -107,16 +107,24 @@ class SavedTensor:
             )
         shard.check(f"a shard of {self.name}", prod(shard.sizes) * self.dtype.itemsize)
 
+    def outline(self, *within: tuple[int, int]) -> Tensor:
+        """What `read` gives, without numbers."""
+        shape = [stop - start for start, stop in self._all_ranges(within)]
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _all_ranges(self, within: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [*within, *((0, size) for size in self.size[len(within) :])]
+
     def read(self, *within: tuple[int, int]) -> Tensor:
         """The part inside these ranges of its first axes, with all of the others."""
-        ranges = [*within, *((0, size) for size in self.size[len(within) :])]
+        ranges = self._all_ranges(within)
         (first, last), *_ = ranges
         # Of the thousands that a tensor of all layers may have, only those that may lie within.
         here = slice(
             bisect_right(self._firsts, first - self._longest), bisect_left(self._firsts, last)
         )
         # Where shards overlapped and left a hole, it would hold no number rather than any.
-        found = torch.full([stop - start for start, stop in ranges], torch.nan, dtype=self.dtype)
+        found = torch.full_like(self.outline(*within), torch.nan, device="cpu")
         for shard in self._shards[here]:
             axes = list(zip(ranges, shard.offsets, shard.sizes, strict=True))
             common = [(max(a, o), min(b, o + n)) for (a, b), o, n in axes]

@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mb_layers.compat import from_megablocks
-from mb_layers.state_dicts import Rule, translate
+from mb_layers.on_demand import Changed, Picked
+from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig
@@ -145,20 +146,22 @@ def _flat(model: Any, _: Namespace, __: int) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if not name.endswith("_extra_state")}
 
 
-def reordered(whole: Mapping[str, Tensor], args: Namespace, version: float) -> dict[str, Tensor]:
+def reordered(whole: Mapping[str, Tensor], args: Namespace, version: float) -> Mapping[str, Tensor]:
     """The tensors of a checkpoint of an older version with today's rows of fused projections."""
     ranks, heads, size = args.tensor_model_parallel_size, args.num_attention_heads, args.kv_channels
     rows, q_k_v = ((ranks, 3, -1, size), 1) if version == 0 else ((1, heads, size, 3), 3)
-    fused = (name for name in whole if re.search(_FUSED + "$", name))
-    return {
-        **whole,
-        **{n: whole[n].unflatten(0, rows).movedim(q_k_v, 2).flatten(0, 3) for n in fused},
-    }
+
+    def today(name: str, tensor: Tensor) -> Tensor:
+        if not re.search(_FUSED + "$", name):
+            return tensor
+        return tensor.unflatten(0, rows).movedim(q_k_v, 2).flatten(0, 3)
+
+    return Changed(whole, today)
 
 
 def _renamed(
     wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor]:
     built = transformer_config(config, vocab_size)
     rules = [
         Rule("embedding.tokens.weight", ("embedding.word_embeddings.weight",)),
@@ -178,9 +181,9 @@ def _renamed(
         for ours, theirs in names.items()
         for kind in ("weight", "bias")
     ]
-    source = {name: tensor for name, tensor in wholes[0].items() if _EXPERTS not in name}
-    plain = translate(source, rules, [rule.target for rule in rules])
-    return plain | experts
+    source = Picked({name: (wholes[0], name) for name in wholes[0] if _EXPERTS not in name})
+    plain = Translation(source, rules, [rule.target for rule in rules])
+    return Picked({name: (some, name) for some in (plain, experts) for name in some})
 
 
 LAYOUT = Layout(

@@ -43,7 +43,7 @@ class Layout:
     kept: str
     head: str
     config: Callable[[Namespace, Collection[str], str], TrainConfig]
-    renamed: Callable[[Sequence[Mapping[str, Tensor]], TrainConfig, int], dict[str, Tensor]]
+    renamed: Callable[[Sequence[Mapping[str, Tensor]], TrainConfig, int], Mapping[str, Tensor]]
     or_whole: str = "(?!)"
 
 

@@ -15,9 +15,10 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from mb_layers.on_demand import OnDemand
 from torch import Tensor
 
 from mb_train.convert.megatron import safe_pickle
@@ -122,9 +123,30 @@ def _is_of(content: Mapping[str, Any], layout: Layout) -> bool:
     return any(name.startswith(layout.parts) for model in _models_of(content) for name in model)
 
 
-def _whole_models(
-    ranks: Mapping[Rank, Any], layout: Layout, folder: Path
-) -> list[dict[str, Tensor]]:
+class _Share(NamedTuple):
+    """A tensor: what each tensor-parallel rank has of it, or the first has of one they all hold."""
+
+    parts: tuple[Tensor, ...]
+    dim: int = 0
+
+    def joined(self) -> Tensor:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=self.dim)
+
+
+class _Whole(OnDemand[_Share]):
+    """The tensors of a model, each joined when it is asked for."""
+
+    def read(self, place: _Share) -> Tensor:
+        return place.joined()
+
+    def outlines(self) -> dict[str, Tensor]:
+        return {
+            name: _Share(tuple(part.to("meta") for part in share.parts), share.dim).joined()
+            for name, share in self.places.items()
+        }
+
+
+def _whole_models(ranks: Mapping[Rank, Any], layout: Layout, folder: Path) -> list[_Whole]:
     """Flat state dicts, layers by their number in the model: embedding.*, layers.N.*, ...
 
     The first holds all, further ones what each further `kind` rank has of the experts. A tied
@@ -133,7 +155,7 @@ def _whole_models(
     tensors, kinds, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
     args = ranks[0, 0, 0]["args"]
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    wholes: list[dict[str, Tensor]] = [{} for _ in kinds]
+    wholes = [_Whole() for _ in kinds]
     first_layer = 0
     for chunk, stage in product(range(chunks), stages):
         key = "model" if chunks == 1 else f"model{chunk}"
@@ -142,32 +164,38 @@ def _whole_models(
             models = [ranks[tensor, kind, stage][key] for tensor in tensors]
             shares = [layout.flat(model, args, kind) for model in models]
             joined = _joined(shares, layout, folder)
-            here = {_numbered(name, first_layer): tensor for name, tensor in joined.items()}
+            here = {_numbered(name, first_layer): share for name, share in joined.items()}
             if kind == 0:
-                whole.update(here)
+                there = whole.places.keys() & here.keys()
+                if other := [n for n in there if not torch.equal(whole[n], here[n].joined())]:
+                    raise ValueError(
+                        f"Expected all stages in {folder} to hold the same {min(other)}, got "
+                        "others: they are of no one model."
+                    )
+                whole.places.update(here)
                 layers = {name.split(".")[1] for name in here if name.startswith("layers.")}
                 continue
-            whole.update((name, tensor) for name, tensor in here.items() if layout.kept in name)
+            whole.places.update((n, share) for n, share in here.items() if layout.kept in n)
             for name in here:
                 if re.search(layout.own, name):
                     continue
-                of_first = wholes[0].get(name)
-                if of_first is None or _differ(here[name], of_first):
+                if name not in wholes[0] or _differ(here[name].joined(), wholes[0][name]):
                     raise ValueError(
                         f"Expected {layout.kind} ranks 0 and {kind} in {folder} to hold the same "
                         f"{name}, got others: they are of no one model."
                     )
         first_layer += len(layers)
     tied = not getattr(args, "untie_embeddings_and_output_weights", False)
-    head = wholes[0].pop(layout.head, None) if tied else None
-    if head is not None and not torch.equal(head, wholes[0]["embedding.word_embeddings.weight"]):
+    head = wholes[0].places.pop(layout.head, None) if tied else None
+    embedding = "embedding.word_embeddings.weight"
+    if head is not None and not torch.equal(head.joined(), wholes[0][embedding]):
         raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
     return wholes
 
 
 def _joined(
     shares: Sequence[Mapping[str, Tensor]], layout: Layout, folder: Path
-) -> dict[str, Tensor]:
+) -> dict[str, _Share]:
     """The tensors of a stage, of all its tensor-parallel ranks."""
     for tensor, share in enumerate(shares):
         for name, weight in share.items():
@@ -177,20 +205,20 @@ def _joined(
                 f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}, but "
                 f"{min(differing)} is of one of them alone."
             )
-    return {name: _join(name, shares, layout, folder) for name in shares[0]}
+    return {name: _share(name, shares, layout, folder) for name in shares[0]}
 
 
-def _join(
+def _share(
     name: str, shares: Sequence[Mapping[str, Tensor]], layout: Layout, folder: Path
-) -> Tensor:
-    """A tensor of all tensor-parallel ranks."""
+) -> _Share:
+    """What tensor-parallel ranks have of a tensor; whether they agree is looked at here."""
     first = shares[0][name]
     maybe_whole = re.search(layout.or_whole + "$", name)
     if maybe_whole and not any(_differ(share[name], first) for share in shares):
-        return first
+        return _Share((first,))
     for pattern, dim in layout.joined:
         if re.search(pattern + "$", name):
-            return torch.cat([share[name] for share in shares], dim=dim)
+            return _Share(tuple(share[name] for share in shares), dim)
     for tensor, share in enumerate(shares[1:], 1):
         if _differ(share[name], first):
             why = " Experts become so under --sequence-parallel." * bool(
@@ -200,7 +228,7 @@ def _join(
                 f"Expected tensor ranks 0 and {tensor} in {folder} to hold the same {name}, got "
                 f"others: they are of no one model.{why}"
             )
-    return first
+    return _Share((first,))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -9,16 +9,18 @@ What the optimizer keeps is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from mb_layers.on_demand import Picked
 from torch import Tensor
 
 from mb_train.config import TrainConfig
 from mb_train.convert.megatron import core, fork
 from mb_train.convert.megatron.ranks import read_ranks
 from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
-from mb_train.convert.new_run import check_shapes, refuse_run, shapes_of, write_run
+from mb_train.convert.new_run import in_fp32, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
@@ -34,13 +36,16 @@ def is_megatron(folder: Path) -> bool:
 
 
 def read_megatron(
-    folder: Path, *, tokenizer: str | None = None
-) -> tuple[TrainConfig, dict[str, Tensor]]:
+    folder: Path, *, tokenizer: str | None = None, mtp_num_layers: int | None = None
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     """The configuration and the weights of a GPT, by our names.
+
+    A weight is read when it is asked for, every time anew. In their order none is read twice.
 
     Args:
         folder: iter_XXXXXXX, or the folder that it is in.
         tokenizer: by name or file; None is GPT-2's, if that is what the checkpoint names.
+        mtp_num_layers: modules for further tokens to read, of those that there are; None: all.
 
     Raises:
         ValueError: another model, or another tokenizer than GPT-2's and none is given; ranks that
@@ -48,7 +53,7 @@ def read_megatron(
     """
     folder = _iteration(folder)
     try:
-        return _read(folder, tokenizer)
+        return _read(folder, tokenizer, mtp_num_layers)
     except AttributeError as error:
         raise ValueError(f"The arguments in {folder} lack {error.name}.") from None
     except KeyError as error:
@@ -58,7 +63,9 @@ def read_megatron(
         raise ValueError(f"{folder} has a value that it should not have: {error}.") from None
 
 
-def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, Tensor]]:
+def _read(
+    folder: Path, tokenizer: str | None, modules: int | None
+) -> tuple[TrainConfig, Mapping[str, Tensor]]:
     saved = read_distributed(folder) if is_distributed(folder) else read_ranks(folder, _LAYOUTS)
     layout, args = saved.layout, saved.common["args"]
     version = saved.common.get("checkpoint_version", 0)  # as Megatron takes one that does not say
@@ -77,19 +84,46 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
             f"The arguments in {folder} are of no model that is known: {error}"
         ) from None
     wholes = saved.wholes()
+    if modules is not None:
+        config, wholes = _with_modules(config, wholes, modules)
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
     if version < 2:
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
-    check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
-    # One after the other goes: in two precisions at once all of them may be too many.
-    return config, {name: weights.pop(name).float().contiguous() for name in list(weights)}
+    return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
+
+
+def _with_modules(
+    config: TrainConfig, wholes: Sequence[Mapping[str, Tensor]], modules: int
+) -> tuple[TrainConfig, list[Mapping[str, Tensor]]]:
+    """A model with the first of its modules for further tokens alone."""
+    there = config.mtp_num_layers
+    if not 0 <= modules <= there:
+        raise ValueError(
+            f"Expected --mtp-num-layers of at most {there}, the modules for further tokens that "
+            f"there are, got {modules}."
+        )
+    beginnings = tuple(f"mtp.layers.{number}." for number in range(modules, there))
+    kept: list[Mapping[str, Tensor]] = [
+        Picked({name: (whole, name) for name in whole if not name.startswith(beginnings)})
+        for whole in wholes
+    ]
+    fewer = replace(config, mtp_num_layers=modules)
+    # A layer's losses weigh as much in the mean of fewer layers.
+    share = fewer.moe_layers / max(config.moe_layers, 1)
+    weights = {n: share * getattr(config, n) for n in ("moe_loss_weight", "moe_z_loss_weight")}
+    return replace(fewer, **weights), kept
 
 
 def import_megatron(
-    source: Path, target: Path, *, tokenizer: str | None = None, say: Callable[[str], None] = print
+    source: Path,
+    target: Path,
+    *,
+    tokenizer: str | None = None,
+    mtp_num_layers: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Make a run folder of such a checkpoint: to evaluate, generate from, or `--finetune`.
 
@@ -97,7 +131,7 @@ def import_megatron(
         ValueError: as `read_megatron`; a target that holds a run.
     """
     refuse_run(target)
-    config, weights = read_megatron(source, tokenizer=tokenizer)
+    config, weights = read_megatron(source, tokenizer=tokenizer, mtp_num_layers=mtp_num_layers)
     write_run(target, config, weights, say=say)
 
 

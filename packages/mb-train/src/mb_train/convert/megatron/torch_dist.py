@@ -21,13 +21,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mb_layers.on_demand import OnDemand
 from torch import Tensor
 
 from mb_train.convert.megatron import safe_pickle
 from mb_train.convert.megatron.core import LAYOUT, common_name, names_within
 from mb_train.convert.megatron.distcp import SavedTensor, Shard, read_folder
 from mb_train.convert.megatron.layout import Saved
-from mb_train.convert.on_demand import OnDemand
 from mb_train.folder.checksums import SUMS_FILE
 from mb_train.folder.run_folder import RUN_FILE
 from mb_train.untrusted import json_of
@@ -41,7 +41,7 @@ _TURN = (
 )
 # Whatever may be beside the model's tensors; all else is the model's, and has to be known.
 _LEFT_OUT = re.compile(r"(chained_\d+\.)*optimizer\..*|.*_extra_state(/shard_.*)?")
-_MODEL = re.compile(r"(model\.|module\.)*(decoder|embedding|output_layer)\.")
+_MODEL = re.compile(r"(model\.|module\.)*(decoder|embedding|output_layer|mtp)\.")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
 
 
@@ -53,12 +53,16 @@ class _Part(NamedTuple):
     number: int
     parts: int
 
-    def read(self) -> Tensor:
-        ranges = [] if self.layer is None else [(self.layer, self.layer + 1)]
+    def ranges(self) -> list[tuple[int, int]]:
+        """Of its first axes."""
+        found = [] if self.layer is None else [(self.layer, self.layer + 1)]
         if self.parts > 1:
-            rows = self.tensor.size[len(ranges)] // self.parts
-            ranges.append((self.number * rows, (self.number + 1) * rows))
-        read = self.tensor.read(*ranges)
+            rows = self.tensor.size[len(found)] // self.parts
+            found.append((self.number * rows, (self.number + 1) * rows))
+        return found
+
+    def of(self, read: Tensor) -> Tensor:
+        """It, from what lies within these ranges."""
         return read if self.layer is None else read[0]
 
 
@@ -81,7 +85,13 @@ class DistributedModel(OnDemand[_Part]):
                 self.places[name] = part
 
     def read(self, place: _Part) -> Tensor:
-        return place.read()
+        return place.of(place.tensor.read(*place.ranges()))
+
+    def outlines(self) -> dict[str, Tensor]:
+        return {
+            name: place.of(place.tensor.outline(*place.ranges()))
+            for name, place in self.places.items()
+        }
 
 
 def _parts_of(key: str, tensor: SavedTensor, args: Namespace) -> Iterator[tuple[str, _Part]]:

@@ -1,0 +1,122 @@
+"""OLMo 2 and 3, FlexOlmo and EXAONE 4: the output of each half of a block is normed, not its input.
+
+OLMo's queries and keys have norms over all heads at once (arXiv 2501.00656), EXAONE's over each
+head (arXiv 2507.11407). FlexOlmo has OLMoE's experts (arXiv 2507.07024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.llama import (
+    llama_config,
+    llama_fields,
+    olmoe_config,
+    olmoe_fields,
+    rope_of,
+)
+from mb_train.convert.hugging_face.windows import (
+    FULL,
+    LAYER_TYPES,
+    NEAR,
+    all_layers,
+    by_type,
+    layer_types,
+    window_fields,
+)
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+}  # fmt: skip
+_WINDOW = 4096
+_OLMO3_BASE = 500_000.0
+# What each class has for a setting that a file leaves out, sizes of the model apart.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "olmo2": _DEFAULTS,
+    "olmo3": {**_DEFAULTS, "rope_theta": _OLMO3_BASE, "sliding_window": _WINDOW},
+    "flex_olmo": {
+        **_DEFAULTS, "rope_theta": 500_000.0, "rms_norm_eps": 1e-6, "num_experts": 7,
+        "num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+    },
+    "exaone4": {
+        **_DEFAULTS, "num_key_value_heads": 32, "sliding_window": _WINDOW,
+        "sliding_window_pattern": 4,
+    },
+}  # fmt: skip
+_OUTPUT = {"norm_placement": "output", "qk_layernorm": True}
+
+
+def olmo2_fields(config: Json) -> dict[str, Any]:
+    """Llama's with these norms."""
+    return llama_fields(config) | _OUTPUT | {"qk_layernorm_over": "width"}
+
+
+def olmo3_fields(config: Json) -> dict[str, Any]:
+    """The same with windows in all layers but every fourth, or as said."""
+    # Beside the ropes of each kind of layer these are of layers without a window alone.
+    refuse(config, rope_scaling=(None,))
+    if "rope_theta" not in rope_of(config):
+        refuse(config, rope_theta=(_OLMO3_BASE,))
+    return olmo2_fields(config) | window_fields(config, by_type(config, 4))
+
+
+def olmo3_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    found = llama_config(config)
+    # Their class wants a window though no layer has it.
+    window = {} if config.windows else {"sliding_window": _WINDOW}
+    ropes = dict.fromkeys((FULL, NEAR), found["rope_parameters"])
+    types = {LAYER_TYPES: layer_types(config)}
+    return found | window | types | {"rope_parameters": ropes, "rope_scaling": None}
+
+
+def flex_olmo_fields(config: Json) -> dict[str, Any]:
+    """OLMoE's with these norms, and heads of any width."""
+    width = llama_fields(config)["kv_channels"]
+    return olmoe_fields(config) | _OUTPUT | {"kv_channels": width}
+
+
+def flex_olmo_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    return olmoe_config(config)
+
+
+def exaone4_fields(config: Json) -> dict[str, Any]:
+    """Llama's with norms of heads.
+
+    Raises:
+        ValueError: layers without a window beside others, in which nothing is rotated.
+    """
+    pattern = config["sliding_window_pattern"]
+    every = by_type(config, pattern if isinstance(pattern, int) else None)
+    if config["sliding_window"] is not None and (every is None or every < all_layers(config)):
+        raise ValueError(
+            "Expected sliding_window of config.json to be None, or in all layers, got "
+            f"{config['sliding_window']} in some: their class has no positions in the others, and "
+            "this model has something that ours have not."
+        )
+    return (
+        llama_fields(config)
+        | window_fields(config, every)
+        | _OUTPUT
+        | {"qk_layernorm_over": "head"}
+    )
+
+
+def exaone4_config(config: TrainConfig) -> dict[str, Any]:
+    """Back.
+
+    Raises:
+        ValueError: windows in some layers.
+    """
+    if config.windows is not None and config.windows[1] is not None:
+        raise ValueError(
+            "Hugging Face has no architecture for this model: the nearest, Exaone4ForCausalLM, has "
+            "no positions in layers without a window beside others, got --window-attn-skip-freq "
+            f"{config.window_attn_skip_freq}."
+        )
+    said = {LAYER_TYPES: layer_types(config), "sliding_window_pattern": None}
+    return llama_config(config) | said

@@ -1,0 +1,241 @@
+"""Modules for further tokens in Hugging Face's files: layers behind the last, by DeepSeek's names.
+
+Transformers passes over them, so the reference is its own layer of the same kind, in the formula.
+"""
+
+import json
+
+import mb_train.checkpoint.weights as weights_of_checkpoints
+import pytest
+import torch
+import torch.nn.functional as F
+from mb_train.cli import main
+from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
+from mb_train.loading import load_trained
+from mb_train.models.gpt import GPT
+from mb_train.tasks.architecture import transformer_config
+from safetensors import safe_open
+from their_models import logits_of, theirs
+
+KINDS = {"deepseek_v3": 1, "glm4_moe": 2, "glm4_moe_lite": 1}
+D, V = 48, 77
+
+
+def published(folder, kind, modules):
+    """A folder as their makers publish it; the model without modules, and the layers of these.
+
+    The layers are the last of a deeper model.
+    """
+    deep = theirs(kind, num_hidden_layers=3 + modules)
+    model = theirs(kind, num_hidden_layers=3)
+    trunk = model.state_dict()
+    model.load_state_dict({n: t for n, t in deep.state_dict().items() if n in trunk})
+    model.save_pretrained(folder)
+    deep.save_pretrained(folder / "deep")
+    layers = dict(TensorFolder(folder / "deep"))
+    weights = dict(TensorFolder(folder))
+    weights |= {n: t for n, t in layers.items() if n.startswith("model.layers.")}
+    for number in range(3, 3 + modules):
+        for name, shape in {
+            "enorm": (D,), "hnorm": (D,), "shared_head.norm": (D,), "eh_proj": (D, 2 * D),
+        }.items():  # fmt: skip
+            weights[f"model.layers.{number}.{name}.weight"] = 1 + 0.3 * torch.randn(shape)
+        for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            weights[f"model.layers.{number}.{copy}.weight"] = weights[f"{name}.weight"].clone()
+    write_tensors(folder, weights)
+    change_config(folder, num_nextn_predict_layers=modules)
+    return model, deep, weights
+
+
+def change_config(folder, **settings):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def their_losses(model, deep, weights, text_BS, modules):
+    """Means of the cross entropy of the next token, and of those further on, by the formula."""
+    tokens_BS, eps = text_BS[:, :-1], model.config.rms_norm_eps
+    x_BSD = model.model(tokens_BS).last_hidden_state
+    scores = [model.lm_head(x_BSD)]
+    S = tokens_BS.shape[1]
+    positions = torch.arange(S)[None]
+    for number in range(3, 3 + modules):
+        k = number - 2
+
+        def norm(x, name, number=number):
+            return F.rms_norm(x, (D,), weights[f"model.layers.{number}.{name}.weight"], eps)
+
+        further_BS = F.pad(text_BS[:, k:], (0, k - 1))[:, :S]
+        e_BSD = norm(model.model.embed_tokens(further_BS), "enorm")
+        both = torch.cat([e_BSD, norm(x_BSD, "hnorm")], dim=2)
+        z_BSD = both @ weights[f"model.layers.{number}.eh_proj.weight"].T
+        turned = deep.model.rotary_emb(z_BSD, positions)
+        z_BSD = deep.model.layers[number](
+            z_BSD, attention_mask=None, position_ids=positions, position_embeddings=turned
+        )
+        x_BSD = norm(z_BSD, "shared_head.norm")
+        scores.append(model.lm_head(x_BSD))
+    return [
+        F.cross_entropy(s[:, : S - k].flatten(0, 1), text_BS[:, k + 1 :].flatten())
+        for k, s in enumerate(scores)
+    ]
+
+
+def our_losses(model, text_BS, modules):
+    B, S = text_BS.shape[0], text_BS.shape[1] - 1
+    batch = {"labels_BS": text_BS[:, 1:], "weights_BS": torch.full((B, S), 1 / (B * S))}
+    for k in range(1, modules + 1):
+        weights_BS = torch.full((B, S), 1 / (B * (S - k)))
+        weights_BS[:, S - k :] = 0
+        batch |= {
+            f"labels_{k}_BS": F.pad(text_BS[:, k + 1 :], (0, k)),
+            f"weights_{k}_BS": weights_BS,
+        }
+    return model(text_BS[:, :-1], **batch)
+
+
+def read_in(folder, **how):
+    config, weights = read_model(folder, say=lambda line: None, **how)
+    model = GPT(transformer_config(config, V))
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_compute_what_they_were_published_for(tmp_path, kind):
+    """Losses, and gradients of what all of them share."""
+    modules = KINDS[kind]
+    model, deep, weights = published(tmp_path, kind, modules)
+    text_BS = torch.randint(0, V, (3, 20), generator=torch.Generator().manual_seed(2))
+    converted = read_in(tmp_path).train()
+    assert len(converted.mtp) == modules
+    got = our_losses(converted, text_BS, modules)
+    wanted = their_losses(model.train(), deep.train(), weights, text_BS, modules)
+    torch.testing.assert_close(list(got.losses.values()), wanted, rtol=1e-4, atol=1e-5)
+    total = sum(got.losses.values())
+    grads = torch.autograd.grad(total, [converted.embedding.tokens.weight, converted.head.weight])
+    scaled = wanted[0] + 0.1 * sum(wanted[1:]) / modules
+    shared = [model.model.embed_tokens.weight, model.lm_head.weight]
+    torch.testing.assert_close(
+        list(grads), list(torch.autograd.grad(scaled, shared)), rtol=1e-3, atol=1e-5
+    )
+    torch.testing.assert_close(
+        logits_of(converted.eval()), logits_of(model.eval()), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_there_and_back(tmp_path, kind):
+    modules = KINDS[kind]
+    model, _, weights = published(tmp_path / "hf", kind, modules)
+    run, back, bare = (str(tmp_path / name) for name in ("run", "back", "bare"))
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
+    assert main(["convert", run, back]) == 0
+    written = TensorFolder(tmp_path / "back")
+    assert set(written) == set(weights)
+    for name in written:
+        torch.testing.assert_close(written[name], weights[name], rtol=0, atol=0)
+    about = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert about["num_nextn_predict_layers"] == modules
+    assert main(["convert", run, bare, "--mtp-num-layers", "0"]) == 0
+    assert not any(name.startswith("model.layers.3.") for name in TensorFolder(tmp_path / "bare"))
+    # What does not train does without.
+    trained = load_trained(run)
+    assert not trained.model.mtp
+    torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_modules_are_left_out_if_asked_for(tmp_path, capsys):
+    published(tmp_path / "hf", "glm4_moe", 2)
+    words = ["convert", str(tmp_path / "hf"), "--tokenizer", "null:76", "--mtp-num-layers"]
+    for kept in (1, 0):
+        run = tmp_path / f"run{kept}"
+        assert main([*words, str(kept), str(run)]) == 0
+        assert load_trained(run, mtp_num_layers=None).config.mtp_num_layers == kept
+    said = capsys.readouterr().out
+    assert said.count("layer 3 is read as a module of --mtp-num-layers") == 1
+    assert said.count("layer 4 is left out: it guesses tokens beyond the next, it was not") == 2
+    assert main([*words, "3", str(tmp_path / "run3")]) == 2
+    assert "--mtp-num-layers of at most 2" in capsys.readouterr().err
+    assert (
+        main(["convert", str(tmp_path / "run1"), str(tmp_path / "x"), "--mtp-num-layers", "2"]) == 2
+    )
+    assert "--mtp-num-layers of at most 1" in capsys.readouterr().err
+
+
+def test_each_tensor_is_read_in_its_turn(tmp_path, monkeypatch):
+    """Once, with its copies, which lie in the file behind it; what is left out never."""
+    published(tmp_path / "hf", "glm4_moe", 2)
+    run = tmp_path / "run"
+    import_model(tmp_path / "hf", run, tokenizer="null:76", say=lambda line: None)
+    read, fill = [], weights_of_checkpoints.fill
+
+    def counted(path, tensors, *rest, **how):
+        read.extend(tensors)
+        fill(path, tensors, *rest, **how)
+
+    monkeypatch.setattr(weights_of_checkpoints, "fill", counted)
+    export_model(run, tmp_path / "back", mtp_num_layers=1, say=lambda line: None)
+    kept = load_trained(run, mtp_num_layers=1).model.state_dict()
+    assert sorted(read) == sorted(f"model.{name}" for name in kept)
+    with safe_open(tmp_path / "back" / "model.safetensors", "pt") as file:
+        by_name = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        assert torch.equal(by_name[f"model.layers.3.{copy}.weight"], by_name[f"{name}.weight"])
+    assert not any(name.startswith("model.layers.4.") for name in by_name)
+
+
+def test_norms_that_no_file_with_modules_has_are_refused(tmp_path, capsys):
+    line = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
+        "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --mock-data --tokenizer null:40 "
+        "--device cpu --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
+        "--qk-layernorm-over width --position-embedding-type rope --norm-placement output "
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1"
+    )
+    run, back = str(tmp_path / "run"), str(tmp_path / "back")
+    assert main([*line.split(), "--save", run]) == 0
+    capsys.readouterr()
+    assert main(["convert", run, back]) == 2
+    assert "nearest, Olmo2ForCausalLM, cannot say its --mtp-num-layers" in capsys.readouterr().err
+    assert main(["convert", run, back, "--mtp-num-layers", "0"]) == 0
+    assert read_model(tmp_path / "back")[0].mtp_num_layers == 0
+
+
+def test_what_is_there_decides(tmp_path):
+    """Of what config.json counts transformers writes none; half of it is no model."""
+    _, _, weights = published(tmp_path, "glm4_moe", 2)
+    write_tensors(
+        tmp_path, {n: t for n, t in weights.items() if not n.startswith("model.layers.4")}
+    )
+    with pytest.raises(
+        ValueError, match=r"layers 3 to 4 behind the last, .* got 3 alone.*--mtp-num"
+    ):
+        read_model(tmp_path)
+    assert not read_in(tmp_path, mtp_num_layers=0).mtp
+    trunk = {
+        n: t for n, t in weights.items() if n[:15] not in ("model.layers.3.", "model.layers.4.")
+    }
+    write_tensors(tmp_path, trunk)
+    assert not read_in(tmp_path).mtp
+    with pytest.raises(ValueError, match=r"--mtp-num-layers of at most 0, .* got 1"):
+        read_model(tmp_path, mtp_num_layers=1)
+    write_tensors(
+        tmp_path, {n: t for n, t in weights.items() if n != "model.layers.4.hnorm.weight"}
+    )
+    with pytest.raises(ValueError, match=r"missing .*model\.layers\.4\.hnorm\.weight"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_head_or_an_embedding_of_its_own(tmp_path, name):
+    _, _, weights = published(tmp_path, "deepseek_v3", 1)
+    weights[f"model.layers.3.{name}.weight"][5, 7] += 0.5
+    write_tensors(tmp_path, weights)
+    with pytest.raises(ValueError, match=rf"layers\.3\.{name}\.weight .* once more, got other"):
+        read_model(tmp_path)
+    assert not read_in(tmp_path, mtp_num_layers=0).mtp
+    del weights[f"model.layers.3.{name}.weight"]  # as it may be, since it says nothing
+    write_tensors(tmp_path, weights)
+    assert len(read_in(tmp_path).mtp) == 1

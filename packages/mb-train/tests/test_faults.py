@@ -534,6 +534,8 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert done > 4  # whose samples are looked at before the run begins
     assert f"After iteration {done}: Expected tokens below 512, the model's" in said
     assert f"got {token}: " in said
+    named = re.search(r"Documents of that batch: ([\d, ]+) of .*bad\.bin", said)
+    assert 7 in map(int, named[1].split(", "))
 
 
 def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):

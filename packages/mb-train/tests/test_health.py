@@ -9,7 +9,8 @@ import torch
 from mb_data import IndexedDataset
 from mb_data.samples.masking import Vocabulary
 from mb_train.checkpoint.finite import all_finite
-from mb_train.train.health import DivergenceGuard, documents_of
+from mb_train.data.documents import documents_of
+from mb_train.train.health import DivergenceGuard
 
 
 def test_the_guard_counts_steps_in_a_row():

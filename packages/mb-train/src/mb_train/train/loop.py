@@ -55,7 +55,8 @@ class Result:
     """How a run ended. Losses are None where nothing was measured.
 
     `checkpoint` is the latest whole one; `diverged` says that steps learned nothing for too long
-    (`DivergenceGuard`), `failed` that the run stopped, and saved, because a process that reads samples had ended.
+    (`DivergenceGuard`), `failed` that the run stopped, and saved, because a process that reads
+    samples had ended.
     """
 
     iteration: int

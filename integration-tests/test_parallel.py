@@ -54,7 +54,7 @@ SP, A2A, GATHER = (
     "--moe-dispatcher all_to_all",
     "--moe-dispatcher all_gather",
 )
-PLACES = "--moe-rebalance-interval 2"
+PLACES = "--moe-rebalance-interval 1"
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 FOUR = "--num-layers 4"  # for four stages; the others make do with two
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample's, not the rank's

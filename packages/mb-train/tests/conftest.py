@@ -5,6 +5,7 @@ What is written need not reach the disk to be read again.
 Some file systems take seconds to sync a file, and a checkpoint syncs eight.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -35,7 +36,7 @@ def _no_sync(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Of all that tests have imported: it takes longer than the steps of a run."""
-    monkeypatch.setattr("mb_train.train.loop.leave_out_of_collections", lambda: None)
+    monkeypatch.setattr("mb_train.train.loop.leave_out_of_collections", gc.freeze)
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from mb_parallel.testing import preload
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_run
+
+preload("mb_train.train.loop", "mb_train.commands.train", "mb_train.report.pictures")
 
 
 @pytest.fixture(scope="session")

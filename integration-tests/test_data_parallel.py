@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -190,6 +191,33 @@ def test_a_rank_that_dies_ends_the_others_with_a_word_of_it(tokens, tmp_path):
     said = r"(?s)rank 0 of 2 failed.*was in iteration 3\.\s+This is rank 0 of 2\. If another rank"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2, tiny_run.flags(tokens, tmp_path / "run"))
+
+
+def _is_told_to_stop(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
+    from mb_train.train import loop
+
+    step = loop.train_step
+
+    def train_step(run, *rest):
+        if rank == 1 and run.progress.iteration == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(run, *rest)
+
+    loop.train_step = train_step
+    return _main(rank, world_size, arguments)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has none")
+def test_a_signal_to_one_rank_has_all_save_the_same_step(tokens, tmp_path):
+    """While a checkpoint is on its way to the disk, too."""
+    run = tmp_path / "run"
+    more = "--pipeline-model-parallel-size 2 --async-save --save-interval 3"
+    first, second = run_ranks(_is_told_to_stop, 2, tiny_run.flags(tokens, run, more))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "stopping at iteration 4: a signal to another rank" in first[1]
+    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+    assert tiny_run.train(["--load", str(run), "--pipeline-model-parallel-size", "1"]) == 0
+    assert len(tiny_run.losses(run)) == 8
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import mb_data
 import mb_train.report.pictures
+import mb_train.train.loop
 import numpy as np
 from mb_train.cli import main
 
@@ -50,9 +52,11 @@ def flags(prefix: str, save: Path | None = None, *more: str, moe: bool = True) -
 
 
 def train(arguments: Sequence[str]) -> int:
-    """`mb_train`'s exit code; it draws no picture, which takes longer than the steps of a tiny run,
-    and waits for no disk, as what is written need not outlive the machine to be read again."""
+    """`mb_train`'s exit code; it draws no picture and collects no garbage, each of which takes
+    longer than the steps of a tiny run, and waits for no disk, as what is written need not outlive
+    the machine to be read again."""
     with (
+        patch.object(mb_train.train.loop, "leave_out_of_collections", gc.freeze),
         patch.object(mb_train.report.pictures, "draw", lambda folder: folder / "no picture"),
         patch.object(os, "fsync", lambda descriptor: None),
     ):

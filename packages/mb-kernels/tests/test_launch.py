@@ -1,6 +1,7 @@
 """A launch is given the compiled kernel that Triton would give it, and Triton is asked once."""
 
 import importlib.util
+import json
 import pathlib
 import subprocess
 import sys
@@ -408,3 +409,31 @@ def test_products_and_sums_become_one_instruction_with_any_triton():
         sum_of_squares([torch.empty(64, device="meta")])
     assert all(launch.constants["enable_fp_fusion"] for launch in listed)
     assert listed
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        json.JSONDecodeError("Expecting value", "", 0),
+        UnicodeDecodeError("utf-8", b"\xb9", 0, 1, "invalid start byte"),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        RuntimeError("out of resources"),
+    ],
+    ids=["cut short", "overwritten", "of a binary", "another"],
+)
+def test_a_damaged_cache_is_named(monkeypatch, tmp_path, raised):
+    class Unreadable(Kernel):
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                raise raised
+
+            return launch
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    with pytest.raises(RuntimeError) as caught:
+        launching.launch(Unreadable(), (1,), 7, E=1)
+    if caught.value is raised:
+        assert "resources" in str(raised)
+    else:
+        assert f"remove the folder {tmp_path}." in str(caught.value)
+        assert str(raised) in str(caught.value)

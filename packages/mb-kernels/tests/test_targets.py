@@ -112,6 +112,20 @@ def test_gate_fails_on_findings_and_on_a_kernel_in_no_case(
     assert "10 builds of 1 modules for 2 targets, 9 failed" in gate_run.stderr
 
 
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("file", ["json", "binary"])
+def test_gate_says_that_the_cache_is_damaged(monkeypatch, tmp_path, target, file) -> None:
+    """As a full disk leaves it: of a file that Triton finds it reads whatever is there."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    assert gate.build("gate_kernels", "sound", target).problems == ()
+    binary = "cubin" if target == "sm90" else "amdgcn"
+    (damaged,) = tmp_path.glob(f"*/sound_kernel.{binary if file == 'binary' else file}")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    (problem,) = gate.build("gate_kernels", "sound", target).problems
+    assert str(tmp_path) in problem or "no registers in assembly" in problem
+
+
 def test_gate_refuses_a_module_without_cases() -> None:
     with pytest.raises(ValueError, match=r"json has no gate_cases\(target\)"):
         kernel_modules(["json"])

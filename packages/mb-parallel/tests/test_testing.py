@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from mb_parallel.testing import run_ranks
+from mb_parallel.testing import preload, run_ranks
+
+preload("colorsys", "no_such_module")  # the first of which nothing else imports
 
 
 def _sum(rank: int, world_size: int, offset: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -34,6 +37,10 @@ def _die_among_others(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def _is_imported(rank: int, world_size: int) -> bool:
+    return "colorsys" in sys.modules
+
+
 def _sleep(rank: int, world_size: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a trainer's own, to save before a job ends
     time.sleep(60)
@@ -41,6 +48,10 @@ def _sleep(rank: int, world_size: int) -> None:
 
 def test_results_come_back_in_rank_order():
     assert run_ranks(_sum, 3, torch.tensor(10)) == [(0, 13), (1, 13), (2, 13)]
+
+
+def test_ranks_find_imported_what_was_to_be():
+    assert run_ranks(_is_imported, 2) == [True, True]
 
 
 def test_a_failing_rank_names_itself_and_its_error():

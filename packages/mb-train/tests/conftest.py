@@ -1,19 +1,22 @@
-"""Runs of this folder lose no power and draw no picture.
+"""Runs of this folder lose no power, draw no picture and collect no garbage.
 
 What is written need not reach the disk to be read again.
 
 Some file systems take seconds to sync a file, and a checkpoint syncs eight.
 """
 
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from mb_parallel.testing import preload
 
 # Under --import-mode=importlib a test module cannot see its neighbours.
 sys.path.insert(0, str(Path(__file__).parent))
+preload("mb_train.train.loop", "mb_train.commands.train", "mb_train.report.pictures")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,6 +31,12 @@ def _signals_come():
 @pytest.fixture(autouse=True)
 def _no_sync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Of all that tests have imported: it takes longer than the steps of a run."""
+    monkeypatch.setattr("mb_train.train.loop.leave_out_of_collections", gc.freeze)
 
 
 @pytest.fixture(autouse=True)

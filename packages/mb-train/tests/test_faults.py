@@ -442,6 +442,33 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diver
     assert main(["generate", str(run.folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --min-loss-scale 4 --initial-loss-scale 64"])
+def test_a_run_without_gradients_stops_and_keeps_its_checkpoints(
+    run, monkeypatch, capsys, data, dtype
+):
+    """Each step was skipped, for ever. Those in search of a loss scale do not count."""
+    step = loop.train_step
+
+    def overflowing(a_run, *arguments):
+        if a_run.progress.iteration == 2:
+            next(a_run.model.parts[0].parameters()).register_hook(lambda grad: grad * torch.inf)
+        return step(a_run, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", overflowing)
+    words = ("--save-interval", 1, "--nan-limit", 3, "--log-interval", 10, *dtype.split())
+    assert run("--train-iters", 30, *words) == 1
+    out = capsys.readouterr().out
+    # In fp16 one is forgiven, and four more halve the scale from 64 to 4.
+    first = 3 if dtype == "--bf16" else 8
+    assert f"no gradient norm is finite since iteration {first} (3 steps in a row)" in out
+    assert f"of {data}.bin. The loss is finite and the weights did not change" in out
+    assert find_checkpoint(run.folder) == run.folder / "iter_0000010"  # of the report
+    monkeypatch.undo()
+    assert go_on(run.folder, "--train-iters", 11, "--log-interval", 1) == 0
+    trained = [event for event in read_log(run.folder / "log.jsonl") if event["event"] == "train"]
+    assert (trained[-1]["iteration"], trained[-1]["skipped_iterations"]) == (11, 0)
+
+
 @pytest.mark.parametrize("order", ["single", "cyclic"])
 def test_the_documents_of_a_bad_batch_are_those_it_was_made_of(run, monkeypatch, capsys, order):
     """Though the batch grows, and though samples come in another order."""
@@ -507,6 +534,8 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert done > 4  # whose samples are looked at before the run begins
     assert f"After iteration {done}: Expected tokens below 512, the model's" in said
     assert f"got {token}: " in said
+    named = re.search(r"Documents of that batch: ([\d, ]+) of .*bad\.bin", said)
+    assert 7 in map(int, named[1].split(", "))
 
 
 def test_other_data_of_the_same_size_is_refused(run, data, tmp_path, capsys):

@@ -9,20 +9,35 @@ import torch
 from mb_data import IndexedDataset
 from mb_data.samples.masking import Vocabulary
 from mb_train.checkpoint.finite import all_finite
-from mb_train.train.health import DivergenceGuard, documents_of
+from mb_train.data.documents import documents_of
+from mb_train.train.health import DivergenceGuard
 
 
 def test_the_guard_counts_steps_in_a_row():
     guard = DivergenceGuard(3)
     nan, inf = math.nan, math.inf
-    assert not guard.see([1.0, nan, nan], 3)
-    assert not guard.see([2.0, nan], 5)  # a number between: begins anew
+    assert not guard.see([1.0, nan, nan], [False] * 3, 3)
+    assert not guard.see([2.0, nan], [False] * 2, 5)  # a number between: begins anew
     assert guard.since == 5
-    assert not guard.see([inf], 6)
-    assert guard.see([nan, 1.0, 1.0], 9)
+    assert not guard.see([inf], [False], 6)
+    assert guard.see([nan, 1.0, 1.0], [False] * 3, 9)
     assert (guard.since, guard.bad) == (5, 3)
     never = DivergenceGuard(0)
-    assert not never.see([nan] * 1000, 1000)
+    assert not never.see([nan] * 1000, [True] * 1000, 1000)
+
+
+def test_the_guard_counts_steps_without_gradients_too():
+    guard = DivergenceGuard(3)
+    assert not guard.see([1.0, 1.0, 1.0, 1.0], [True, True, False, True], 4)
+    assert guard.since == 4
+    assert not guard.see([math.nan], [True], 5)
+    assert guard.see([1.0], [True], 6)
+    assert (guard.since, guard.bad) == (4, 3)
+    assert guard.reason([], [7]).startswith("the loss is not a number since iteration 4 (3 steps")
+    guard = DivergenceGuard(2)
+    assert not guard.see([math.inf, 1.0], [True, False], 2)  # of before, and over
+    assert guard.see([1.0, 1.0], [True, True], 4)
+    assert guard.reason([], [7]).startswith("no gradient norm is finite since iteration 3 (2 steps")
 
 
 def data_set(folder, name, documents=12, length=7, sentences=None):
@@ -95,7 +110,7 @@ def test_the_reason_points_at_the_first_bad_batch(tmp_path):
     indexed = data_set(tmp_path, "a")
     dataset = mb_data.GPTDataset(indexed, range(12), seq_length=5, num_samples=30, seed=3)
     guard = DivergenceGuard(2)
-    assert guard.see([1.0, 1.0, math.nan, math.nan], 14)
+    assert guard.see([1.0, 1.0, math.nan, math.nan], [False] * 4, 14)
     reason = guard.reason(dataset, range(24, 26))
     assert "since iteration 13 (2 steps in a row)" in reason
     assert documents_of(dataset, range(24, 26)) in reason

@@ -24,6 +24,7 @@ from mb_train.flags.command_line import parse, without_effect
 from mb_train.flags.starting import resolve_start
 from mb_train.loading import load_trained
 from mb_train.logs import run_log
+from mb_train.machine.host import leave_out_of_collections
 from mb_train.report.curves import read_curves
 from mb_train.train import loop, train
 
@@ -200,6 +201,7 @@ def test_collections_pass_over_a_run_until_it_ends(finished, tmp_path, monkeypat
         return begin(*args)
 
     monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(loop, "leave_out_of_collections", leave_out_of_collections)
     train(dataclasses.replace(config, train_iters=4, save=str(tmp_path)))
     assert left_out[:3] == [left_out[0]] * 3
     assert left_out[3] > left_out[0] + 10_000

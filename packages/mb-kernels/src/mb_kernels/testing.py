@@ -4,6 +4,7 @@ Letters: T tokens, E experts, K top-k.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
@@ -120,6 +121,49 @@ def bf16_interpreted() -> Generator[None]:
         mock.patch.object(InterpreterBuilder, "cast_impl", cast_and_round),
         mock.patch.object(InterpreterBuilder, "create_fp_to_fp", convert_and_round),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_values),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def interpreted_quickly() -> Generator[None]:
+    """Leave out work of Triton's interpreter (3.6 to 3.9) that changes no result.
+
+    The interpreter patches the language at each call of a device function: once for each module and
+    launch is enough, because the launch undoes it at its end. To look up a dtype it builds a table
+    of all dtypes. And it computes sums and products of integers in 64 bits too, to find overflows
+    of 32 bits, which tensors as small as tests' do not have.
+    """
+    from triton.runtime import interpreter
+
+    replaced: set[int] = set()
+    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    dtypes: dict[str, Any] = {}
+    look_up = interpreter._get_np_dtype
+
+    def replace_once(fn: Any) -> Any:
+        if id(fn.__globals__) in replaced:
+            return None
+        replaced.add(id(fn.__globals__))
+        return replace(fn)
+
+    def launch_anew(self: Any, *args: Any, **keywords: Any) -> Any:
+        replaced.clear()
+        return launch(self, *args, **keywords)
+
+    def known(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = look_up(kind)
+        return dtypes[name]
+
+    builder: Any = interpreter.interpreter_builder
+    unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
+    with (
+        mock.patch.object(builder, "options", unchecked),
+        mock.patch.object(interpreter, "_patch_lang", replace_once),
+        mock.patch.object(interpreter.GridExecutor, "__call__", launch_anew),
+        mock.patch.object(interpreter, "_get_np_dtype", known),
     ):
         yield
 

@@ -43,6 +43,17 @@ _PRELOAD = [
 ]
 
 
+def preload(*modules: str) -> None:
+    """Have the server import these too, so that no rank needs to.
+
+    Call it in a `conftest.py`: the first `run_ranks` of a process starts the server.
+
+    Args:
+        modules: names; one that cannot be imported is left to the ranks.
+    """
+    _PRELOAD.extend(modules)
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,

@@ -3,6 +3,7 @@
 A file that both map takes the place of symmetric memory, and Triton's interpreter that of a GPU.
 """
 
+import contextlib
 import os
 import time
 from functools import partial
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mb_kernels.testing import assert_close
+from mb_kernels.testing import assert_close, interpreted_quickly
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import dMoE
@@ -25,6 +26,9 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="Triton reads TRITON_INTERPRET=1 at its import: tests/test_interpreter.py sets it",
 )
+if os.environ.get("TRITON_INTERPRET") == "1":  # of every rank too, for as long as it lives
+    QUICKLY = contextlib.ExitStack()
+    QUICKLY.enter_context(interpreted_quickly())
 HIDDEN, FFN = 16, 16
 
 

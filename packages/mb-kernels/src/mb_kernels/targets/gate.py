@@ -117,6 +117,8 @@ def _cases(module: ModuleType, target: Target) -> list[GateCase]:
 
 def build(module_name: str, case_name: str, target_name: str) -> Build:
     """Compile one case for one target and examine the binary. Never raises for a bad kernel."""
+    from mb_kernels.runtime.launch import UNREADABLE, damaged  # which imports Triton
+
     target = TARGETS[target_name]
     module = importlib.import_module(module_name)
     found = (case for cases in (_cases, _every_case) for case in cases(module, target))
@@ -124,15 +126,17 @@ def build(module_name: str, case_name: str, target_name: str) -> Build:
     identity = (module_name, case_name, target_name)
     try:
         compiled = _compile(case, target)
+        if target.backend == "cuda":
+            code, (registers, spill) = compiled.asm["ptx"], _cubin_usage(compiled.asm["cubin"])
+        else:
+            code = compiled.asm["amdgcn"]
+            registers, spill = _amd_usage(code)
+    except (*UNREADABLE, subprocess.CalledProcessError) as error:
+        return Build(*identity, problems=(damaged(error),))
     except Exception as error:  # whatever the compiler raises is the finding to report
         message = " ".join(str(error).split())
         return Build(*identity, problems=(f"{type(error).__name__}: {message[-300:]}",))
 
-    if target.backend == "cuda":
-        code, (registers, spill) = compiled.asm["ptx"], _cubin_usage(compiled.asm["cubin"])
-    else:
-        code = compiled.asm["amdgcn"]
-        registers, spill = _amd_usage(code)
     shared = compiled.metadata.shared
     instructions = Counter(next(filter(None, found)) for found in _MATRIX_INSTRUCTION.findall(code))
 
@@ -217,6 +221,7 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
         found = re.search(rf"\.{key}:\s+(\d+)", assembly)
         return int(found.group(1)) if found else 0
 
+    assert ".vgpr_count:" in assembly, f"no registers in assembly that ends {assembly[-40:]!r}"
     spilled = 4 * metadata("vgpr_spill_count")
     return metadata("vgpr_count"), max(spilled, metadata("private_segment_fixed_size"))
 

@@ -87,6 +87,14 @@ class GradScaler:
             self._state = self._state.to(device)
         return self._state[0].float()
 
+    def lowest(self) -> Tensor:
+        """Whether no overflow can lower the scale any more, a bool scalar on its device."""
+        scale = self._state[0]
+        return self._lowered(scale) >= scale
+
+    def _lowered(self, scale: Tensor) -> Tensor:
+        return (scale * self._backoff).clamp(min=self._min)
+
     def update(self, found_inf: Tensor) -> None:
         """Count a step whose gradients held an infinity (`found_inf` not 0) or were clean.
 
@@ -97,7 +105,7 @@ class GradScaler:
         left = torch.where(overflow, left - 1, left)
         clean = torch.where(overflow, 0, clean + 1)
         grows = clean >= self._growth_interval
-        shrunk = torch.where(left <= 0, (scale * self._backoff).clamp(min=self._min), scale)
+        shrunk = torch.where(left <= 0, self._lowered(scale), scale)
         scale = torch.where(overflow, shrunk, torch.where(grows, scale * self._growth, scale))
         clean, left = torch.where(grows, 0, clean), torch.where(grows, self._hysteresis, left)
         self._state = torch.stack((scale, clean, left))

@@ -180,8 +180,8 @@ class TrainingFields:
         zero_is_none=True,
     )  # fmt: skip
     nan_limit: int = flag(
-        "stop after this many steps in a row whose loss is not a number; 0 goes on (ours)", 10,
-        bounds=AT_LEAST_0,
+        "stop after this many steps in a row without finite loss and gradients; 0: never (ours)",
+        10, bounds=AT_LEAST_0,
     )  # fmt: skip
     recompute_granularity: str | None = flag(
         "what is recomputed in the backward pass: full layers, or their attention alone",

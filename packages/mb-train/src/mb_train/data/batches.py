@@ -19,6 +19,7 @@ import torch
 from mb_data import WorkerDiedError
 from mb_parallel import ParallelMesh
 
+from mb_train.data.documents import documents_of
 from mb_train.machine.signals import StopFlag
 from mb_train.tasks import Batch, Dataset, Task
 
@@ -100,7 +101,11 @@ def batches(
 
     def load(indices: list[int]) -> Batch:
         arrays = task.collate(read(indices))
-        check_tokens(arrays, vocab_size)
+        try:
+            check_tokens(arrays, vocab_size)
+        except DataError as error:
+            named = documents_of(dataset, indices)
+            raise DataError(f"{error} Documents of that batch: {named}.") from None
         batch = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         return {name: t.pin_memory() for name, t in batch.items()} if pin else batch
 

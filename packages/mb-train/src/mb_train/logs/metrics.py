@@ -31,6 +31,7 @@ class IntervalStats:
     params_norm: float | None = None
     zeros_in_grad: float | None = None
     skipped: list[bool] = field(default_factory=list)  # one per iteration
+    stuck: list[bool] = field(default_factory=list)  # skipped, and no lower loss scale to try
     # Per layer: of losses over passes, as `loss` over steps; of all else over tokens.
     layer_means: dict[str, list[float]] = field(default_factory=dict)
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [L][E], sums
@@ -82,6 +83,7 @@ class Accumulator:
     def _clear(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
         self._skipped: list[Tensor] = []
+        self._stuck: list[Tensor] = []
         self._passes: list[int] = []  # of each step
         self._counts_LE: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
@@ -115,18 +117,26 @@ class Accumulator:
             counts_E = self._counts_LE[row]
             counts_E[: len(order)] = counts_E[list(order)]
 
-    def add_iteration(self, losses: Mapping[str, Tensor], skipped: Tensor | None = None) -> None:
+    def add_iteration(
+        self,
+        losses: Mapping[str, Tensor],
+        skipped: Tensor | None = None,
+        *,
+        stuck: Tensor | None = None,
+    ) -> None:
         """Add one step, after its passes.
 
         Args:
             losses: of this data-parallel rank, scalars whose sum over those ranks is the loss.
             skipped: whether the update was skipped, a scalar; None means not.
+            stuck: whether it was though no lower loss scale is left to try; None: if skipped.
         """
         for name, loss in losses.items():
             self._losses.setdefault(name, []).append(loss)
         if skipped is None:
             skipped = torch.zeros((), device=next(iter(losses.values())).device)
         self._skipped.append(skipped)
+        self._stuck.append(skipped if stuck is None else stuck)
         for key, value_L in self._sums_of_step.items():
             if key in _LAYER_LOSSES:  # 0 times infinity would be no number
                 value_L = torch.where(skipped.to(value_L.device) != 0, 0.0, value_L)
@@ -155,7 +165,7 @@ class Accumulator:
         self._mesh.all_reduce(summed, "dp")
         more = {"params_norm": params_norm, "zeros_in_grad": zeros_in_grad}
         asked = {name: value for name, value in more.items() if value is not None}
-        alike = [grad_norm, *self._skipped, *asked.values()]
+        alike = [grad_norm, *self._skipped, *self._stuck, *asked.values()]
         alike = [value.double().reshape(1).to(summed.device) for value in alike]
         values = torch.cat([summed, *alike]).tolist()
         stats = self._unpack(values, list(asked))
@@ -178,6 +188,7 @@ class Accumulator:
             counts = [take(experts) for _ in range(layers)]
         (grad_norm,) = take(1)
         skipped = [value != 0 for value in take(len(self._skipped))]
+        stuck = [value != 0 for value in take(len(self._stuck))]
         taken = sum(n for n, left_out in zip(self._passes, skipped, strict=True) if not left_out)
         passes = self._mesh.dp_size * max(taken, 1)
         slots_L = [max(sum(row), 1.0) for row in counts]
@@ -190,7 +201,13 @@ class Accumulator:
         }
         more = dict(zip(asked, take(len(asked)), strict=True))
         return IntervalStats(
-            losses, grad_norm, skipped=skipped, layer_means=means, tokens_per_expert=counts, **more
+            losses,
+            grad_norm,
+            skipped=skipped,
+            stuck=stuck,
+            layer_means=means,
+            tokens_per_expert=counts,
+            **more,
         )
 
 

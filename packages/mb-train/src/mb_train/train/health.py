@@ -1,21 +1,21 @@
 """When a run has diverged: the rule to stop by, and where to look.
 
-A loss that is not a number seldom recovers. After `limit` such steps in a row the run stops and
-names the documents of the first bad batch, which is where damaged text shows.
+A loss that is not a number seldom recovers, and while gradients are none nothing changes that
+could. After `limit` such steps in a row the run stops and names the documents of the first bad
+batch, which is where damaged text shows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
-_NAMED = 8
+from mb_train.data.documents import documents_of
 
 
 class DivergenceGuard:
-    """Counts steps in a row whose loss is not finite.
+    """Counts steps in a row whose loss or gradients are not finite.
 
     Args:
         limit: stop after this many; 0 never stops.
@@ -25,18 +25,26 @@ class DivergenceGuard:
         self.limit = limit
         self.bad = 0
         self.since: int | None = None
+        self._no_loss = False  # in any of these steps
 
-    def see(self, losses: Sequence[float], last_iteration: int) -> bool:
-        """Take the losses of the steps up to `last_iteration`; whether to stop.
+    def see(self, losses: Sequence[float], stuck: Sequence[bool], last_iteration: int) -> bool:
+        """Take the steps up to `last_iteration`; whether to stop.
 
-        Every rank must give the same losses, as `Accumulator.collect` returns them.
+        Every rank must give the same, as `Accumulator.collect` returns it.
+
+        Args:
+            losses: one per step.
+            stuck: whether its update was skipped, and not in search of a loss scale.
         """
-        for iteration, loss in enumerate(losses, last_iteration - len(losses) + 1):
-            if math.isfinite(loss):
-                self.bad, self.since = 0, None
+        first = last_iteration - len(losses) + 1
+        for iteration, (loss, skipped) in enumerate(zip(losses, stuck, strict=True), first):
+            lost = not math.isfinite(loss)
+            if not (lost or skipped):
+                self.bad, self.since, self._no_loss = 0, None, False
                 continue
             self.bad += 1
             self.since = iteration if self.since is None else self.since
+            self._no_loss |= lost
             if self.limit and self.bad >= self.limit:
                 return True
         return False
@@ -48,28 +56,16 @@ class DivergenceGuard:
             dataset: the training set.
             samples: of it, those of the step `since`.
         """
+        what = "the loss is not a number" if self._no_loss else "no gradient norm is finite"
         named = documents_of(dataset, samples)
-        return (
-            f"the loss is not a number since iteration {self.since} ({self.bad} steps in a row). "
+        reason = (
+            f"{what} since iteration {self.since} ({self.bad} steps in a row). "
             f"Documents of that batch: {named}"
         )
-
-
-def documents_of(dataset: Any, samples: Sequence[int]) -> str:
-    """The documents that samples of a dataset are made from, in words.
-
-    Of a dataset that cannot tell, a classifier's, the samples themselves are named.
-    """
-    if not hasattr(dataset, "documents_of"):
-        return f"unknown, samples {_some(samples)}"
-    found: dict[str, dict[int, None]] = {}
-    for prefix, document in chain.from_iterable(map(dataset.documents_of, samples)):
-        found.setdefault(prefix, {})[document] = None
-    return "; ".join(
-        f"{_some([*documents])} of {prefix}.bin" for prefix, documents in found.items()
-    )
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = len(numbers) - _NAMED
-    return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+        if self._no_loss:
+            return reason
+        return (
+            f"{reason}. The loss is finite and the weights did not change: look for an overflow in "
+            "the backward pass, of a loss scale that is too high, of fp16 (--bf16 has fp32's "
+            "range) or of an operation of your own"
+        )

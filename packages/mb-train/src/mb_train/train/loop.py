@@ -54,8 +54,9 @@ _STEPS_OF_SETTING_UP = 3
 class Result:
     """How a run ended. Losses are None where nothing was measured.
 
-    `checkpoint` is the latest whole one; `diverged` says that the loss was no number for too long,
-    `failed` that the run stopped, and saved, because a process that reads samples had ended.
+    `checkpoint` is the latest whole one; `diverged` says that steps learned nothing for too long
+    (`DivergenceGuard`), `failed` that the run stopped, and saved, because a process that reads
+    samples had ended.
     """
 
     iteration: int

@@ -12,12 +12,12 @@ from mb_train.train.step import Step, params_norm
 
 
 class Reports:
-    """Tells of a run's steps, from where it stands now on, and watches their loss.
+    """Tells of a run's steps, from where it stands now on, and watches whether they learn.
 
     Attributes:
         accumulator: takes the steps.
         first_loss: of the first step; None until it is told of.
-        diverged: the loss was no number for too long.
+        diverged: the loss was no number, or the gradients were none, for too long.
     """
 
     def __init__(self, run: Run, clock: Clock) -> None:
@@ -32,7 +32,7 @@ class Reports:
         """Print and log the steps since the last report, if there are any.
 
         Returns:
-            Why to stop, if their loss is no number.
+            Why to stop, if they learn nothing.
         """
         run, guard = self._run, self._guard
         if run.progress == self._told:
@@ -49,7 +49,7 @@ class Reports:
         self._told = run.progress
         if self.first_loss is None:
             self.first_loss = stats.lm_losses[0]
-        if not guard.see(stats.lm_losses, run.progress.iteration):
+        if not guard.see(stats.lm_losses, stats.stuck, run.progress.iteration):
             return None
         self.diverged = True
         assert guard.since is not None

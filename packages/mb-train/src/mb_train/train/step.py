@@ -54,6 +54,8 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
 
     run.model.train()
     scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
+    # Then a skipped step is no search for a scale.
+    lowest = 1.0 if run.scaler is None else run.scaler.lowest()
     with run.timers("forward-backward", level=1):
         losses = run.model.executor.step(Work(batches, scale, before, measured))
     with run.timers("optimizer", level=1):
@@ -74,7 +76,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
     run.last_losses = losses
-    accumulator.add_iteration(losses, done.skipped)
+    accumulator.add_iteration(losses, done.skipped, stuck=done.skipped * lowest)
     run.progress = Progress(iteration + 1, samples + size)
     return Step(done.grad_norm, zeros)
 

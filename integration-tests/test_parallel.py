@@ -497,7 +497,7 @@ def test_modules_for_further_tokens_go_on_in_another_layout(runs, tmp_path):
     lines = []
     for name, flags in others.items():
         go_on = ["--load", str(runs["further cp2 pp2, documents"]), "--save", str(tmp_path / name)]
-        lines.append([*go_on, *f"--train-iters 6 {CP} 1 {PP} 1 {flags}".split()])
+        lines.append([*go_on, *f"--train-iters 5 {CP} 1 {PP} 1 {flags}".split()])
     assert tiny_run.train(lines[0]) == 0
     for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
         assert said == ["", ""]

@@ -275,8 +275,11 @@ def test_y_and_dx_beyond_two_to_the_31():
     assert_close("dx", dx[last], d_few)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_opcheck(top_k):
+def test_opcheck(top_k, fp8):
+    if fp8 and (torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("this GPU has no products in 8-bit floats")
     inputs = make_inputs(Case(40, 32, 16, 4, top_k, "skewed"), dtype=torch.bfloat16, device="cuda")
     bins = inputs["bins"]
     torch.use_deterministic_algorithms(False)
@@ -285,7 +288,7 @@ def test_opcheck(top_k):
         (
             *(inputs[n] for n in ("x", "w1", "w2")),
             *(bins.order_N, bins.inverse_N, bins.offsets_E1, inputs["weights"]),
-            *(None, None, [False, False], "swiglu", 16, top_k == 1),
+            *(None, None, [False, False], "swiglu", 16, top_k == 1, fp8),
         ),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

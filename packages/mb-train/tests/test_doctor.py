@@ -51,7 +51,8 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path
     }  # fmt: skip
     for name, answer in gpus.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(doctor, "_bf16_works", lambda index: False)
+    for works in ("_bf16_works", "_fp8_works"):
+        monkeypatch.setattr(doctor, works, lambda index: False)
     facts, problems = diagnose(tmp_path)
     assert "GPU 1       G1, sm90, 30.0 of 80.0 GiB free, bf16 no, fp8 no" in facts
     said = [problem for problem in problems if problem.startswith("GPU")]

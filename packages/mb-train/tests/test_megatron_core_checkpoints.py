@@ -144,7 +144,7 @@ def test_the_command_makes_a_run(tmp_path):
         ({"mtp_num_layers": 1}, r"missing .*mtp\.layers\.0\.eh_proj\.weight"),
         ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
-        ({"apply_layernorm_1p": True}, "norms multiply by their weight"),
+        ({"apply_layernorm_1p": True}, "norms multiply by 1 more than the weights"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"use_mup": True}, "are not scaled by the width"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "every layer has the same positions"),

@@ -23,7 +23,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "apply_layernorm_1p", "rotary_interleaved",
+    "mtp_use_repeated_layer", "rotary_interleaved",
     "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
@@ -33,6 +33,8 @@ _REFUSED = (
     "hybrid_layer_pattern", "retro_add_retriever",
     "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
+# Why, of an argument whose flag makes no difference to a training here.
+_STORED_OTHERWISE = {"apply_layernorm_1p": "norms multiply by 1 more than the weights in its files"}
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
@@ -99,8 +101,9 @@ def _argument(flag: str) -> str:
 
 
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
-    for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
-        raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
+    reasons = {name: refusal(flag_name(name)) for name in _REFUSED} | _STORED_OTHERWISE
+    for name in (name for name in reasons if given.get(name)):
+        raise ValueError(f"Expected a model without {flag_name(name)}: {reasons[name]}.")
     if any(".mixer." in name for name in names):
         raise ValueError(f"Expected attention in every layer: {refusal('--mamba-')}.")
     if given.get("apply_residual_connection_post_layernorm"):

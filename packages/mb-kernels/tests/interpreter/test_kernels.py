@@ -122,14 +122,14 @@ def test_expert_mlp_in_float8(case):
 
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize("operands", OPERANDS[:2], indirect=True)
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, reachable):
+@pytest.mark.parametrize(("top_k", "fp8"), [(1, False), (2, False), (1, True), (2, True)])
+def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, fp8, reachable):
     ranks, region = 2, 11
     inputs = make_inputs(Case(ranks * region, 48, 32, 4, top_k), dtype=torch.float32)
     ids = make_expert_ids("uniform", ranks * region, 4, top_k)
     ids[0] = ids[15] = -1  # of no expert: at home the row stays what it is
     inputs["bins"] = bin_tokens(ids, 4)
-    want = run_expert_mlp(reference.expert_mlp, inputs)
+    want = run_expert_mlp(reference.expert_mlp, inputs, fp8=fp8)
     memory = torch.full((ranks, region + 2, 48), 7.0)  # a row before and one behind
     reachable.append(memory)
     addresses = torch.tensor([memory[rank, 1].data_ptr() for rank in range(ranks)])
@@ -142,7 +142,7 @@ def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, reachable):
         return rows.index_fill(0, torch.tensor([0, 15]), 0)
 
     arguments = [inputs[n] for n in ("x", "w1", "w2", "bins", "weights")]
-    y = expert_mlp(*arguments, home_P=addresses)
+    y = expert_mlp(*arguments, fp8=fp8, home_P=addresses)
     assert y.isnan().all()
     assert_close("y", came(), want["y"])
     y.backward(inputs["d_y"])

@@ -58,24 +58,30 @@ def float8_rows_kernel(
     BLOCK_C: tl.constexpr,
 ):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tl.arange(0, BLOCK_C)
-    row = r.to(tl.int64)[:, None] * C
-    largest = tl.zeros((BLOCK_R,), tl.float32)
-    bad = tl.zeros((BLOCK_R,), tl.float32)
-    x = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for start in tl.static_range(0, C, BLOCK_C):
-        inside = (r < R)[:, None] & (start + c < C)[None, :]
-        x = tl.load(x_ptr + row + (start + c)[None, :], mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-        bad += tl.sum(x - x, 1)
-    scale, inverse = _scale(largest, bad, LARGEST, SMALLEST)
-    tl.store(scales_ptr + r, scale, mask=r < R)
-    for start in tl.static_range(0, C, BLOCK_C):
-        inside = (r < R)[:, None] & (start + c < C)[None, :]
-        if C > BLOCK_C:
-            x = tl.load(x_ptr + row + (start + c)[None, :], mask=inside, other=0.0).to(tl.float32)
+    x_row = x_ptr + r.to(tl.int64)[:, None] * C
+    codes_row = codes_ptr + r.to(tl.int64)[:, None] * C
+    live = (r < R)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    if C <= BLOCK_C:
+        x = tl.load(x_row + c, mask=live & (c < C), other=0.0).to(tl.float32)
+        scale, inverse = _scale(tl.max(tl.abs(x), 1), tl.sum(x - x, 1), LARGEST, SMALLEST)
         codes = (x * inverse[:, None]).to(codes_ptr.dtype.element_ty)
-        tl.store(codes_ptr + row + (start + c)[None, :], codes, mask=inside)
+        tl.store(codes_row + c, codes, mask=live & (c < C))
+    else:
+        largest = tl.zeros((BLOCK_R,), tl.float32)
+        bad = tl.zeros((BLOCK_R,), tl.float32)
+        for start in range(0, C, BLOCK_C):
+            inside = live & (start + c < C)
+            x = tl.load(x_row + start + c, mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+            bad += tl.sum(x - x, 1)
+        scale, inverse = _scale(largest, bad, LARGEST, SMALLEST)
+        for start in range(0, C, BLOCK_C):
+            inside = live & (start + c < C)
+            x = tl.load(x_row + start + c, mask=inside, other=0.0).to(tl.float32)
+            codes = (x * inverse[:, None]).to(codes_ptr.dtype.element_ty)
+            tl.store(codes_row + start + c, codes, mask=inside)
+    tl.store(scales_ptr + r, scale, mask=r < R)
 
 
 @triton.jit

@@ -429,7 +429,8 @@ def test_a_damaged_cache_is_named(monkeypatch, tmp_path, raised):
 
             return launch
 
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    # By its variable: a knob that is set does not look there any more, in later tests too.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
         launching.launch(Unreadable(), (1,), 7, E=1)
     if caught.value is raised:

@@ -117,7 +117,8 @@ def test_gate_fails_on_findings_and_on_a_kernel_in_no_case(
 def test_gate_says_that_the_cache_is_damaged(monkeypatch, tmp_path, target, file) -> None:
     """As a full disk leaves it: of a file that Triton finds it reads whatever is there."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    # By its variable: a knob that is set does not look there any more, in later tests too.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert gate.build("gate_kernels", "sound", target).problems == ()
     binary = "cubin" if target == "sm90" else "amdgcn"
     (damaged,) = tmp_path.glob(f"*/sound_kernel.{binary if file == 'binary' else file}")

@@ -22,6 +22,7 @@ from mb_parallel.tensor_parallel import (
     Replicated,
     RowParallel,
     SequenceParallel,
+    SplitNorm,
     VocabParallelEmbedding,
     VocabParallelLoss,
     block_plan,
@@ -37,7 +38,8 @@ COMPILER_LOSES_MESHES = torch.__version__.startswith("2.13.")
 TWO = Options(layers=2)  # the second has the experts, if any
 CASES = {
     "dense": TWO,
-    "gated-rms-qknorm-untied": replace(TWO, gated=True, rms=True, qk_norm=True, tied=False),
+    "gated-rms-qknorm-untied": replace(TWO, gated=True, rms=True, qk_norm="head", tied=False),
+    "norms-over-width": replace(TWO, rms=True, qk_norm="width"),
     "moe-padded-shared": replace(TWO, experts=4, padded=True, shared_expert=16),
     "moe-capacity": replace(TWO, experts=4, capacity_factor=0.75, batch=3),
 }
@@ -58,7 +60,7 @@ def test_equals_one_process(sequence_parallel):
 
 
 MIXED = {
-    "dp2-tp2": replace(TWO, dp=2, tp=2, experts=4),
+    "dp2-tp2": replace(TWO, dp=2, tp=2, experts=4, rms=True, qk_norm="width"),
     "dp2-tp2-ep2": replace(TWO, dp=2, tp=2, ep=2, experts=4, padded=True),
     "dp2-tp2-sp-ep4": replace(
         TWO, dp=2, tp=2, ep=4, experts=4, padded=True, sequence_parallel=True, zero_stage=2
@@ -108,6 +110,59 @@ def test_a_penalty_on_a_gradient_has_the_gradient_of_one_process():
     for got in run_ranks(_penalized, 2):
         for grad, want in zip(got, _penalized(0, 1), strict=True):
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
+
+
+NORMS = {
+    "rms": (lambda W: torch.nn.RMSNorm(W), True),
+    "rms, no weight": (lambda W: torch.nn.RMSNorm(W, eps=0.1, elementwise_affine=False), True),
+    "layer": (lambda W: torch.nn.LayerNorm(W), False),
+    "layer, no bias": (lambda W: torch.nn.LayerNorm(W, bias=False), False),
+    "layer, no weight": (lambda W: torch.nn.LayerNorm(W, elementwise_affine=False), False),
+}
+
+
+def _normed(rank, world_size, dtype):
+    """Of each norm over a width of 12: output, all gradients, and those of a gradient's square."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    results = {}
+    for name, (build, rms) in NORMS.items():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"norm": build(12)}).to(dtype)
+        for parameter in model.parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        parallelize_tensors(model, mesh, {"norm": SplitNorm(rms=rms)})
+        whole = (torch.randn(2, 5, 12, dtype=torch.float64) + 1).to(dtype)
+        weights = torch.randn(2, 5, 12, dtype=torch.float64).to(dtype)
+        x, weights = (t.chunk(world_size, 2)[rank] for t in (whole, weights))
+        x = x.clone().requires_grad_()
+        y = model["norm"](x)
+        assert y.dtype == dtype
+        (dx,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
+        (y.square() + dx.square()).sum().backward()
+        grads = [tiny_gpt.whole(p.grad) for p in model.parameters()]
+        results[name] = [t.detach() for t in (y, dx, x.grad)], grads
+        empty = model["norm"](x.detach()[:, :0])
+        assert empty.shape == (2, 0, 12 // world_size)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.06)],
+    ids=str,
+)
+def test_a_norm_over_the_width_of_all_ranks(dtype, tolerance):
+    want = _normed(0, 1, dtype)
+    by_rank = run_ranks(_normed, 3, dtype)
+    for name, (tensors, grads) in want.items():
+        for i, tensor in enumerate(tensors[:2] if dtype == torch.bfloat16 else tensors):
+            got = torch.cat([results[name][0][i] for results in by_rank], 2)
+            torch.testing.assert_close(got, tensor, rtol=tolerance, atol=tolerance, msg=name)
+        if dtype == torch.bfloat16:  # what is left is a second derivative, of rounded numbers
+            continue
+        for results in by_rank:
+            for got, grad in zip(results[name][1], grads, strict=True):
+                torch.testing.assert_close(got, grad, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def _masks(rank, world_size, sequence_parallel):
@@ -180,6 +235,8 @@ REFUSED = {
         r"tokens: Expected tp = 2 to divide the vocabulary, got 5 in weight of shape \(5, 4\)"),
     "width": (lambda: torch.nn.ModuleDict({"down": torch.nn.Linear(3, 4)}),
         {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
+    "norm": (lambda: torch.nn.RMSNorm(3), {"": SplitNorm(rms=True)},
+        r"the model: Expected tp = 2 to divide the width of a norm, got 3 in weight"),
     "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
         r"the model: Expected an embedding with padding_idx=None, got 0"),
     "frequencies": (lambda: torch.nn.Embedding(4, 4, scale_grad_by_freq=True),
@@ -419,7 +476,8 @@ def test_one_process_is_left_alone():
 
 # The plan of a stack, for a block by itself.
 BLOCK = {
-    name.removeprefix("stack.*."): style for name, style in block_plan(2, blocks="stack").items()
+    name.removeprefix("stack.*."): style
+    for name, style in block_plan(2, blocks="stack", qk_norm=SplitNorm(rms=True)).items()
 }
 
 
@@ -428,7 +486,8 @@ def _compiled(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
     results = []
     for mode in ("eager", "recomputed", "compiled", "recomputed, compiled"):
-        block = tiny_gpt.build(Options(gated=True)).stack.blocks["0"]
+        options = Options(gated=True, rms=True, qk_norm="width")
+        block = tiny_gpt.build(options).stack.blocks["0"]
         parallelize_tensors(block, mesh, BLOCK)
         x = torch.randn(2, 4, tiny_gpt.D, generator=torch.Generator().manual_seed(rank))
         if "recomputed" in mode:

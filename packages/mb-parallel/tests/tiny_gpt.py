@@ -23,6 +23,7 @@ from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     SequenceParallel,
+    SplitNorm,
     VocabParallelLoss,
     block_plan,
     embedding_plan,
@@ -55,7 +56,7 @@ class Options:
     shared_expert: int | None = None
     gated: bool = False
     rms: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # over a "head", or the "width" of all
     padded: bool = False
     empty: bool = False  # the second micro-batch has no token that counts
     expert_bias: bool = False
@@ -94,16 +95,23 @@ class Attention(nn.Module):
         super().__init__()
         self.per_group = H // options.kv_heads
         self.qkv = nn.Linear(D, (H + 2 * options.kv_heads) * C)
-        self.norm_q = norm(options, C) if options.qk_norm else None
-        self.norm_k = norm(options, C) if options.qk_norm else None
+        self.norm_q = self.norm_k = None
+        self.over_width = options.qk_norm == "width"
+        if options.qk_norm:
+            self.norm_q = norm(options, H * C if self.over_width else C)
+            self.norm_k = norm(options, options.kv_heads * C if self.over_width else C)
         self.out = nn.Linear(H * C, D)
 
     def forward(self, x_BSD):
         qkv = self.qkv(x_BSD).unflatten(2, (-1, self.per_group + 2, C))
         q, k, v = qkv.split([self.per_group, 1, 1], dim=3)
-        if self.norm_q is not None:
+        q, k, v = (t.flatten(2, 3) for t in (q, k, v))
+        if self.over_width:
+            q = self.norm_q(q.flatten(2)).view_as(q)
+            k = self.norm_k(k.flatten(2)).view_as(k)
+        elif self.norm_q is not None:
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -212,9 +220,11 @@ class GPT(nn.Module):
 
 
 def plan(options):
+    over_width = options.qk_norm == "width"
+    qk_norm = {"qk_norm": SplitNorm(rms=options.rms)} if over_width else {}
     return {
         **embedding_plan(),
-        **block_plan(options.kv_heads, blocks="stack.blocks"),
+        **block_plan(options.kv_heads, blocks="stack.blocks", **qk_norm),
         "stack.norm": SequenceParallel(),
         "head": ColumnParallel(enter=False, unit="vocabulary"),
         "": VocabParallelLoss(),

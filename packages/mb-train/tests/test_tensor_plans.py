@@ -129,6 +129,17 @@ CASES = {
         for norms in ("output", "both")
         for config in [replace(SMALL, norms=norms, moe=MOE, moe_layers=(False, True))]
     },
+    **{
+        f"gpt-norm-over-width-{config.norm}": (
+            lambda config=config: _with_uneven_norms(GPT(config)),
+            lambda config=config: gpt_plan(config),
+            gpt_batch,
+        )
+        for config in [
+            replace(SMALL, qk_norm="width", norm="rmsnorm", positions="rope", norms="output"),
+            replace(SMALL, qk_norm="width", norm="layernorm", qk_norm_eps=1e-3, moe=MOE),
+        ]
+    },
     "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
@@ -147,6 +158,13 @@ CASES = {
         lambda: t5_plan(_T5),
         t5_batch,
     ),
+    "t5-norms-over-width": (
+        lambda: _with_uneven_norms(
+            T5(_T5_WIDTH, decoder_layers=2, compute_dtype=torch.float64).double()
+        ),
+        lambda: t5_plan(_T5_WIDTH),
+        t5_batch,
+    ),
     "t5-norms": (
         lambda: T5(_T5_NORMS, decoder_layers=2, compute_dtype=torch.float64).double(),
         lambda: t5_plan(_T5_NORMS),
@@ -163,6 +181,15 @@ _SINKS = replace(
 _BERT = replace(SMALL, norms="sum", moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
 _T5_NORMS = replace(_T5, norms="both")
+_T5_WIDTH = replace(_T5, qk_norm="width")
+
+
+def _with_uneven_norms(model):
+    """Norms whose weights and biases differ from place to place."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 def _with_sinks(model):
@@ -204,12 +231,6 @@ def test_two_ranks_equal_one_process(sequence_parallel):
                 error = (got[name][1][parameter] - grad).norm() / grad.norm().clamp(min=0.05)
                 bound = 1e-11 if name.startswith("t5") else 1e-5
                 assert error < bound, f"{name} {parameter}: {error:.1e}"
-
-
-def test_a_norm_over_the_width_of_all_heads_is_refused():
-    for plan in (gpt_plan, bert_plan, t5_plan):
-        with pytest.raises(ValueError, match="normed by head"):
-            plan(replace(SMALL, qk_norm="width"))
 
 
 @pytest.mark.parametrize("release", ["2.11.0+cu130", "2.13.1", "2.14.0"])

@@ -43,7 +43,7 @@ def adapt(
         how: identifies `views` and `forward` apart from the names in `views`: modules of one class
             with equal `how` and names share a class.
         views: by the name of a parameter, a function of it whose result the module's forward sees.
-        forward: called as `forward(original, *args, **kwargs)`, `original` being the module's own.
+        forward: called as `forward(module, original, *args, **kwargs)`, `original` being its own.
     """
     key = (type(module), how, tuple(views or ()))
     if key not in adapted:
@@ -63,7 +63,7 @@ def _subclass(
         try:
             if forward is None:
                 return parent.forward(self, *args, **kwargs)
-            return forward(functools.partial(parent.forward, self), *args, **kwargs)
+            return forward(self, functools.partial(parent.forward, self), *args, **kwargs)
         finally:
             self.inside_forward = outer
 

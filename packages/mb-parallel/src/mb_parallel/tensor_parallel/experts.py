@@ -59,6 +59,7 @@ class ExpertLayer(Style):
             return
 
         def forward(
+            _: nn.Module,
             original: Callable[..., MoEOutput],
             x: Tensor,
             *,

@@ -35,20 +35,23 @@ from mb_parallel.tensor_parallel.styles import (
 )
 from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
+_BY_HEAD = PartialGradients()
 
-def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
+
+def block_plan(num_kv_heads: int, *, blocks: str = "blocks", qk_norm: Style = _BY_HEAD) -> Plan:
     """The plan of a stack of transformer blocks.
 
     Args:
         num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
         blocks: path of the stack.
+        qk_norm: of `norm_q` and `norm_k`. `SplitNorm` if these are over the width of all heads.
     """
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
     attention: Plan = {
         "qkv": heads,
         "q": heads,
         "kv": heads,
-        "norm_[qk]": PartialGradients(),
+        "norm_[qk]": qk_norm,
         "q_down": SequenceParallel(),
         "q_norm": SequenceParallel(),
         "q_up": heads,

@@ -106,7 +106,9 @@ class ColumnParallel(Style):
         for name in names:
             shard(module, name, 0, region.mesh, what=f"{self.unit} of a column-parallel map")
 
-        def forward(original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(
+            _: nn.Module, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             return original(region.enter(x), *args, **kwargs)
 
         views = dict.fromkeys(names, to_local)
@@ -121,7 +123,7 @@ class RowParallel(Style):
         names = own(module, "weight", "bias")
         shard(module, "weight", 1, region.mesh, what="inputs of a row-parallel map")
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return region.leave(original(*args, **kwargs))
 
         views = dict.fromkeys(names, once(region.group)) | {"weight": to_local}
@@ -145,7 +147,7 @@ class ParallelInput(Style):
         names = tuple(inspect.signature(module.forward).parameters)[: self.count]
         kind = type(module).__name__
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             entered = [region.enter(x) for x in args[: self.count]]
             named = [name for name in names[len(entered) :] if name in kwargs]
             if len(entered) + len(named) < self.count:
@@ -196,7 +198,7 @@ class SplitSequence(Style):
         if not region.sequence_parallel:
             return
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return collectives.split(original(*args, **kwargs), region.group, SEQUENCE)
 
         adapt(module, region.adapted, self, forward=forward)
@@ -214,7 +216,7 @@ class JoinOutput(Style):
         if not region.sequence_parallel:
             return
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             if isinstance(output, Tensor):
                 return collectives.join(output, region.group, SEQUENCE)

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(Style):
         rows = size // region.size
         start = rows * region.rank
 
-        def forward(original: Callable[..., Any], tokens_BS: Tensor) -> Tensor:
+        def forward(_: nn.Module, original: Callable[..., Any], tokens_BS: Tensor) -> Tensor:
             mine_BS = (tokens_BS >= start) & (tokens_BS < start + rows)
             known_BS = (tokens_BS >= 0) & (tokens_BS < size)
             x_BSD = original((tokens_BS - start).masked_fill(known_BS & ~mine_BS, 0))

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     JoinOutput,
+    PartialGradients,
     Plan,
     Region,
     Replicated,
     SequenceParallel,
     Sharded,
+    SplitNorm,
     Style,
     VocabParallelLoss,
     block_plan,
@@ -30,11 +32,7 @@ _HEADS_BIAS = Sharded({"weight": 1})  # a column per head
 
 
 def gpt_plan(config: TransformerConfig) -> Plan:
-    """Of a GPT.
-
-    Raises:
-        ValueError: a norm over the width of all heads, of which no rank has more than its own.
-    """
+    """Of a GPT."""
     return {
         **embedding_plan(),
         **_stack_plan("stack", config),
@@ -50,9 +48,6 @@ def bert_plan(config: TransformerConfig, *, bert: str = "") -> Plan:
 
     Args:
         bert: path of it in the model.
-
-    Raises:
-        ValueError: as for `gpt_plan`.
     """
     within = f"{bert}." if bert else ""
     return {
@@ -68,20 +63,12 @@ def bert_plan(config: TransformerConfig, *, bert: str = "") -> Plan:
 
 
 def classifier_plan(config: TransformerConfig) -> Plan:
-    """Of a classifier on a BERT.
-
-    Raises:
-        ValueError: as for `gpt_plan`.
-    """
+    """Of a classifier on a BERT."""
     return {**bert_plan(config, bert="bert"), "head": Replicated()}
 
 
 def ict_plan(config: TransformerConfig) -> Plan:
-    """Of a retriever's towers.
-
-    Raises:
-        ValueError: as for `gpt_plan`.
-    """
+    """Of a retriever's towers."""
     plan: dict[str, Style | Callable[[nn.Module], Style]] = {}
     for tower in ("query", "block"):
         plan |= bert_plan(config, bert=f"{tower}.bert")
@@ -90,11 +77,7 @@ def ict_plan(config: TransformerConfig) -> Plan:
 
 
 def t5_plan(config: TransformerConfig) -> Plan:
-    """Of a T5.
-
-    Raises:
-        ValueError: as for `gpt_plan`.
-    """
+    """Of a T5."""
     return {
         **embedding_plan(),
         **_stack_plan("encoder", config),
@@ -107,13 +90,9 @@ def t5_plan(config: TransformerConfig) -> Plan:
 
 
 def _stack_plan(path: str, config: TransformerConfig) -> Plan:
-    if config.qk_norm == "width":
-        raise ValueError(
-            "Expected queries and keys normed by head under tensor parallelism, got a norm over "
-            "their whole width, which no rank has. Spread the model by data and expert "
-            "parallelism instead."
-        )
-    blocks = block_plan(config.num_kv_heads, blocks=f"{path}.blocks")
+    over_width = config.qk_norm == "width"
+    qk_norm = SplitNorm(rms=config.norm == "rmsnorm") if over_width else PartialGradients()
+    blocks = block_plan(config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm)
     return {**blocks, f"{path}.norm": SequenceParallel()}
 
 

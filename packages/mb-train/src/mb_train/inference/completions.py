@@ -14,15 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mb_train.inference.generate import (
-    READ_WITH,
-    Completion,
-    Likelihood,
-    Prompt,
-    Sampling,
-    common,
-    text_behind,
-)
+from mb_train.inference.decoding import Likelihood, Sampling
+from mb_train.inference.generate import READ_WITH, Completion, Prompt, common, text_behind
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer

@@ -5,6 +5,7 @@ with their metadata take their place. So do torch's builds for CPU, CUDA and ROC
 indexes of their own: each is a wheel that requires what the real one requires.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ PLATFORMS = {
     "macOS arm64": "aarch64-apple-darwin",
     "Windows": "x86_64-pc-windows-msvc",
 }
+# uv takes macOS 13 for granted. For that torch has wheels up to 2.11, and faiss none for
+# Python 3.14.
+MACOS = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 
 
@@ -75,6 +79,7 @@ def resolve(
     process = subprocess.Popen(
         [*command, *options],
         cwd=links,
+        env=os.environ | MACOS,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import MoEConfig, Router, update_balancing_bias
-from mb_layers.router import _three_parts
+from mb_layers.linear_fp32 import _three_parts
 
 SIZES = {"hidden_size": 48, "ffn_hidden_size": 16, "num_experts": 6, "top_k": 2}
 

@@ -26,7 +26,8 @@ from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.logs.run_log import read_log
-from mb_train.plan.sizing import GIB, sizes
+from mb_train.plan.sizing import sizes
+from mb_train.plan.words import GIB
 from small_runs import end_at_sigterm, random_sentences, random_tokens, train
 
 TWICE_32 = {"micro_batch_size": 32, "global_batch_size": 64}

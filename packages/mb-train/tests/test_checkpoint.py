@@ -22,11 +22,13 @@ import torch.distributed.checkpoint as dcp
 from hostile_pickle import Attack
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import host_copy, read, snapshot, writer
+from mb_train.checkpoint import summed_file as summing
+from mb_train.checkpoint.errors import CheckpointError
 from mb_train.checkpoint.metadata import read_metadata
-from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
+from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
-from mb_train.folder import checksums
-from mb_train.folder.checksums import SummedFile, format_sums, sum_of, summed_file
+from mb_train.checkpoint.summed_file import SummedFile, summed_file
+from mb_train.folder.checksums import format_sums, sum_of
 from mb_train.folder.run_folder import (
     LATEST,
     SavedRun,
@@ -186,7 +188,7 @@ def test_a_file_goes_to_the_disk_while_it_is_written(begins, tmp_path, monkeypat
         assert (offset, length, advice) == (0, 0, 4)  # POSIX_FADV_DONTNEED
         there.append(os.fstat(descriptor).st_size)
 
-    monkeypatch.setattr(checksums, "_AHEAD_BYTES", 1000)
+    monkeypatch.setattr(summing, "_AHEAD_BYTES", 1000)
     monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
     if begins:
         monkeypatch.setattr(os, "posix_fadvise", begin, raising=False)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from mb_layers.on_demand import OnDemand
+from mb_train.cli import main
 from mb_train.convert import export_model, import_megatron, import_model
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
 from mb_train.loading import load_trained
@@ -82,3 +83,17 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, name):
     with pytest.raises(ValueError, match=f"Expected numbers in {ours}, got NaN or infinity"):
         import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_of_an_upcycled_model_few_tensors_are_held(tmp_path, monkeypatch):
+    model = theirs("mistral", num_hidden_layers=12)
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "dense", tokenizer="null:76", say=lambda line: None)
+    live = Live(monkeypatch)
+    experts = ["--moe-num-experts", "4"]
+    assert main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "run"), *experts]) == 0
+    trained = load_trained(tmp_path / "run").model
+    largest = max(tensor.nbytes for tensor in trained.parameters())
+    assert largest <= live.most <= 2 * largest
+    assert sum(tensor.nbytes for tensor in trained.parameters()) > 15 * largest
+    torch.testing.assert_close(logits_of(trained), logits_of(model), rtol=1e-4, atol=1e-5)

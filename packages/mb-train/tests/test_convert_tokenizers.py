@@ -9,7 +9,8 @@ from mb_data import load_tokenizer
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model
-from mb_train.inference.generate import Generator, Sampling
+from mb_train.inference.decoding import Sampling
+from mb_train.inference.generate import Generator
 from mb_train.loading import load_trained
 from their_models import DEEP, theirs, transformers
 

@@ -13,7 +13,8 @@ from mb_train.flags.starting import resolve_start
 from mb_train.machine.device import check_fp8
 from mb_train.models.linear import Linear
 from mb_train.models.unfilled import unfilled
-from mb_train.plan.sizing import describe, sizes
+from mb_train.plan.sizing import sizes
+from mb_train.plan.words import describe
 from mb_train.tasks.make import whole_model
 
 RUN = {

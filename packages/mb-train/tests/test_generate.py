@@ -13,14 +13,8 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.inference.generate import (
-    Generator,
-    Next,
-    Sampling,
-    choose,
-    continue_tokens,
-    text_behind,
-)
+from mb_train.inference.decoding import Next, Sampling, choose, continue_tokens
+from mb_train.inference.generate import Generator, text_behind
 from mb_train.loading import load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT

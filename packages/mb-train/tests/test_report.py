@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from mb_train.cli import main
 from mb_train.logs.run_log import RunLog
 from mb_train.report.curves import read_curves, summary
@@ -180,6 +181,41 @@ def test_the_picture_has_the_numbers_of_the_log(tmp_path):
     assert every.tolist() == [pytest.approx([load, *[(4 - load) / 3] * 3]) for load in (2.0, 1.25)]
     drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
     assert drawn == {"training": [[9, 4], [10, 3]], "validation": [[9, 4], [10, 3.5]]}
+
+
+@pytest.mark.parametrize("norms", [(0.95, 0.99), (0.7, 1.3), (0.3, 4.0), (2e-3, 5e3), (1.0, 1.0)])
+def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
+    """In full: of gradient norms within a tenth, `1e+00` stood beside each line."""
+    events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
+    for (_, event), norm in zip(events, norms, strict=True):
+        event["grad_norm"] = norm
+    write(tmp_path, ("start", {"iteration": 0}), *events)
+    curves = read_curves(tmp_path)
+    figure = figure_of(panels_of([curves]), [curves], 10.0)
+    FigureCanvasAgg(figure).draw()
+    axis = next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
+    low, high = axis.get_ylim()
+    places = [*axis.get_yticks(), *axis.get_yticks(minor=True)]
+    labels = [tick.get_text() for which in (False, True) for tick in axis.get_yticklabels(which)]
+    numbers = {label: place for label, place in zip(labels, places, strict=True) if label}
+    numbers = {label: place for label, place in numbers.items() if low <= place <= high}
+    assert numbers
+    for label, place in numbers.items():
+        assert float(label.replace(",", "")) == pytest.approx(place)
+        assert "e" not in label
+
+
+def test_a_level_line_of_speed_is_not_the_frame(tmp_path):
+    events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
+    for i, (_, event) in enumerate(events):
+        event["tokens_per_s"] = 50_000.0 + i
+    write(tmp_path, ("start", {"iteration": 0}), *events)
+    curves = read_curves(tmp_path)
+    axis = figure_of(panels_of([curves]), [curves], 10.0).axes[1]
+    (line,) = axis.lines
+    low, high = axis.get_ylim()
+    assert low == 0
+    assert max(line.get_ydata()) < 0.99 * high
 
 
 def test_steps_without_a_number_leave_no_gap_in_a_long_run(tmp_path):

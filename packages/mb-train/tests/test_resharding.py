@@ -14,7 +14,8 @@ import torch.distributed as dist
 from mb_parallel.optimizer import SGD, Adafactor, AdamW, Muon, decay_groups, muon_groups
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import writer
-from mb_train.checkpoint.read import CheckpointError, Progress, load_checkpoint
+from mb_train.checkpoint.errors import CheckpointError
+from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.folder.run_folder import find_checkpoint
 from torch import nn

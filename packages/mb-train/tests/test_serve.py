@@ -18,7 +18,8 @@ from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.inference.completions import Answer, Request, Told
-from mb_train.inference.generate import Generator, Likelihood, Sampling
+from mb_train.inference.decoding import Likelihood, Sampling
+from mb_train.inference.generate import Generator
 from mb_train.inference.service import Service
 
 pytest.importorskip("httpx")

@@ -13,7 +13,8 @@ from mb_parallel import ParallelDims, ParallelMesh
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.inference.chat import chat_request
-from mb_train.inference.generate import Generator, Sampling
+from mb_train.inference.decoding import Sampling
+from mb_train.inference.generate import Generator
 from mb_train.tasks.gpt import positions_of
 from mb_train.tasks.make import make_task
 

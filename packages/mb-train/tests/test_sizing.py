@@ -21,8 +21,9 @@ from mb_train.models.gpt import GPT
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
-from mb_train.plan.sizing import GIB, _parts, describe, memory_warning, sizes
+from mb_train.plan.sizing import _parts, sizes
 from mb_train.plan.step_time import orthogonalising
+from mb_train.plan.words import GIB, describe, memory_warning
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import one_process_task
 from torch.nn.attention import SDPBackend, sdpa_kernel

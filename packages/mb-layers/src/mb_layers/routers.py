@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from mb_layers import arguments
 from mb_layers.config import MoEConfig, a_config
-from mb_layers.router import Router, RouterOutput, linear_fp32
+from mb_layers.linear_fp32 import linear_fp32
+from mb_layers.router import Router, RouterOutput
 from mb_layers.tensors import to_plain, without_autocast
 
 

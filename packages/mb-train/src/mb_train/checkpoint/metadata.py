@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from mb_train.folder.checksums import CheckpointError
+from mb_train.checkpoint.errors import CheckpointError
 from mb_train.untrusted import Unpickler, dtype_named
 
 _METADATA_CLASSES = {

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mb_parallel import of_all_ranks, rank, world_size
 
+from mb_train.checkpoint.errors import CheckpointError
 from mb_train.checkpoint.tensors import (
     Modules,
     Optimizer,
@@ -36,7 +37,7 @@ from mb_train.checkpoint.tensors import (
     optimizer_entries,
     state_names,
 )
-from mb_train.folder.checksums import SUMS_FILE, CheckpointError, damage, read_sums
+from mb_train.folder.checksums import SUMS_FILE, damage, read_sums
 from mb_train.folder.run_folder import checkpoints, iteration_of, others
 
 if TYPE_CHECKING:

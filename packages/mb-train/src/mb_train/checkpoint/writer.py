@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mb_train.checkpoint.host_copy import HostCopier, use_stream
-from mb_train.folder.checksums import SUMS_FILE, format_sums, sum_of, summed_file
+from mb_train.checkpoint.summed_file import summed_file
+from mb_train.folder.checksums import SUMS_FILE, format_sums, sum_of
 from mb_train.folder.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
 from mb_train.folder.whole_files import write_text
 

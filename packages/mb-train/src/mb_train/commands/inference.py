@@ -31,7 +31,8 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
     options = parser.parse_args(arguments)
-    from mb_train.inference.generate import Generator, Prompt, Sampling
+    from mb_train.inference.decoding import Sampling
+    from mb_train.inference.generate import Generator, Prompt
 
     sampling = Sampling(
         temperature=options.temperature,

@@ -27,7 +27,8 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     import torch
 
     from mb_train.data.vocabulary import vocabulary_of
-    from mb_train.plan.sizing import describe, sizes
+    from mb_train.plan.sizing import sizes
+    from mb_train.plan.words import describe
 
     there = torch.cuda.device_count()
     ranks = (there or 1) if options.gpus is None else options.gpus

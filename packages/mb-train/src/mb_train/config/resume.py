@@ -138,6 +138,11 @@ def _differences(
         if moved and any(isinstance(value, (list, tuple)) for value in (there, here)):
             # What several flags say together is not what any of them says.
             there, here = (" / ".join(str(getattr(r, n)) for n in moved) for r in (before, now))
+        elif len(moved) == 1:  # None in force stands for a 0 that was typed, say
+            there, here = (
+                getattr(run, moved[0]) if value is None else value
+                for run, value in ((before, there), (now, here))
+            )
         difference = " / ".join(map(flag_name, moved or field_names)), there, here
         if moved:
             yield difference

@@ -6,18 +6,22 @@ weights of a token's experts sum to one, the model therefore computes what the d
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from mb_layers.on_demand import OnDemand
+from mb_layers.router import Router
+from torch import Tensor, nn
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.convert.new_run import refuse_run, write_run
 from mb_train.flags.command_line import CommandLine, resolve, without_effect
-from mb_train.loading import load_trained
+from mb_train.loading import outlined
+from mb_train.models.unfilled import unfilled
 from mb_train.tasks.make import whole_model
 
 _OF_EXPERTS = {field.name for field in dataclasses.fields(GROUPS["moe"])}
@@ -50,7 +54,9 @@ def upcycle(
             "Expected --moe-num-experts, and beside it flags of the experts alone, got "
             f"{', '.join(others) or 'no number of them'}. The run that goes on takes the others."
         )
-    dense = load_trained(source, kinds=("gpt", "bert", "t5"), mtp_num_layers=None)
+    from mb_train.checkpoint.weights import SavedWeights
+
+    dense = outlined(source, kinds=("gpt", "bert", "t5"), mtp_num_layers=None)
     if dense.config.moe_num_experts is not None:
         raise ValueError(f"Expected a dense model in {source}, got one with experts.")
     biases = dense.config.add_bias_linear
@@ -71,10 +77,10 @@ def upcycle(
             )
     for note in (*experts.notes, *without_effect(experts, config)):
         say(f"note: {note}")
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        fresh = whole_model(config, vocab_size=dense.vocab_size).state_dict()
-    weights = _copied(dense.model.state_dict(), fresh)
+    with unfilled():
+        model = whole_model(config, vocab_size=dense.vocab_size)
+    saved = SavedWeights(dense.checkpoint, dense.model)
+    weights = _Upcycled(saved, model, _routers(model, config.seed))
     write_run(target, config, weights, run=dense.checkpoint.parent, say=say)
     if config.moe_capacity_factor or not _sums_to_one(config):
         say(
@@ -83,17 +89,49 @@ def upcycle(
         )
 
 
-def _copied(dense: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a model with experts; its routers', and a bias behind all experts, are `fresh`."""
-    found = {}
-    for name, tensor in fresh.items():
-        of_expert = re.fullmatch(r"(.*\.mlp\.)experts\.(\w+)", name)
+class _Upcycled(OnDemand[str]):
+    """Weights of a model with experts, each copied or drawn when it is asked for.
+
+    Args:
+        dense: those of the dense model.
+        model: with experts, without numbers.
+        routers: theirs.
+    """
+
+    def __init__(
+        self, dense: Mapping[str, Tensor], model: nn.Module, routers: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()
+        self._dense, self._routers, self._outlines = dense, routers, model.state_dict()
+        self.places = {name: name for name in self._outlines}
+
+    def read(self, place: str) -> Tensor:
+        shape = self._outlines[place].shape
+        of_expert = re.fullmatch(r"(.*\.mlp\.)experts\.(\w+)", place)
         if of_expert is not None:
             maps = (of_expert[1] + part for part in _PARTS[of_expert[2]])
-            whole = torch.cat([dense[part] for part in maps if part in dense])
-            tensor.copy_(whole)
-        found[name] = dense.get(name, tensor)
-    return found
+            whole = torch.cat([self._dense[part] for part in maps if part in self._dense])
+            return whole.expand(shape).contiguous()
+        if place in self._dense:
+            return self._dense[place]
+        # What no dense model has beside a router is a bias behind all experts.
+        return self._routers[place] if place in self._routers else torch.zeros(shape)
+
+    def outlines(self) -> dict[str, Tensor]:
+        return self._outlines
+
+
+def _routers(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """The routers' weights, drawn, of a model that is without numbers."""
+    drawn: dict[str, Tensor] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for path, outline in model.named_modules():
+            if isinstance(outline, Router):
+                router = copy.deepcopy(outline).to_empty(device="cpu")
+                router.reset_parameters()
+                drawn |= router.state_dict(prefix=f"{path}.")
+    return drawn
 
 
 def _sums_to_one(config: TrainConfig) -> bool:

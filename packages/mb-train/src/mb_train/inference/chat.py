@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mb_train.inference.completions import Answer, Request, Told
+from mb_train.inference.completions import Answer, Request, Told, check_parameters
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _SHARED = ("temperature", "top_p", "top_k", "n", "stop", "stream", "stream_options", "seed")
-_IGNORED = ("model", "user")
 _REFUSED = (
     "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
     "response_format", "tool_choice", "functions", "function_call",
@@ -31,15 +30,7 @@ def chat_request(
     Raises:
         ValueError: says what was expected.
     """
-    if not isinstance(body, Mapping):
-        raise ValueError("Expected a JSON object.")
-    known = {"messages", "tools", *_LIMITS, *_SHARED, *_IGNORED, *_REFUSED}
-    unknown = sorted(body.keys() - known)
-    if unknown:
-        raise ValueError(f"Unknown parameter {unknown[0]!r}.")
-    for name in _REFUSED:
-        if body.get(name):
-            raise ValueError(f"{name} is not supported.")
+    check_parameters(body, ("messages", "tools", *_LIMITS, *_SHARED), _REFUSED)
     messages, tools = body.get("messages"), body.get("tools")
     if not isinstance(messages, list) or not messages:
         raise ValueError("Expected messages to be a list of one message at least.")

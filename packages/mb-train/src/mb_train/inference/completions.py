@@ -10,19 +10,12 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mb_train.inference.generate import (
-    READ_WITH,
-    Completion,
-    Likelihood,
-    Prompt,
-    Sampling,
-    common,
-    text_behind,
-)
+from mb_train.inference.decoding import Likelihood, Sampling
+from mb_train.inference.generate import READ_WITH, Completion, Prompt, common, text_behind
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -31,6 +24,10 @@ _T = TypeVar("_T")
 
 _MOST_COMPLETIONS = 128
 _MOST_LIKELIEST = 20
+_READ = (
+    "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "best_of", "stop", "logprobs",
+    "stream", "stream_options", "echo", "seed",
+)  # fmt: skip
 _IGNORED = ("model", "user")
 _REFUSED = ("suffix", "logit_bias", "presence_penalty", "frequency_penalty")
 
@@ -64,18 +61,7 @@ class Request:
         Raises:
             ValueError: says what was expected.
         """
-        if not isinstance(body, Mapping):
-            raise ValueError("Expected a JSON object.")
-        known = {
-            "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "best_of", "stop",
-            "logprobs", "stream", "stream_options", "echo", "seed", *_IGNORED, *_REFUSED,
-        }  # fmt: skip
-        unknown = sorted(body.keys() - known)
-        if unknown:
-            raise ValueError(f"Unknown parameter {unknown[0]!r}.")
-        for name in _REFUSED:
-            if body.get(name):
-                raise ValueError(f"{name} is not supported.")
+        check_parameters(body, _READ, _REFUSED)
         prompts = _prompts("" if body.get("prompt") is None else body["prompt"])
         n = _number(body, "n", int, 1, least=1)
         if _number(body, "best_of", int, n) != n:
@@ -216,6 +202,23 @@ def event(content: Mapping[str, Any]) -> str:
 def error(message: object, kind: str) -> dict[str, Any]:
     """The body of an answer that says what was wrong."""
     return {"error": {"message": str(message), "type": kind, "param": None, "code": None}}
+
+
+def check_parameters(body: Any, read: Collection[str], refused: Collection[str]) -> None:
+    """Raise ValueError unless a request's body is an object of parameters that are known.
+
+    Args:
+        read: those that mean something here.
+        refused: those that OpenAI has and a model here has not; they may be there without a value.
+    """
+    if not isinstance(body, Mapping):
+        raise ValueError("Expected a JSON object.")
+    unknown = sorted(body.keys() - {*read, *refused, *_IGNORED})
+    if unknown:
+        raise ValueError(f"Unknown parameter {unknown[0]!r}.")
+    for name in refused:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported.")
 
 
 def _prompts(value: Any) -> list[Prompt]:

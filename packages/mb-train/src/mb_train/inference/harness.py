@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.data.tokenizers import beginning, preceding
-from mb_train.inference.generate import Generator, Sampling
+from mb_train.inference.decoding import Sampling
+from mb_train.inference.generate import Generator
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
 

@@ -11,7 +11,8 @@ import torch
 
 from mb_train.inference.chat import ChatAnswer, chat_request
 from mb_train.inference.completions import Answer, Request, Told, error, event
-from mb_train.inference.generate import Completion, Generator, Likelihood, Prompt
+from mb_train.inference.decoding import Likelihood
+from mb_train.inference.generate import Completion, Generator, Prompt
 
 
 class Asked(NamedTuple):

@@ -1,4 +1,4 @@
-"""`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
+"""What a run will need, before it is started: parameters, memory, time of a step.
 
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
 the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed at the
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from mb_parallel import ParallelDims
 from mb_parallel.pipeline_parallel import stage_indices
-from mb_parallel.world import ranks_on_host
 from torch import nn
 
 from mb_train.assembly.graphs import check_capturable
@@ -22,20 +21,15 @@ from mb_train.assembly.layout import parallel_dims, stage_layers
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig, whole
 from mb_train.machine.device import compute_dtype
-from mb_train.machine.memory import host_memory
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
-from mb_train.plan.devices import data_sheet, known_devices
+from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops, flops_in_fp8, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
-from mb_train.plan.step_time import MEASURED, Demand, attending, keeping, orthogonalising
-from mb_train.schedule import BatchSizes, train_iterations, train_samples
+from mb_train.plan.step_time import Demand, attending, keeping, orthogonalising
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
 
-GIB = 2**30
-# What takes less, for whoever has too little.
-LESS_MEMORY = "Lower --micro-batch-size, add --recompute-granularity full, or take more ranks"
 # Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
 _SLACK = 1.05
 # Numbers of optimizer state for each parameter; Adafactor's few are not counted. A matrix of Muon's
@@ -288,74 +282,3 @@ def _demand(
         *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
     ]
     return sum(step, Demand())
-
-
-def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
-    """The sizes as lines."""
-    batch, tokens = config.batch_size(config.data_parallel_size(ranks)), found.step_tokens
-    lines = [
-        f"parameters    {found.parameters:,} ({found.active:,} active)",
-        f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
-        f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
-        f"activations {found.activations / GIB:.1f}",
-        *_too_much(found.memory / GIB, device),
-        f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
-        f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
-    ]
-    if config.bf16 is False and not config.fp16:
-        lines.append("time          not known in fp32: --bf16 or --fp16 have one")
-    elif found.step_s is None:
-        lines.append(
-            f"time          not known on {device}; --gpu takes {', '.join(known_devices())}"
-        )
-    else:
-        lines.append(
-            f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
-            f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
-        )
-        if config.model not in MEASURED:
-            lines.append(
-                f"              of the GPU alone, and not fitted to measured steps of --model "
-                f"{config.model}: without --cuda-graph the host may take longer"
-            )
-        if config.fp8_format is not None:
-            lines.append(
-                "              of products in FP8 at twice the peak of bf16, without rounding, and "
-                "not fitted to measured steps"
-            )
-        steps = train_iterations(config, BatchSizes(config, batch))
-        # Of a ramp-up the smaller steps take their share of a whole one.
-        long = _duration(train_samples(config, batch) / batch * found.step_s)
-        lines.append(f"training      {steps:,} steps, {long}")
-    return lines
-
-
-def _too_much(needed_gib: float, device: str) -> list[str]:
-    """A line, if a device of this name is known to have less memory."""
-    sheet = data_sheet(device)
-    if sheet is None or needed_gib <= sheet.memory_gib:
-        return []
-    return [f"              warning: {device} has {sheet.memory_gib:.0f} GiB. {LESS_MEMORY}."]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:,.0f} seconds"
-    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
-
-
-def memory_warning(
-    config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
-) -> str | None:
-    """A line to say at the start if the run will not fit into this rank's memory, else None."""
-    needed = sizes(config, vocab_size, ranks, name).memory
-    if device.type == "cuda":
-        there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
-    else:
-        there, what = host_memory() // max(ranks_on_host(), 1), "available memory"
-    if needed <= there:
-        return None
-    return (
-        f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
-        f"{there / GIB:.1f} GiB of {what}. {LESS_MEMORY}; mb-train plan shows what takes how much."
-    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mb_train.folder.whole_files import replaced, write_text
+from mb_train.report.axes import number_logarithmic
 from mb_train.report.frontier import (
     FrontierRun,
     Point,
@@ -133,7 +134,6 @@ def _words(found: dict[str, Any]) -> str:
 def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -167,8 +167,7 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
     by_time.set_xscale("log")
     shortest = min(p.seconds for p in points)
     by_time.set_xlim(shortest / 3, 1.6 * max(p.seconds for p in points))
-    for which in (by_time.xaxis.set_major_formatter, by_time.xaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(2, 0.5)))
+    number_logarithmic(by_time.xaxis)
     by_time.set_xlabel("seconds of training")
     by_time.set_ylabel("validation loss (nats per token)")
     by_tokens.set_xlabel("million tokens")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mb_train.logs.run_log import number
+from mb_train.report.axes import number_logarithmic, written
 from mb_train.report.curves import Curves
 from mb_train.untrusted import printable
 
@@ -63,17 +64,20 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     steps = (1, 2, 5) if high - low < 8 else (1,)  # nats: labels must not touch
     nice = [step * 10.0**e for e in range(-1, 9) for step in steps]
     ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
-    perplexity.set_yticks([math.log(p) for p in ticks], [_plain(p) for p in ticks])
+    perplexity.set_yticks([math.log(p) for p in ticks], [written(p) for p in ticks])
     perplexity.set_ylabel("perplexity")
     axis.legend()
     _finish(axis)
 
 
 def _speed(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    from matplotlib.ticker import EngFormatter
+
     for curves in runs:
         _line(axis, curves.tokens_per_s, label=_label(curves, runs, ""), marker=".")
     axis.set_ylabel("tokens per second")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.05 * axis.get_ylim()[1])  # however level a line, it is below the frame
+    axis.yaxis.set_major_formatter(EngFormatter())
     _finish(axis, legend=len(runs) > 1)
 
 
@@ -82,10 +86,7 @@ def _grad_norm(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
         _line(axis, curves.grad_norm, label=_label(curves, runs, ""), marker=".")
     axis.set_ylabel("gradient norm")
     axis.set_yscale("log")
-    from matplotlib.ticker import LogFormatter
-
-    axis.yaxis.set_major_formatter(LogFormatter())
-    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    number_logarithmic(axis.yaxis)
     _finish(axis, legend=len(runs) > 1)
 
 
@@ -191,10 +192,6 @@ def _darker(color: str) -> Any:
     from matplotlib.colors import to_rgb
 
     return tuple(0.6 * part for part in to_rgb(color))
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def figure_of(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height: float) -> Figure:

@@ -37,7 +37,7 @@ from mb_train.machine.device import device_type
 from mb_train.machine.host import leave_out_of_collections
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
-from mb_train.plan.sizing import LESS_MEMORY
+from mb_train.plan.words import LESS_MEMORY
 from mb_train.tasks import Batch
 from mb_train.train.own_folder import only_writer
 from mb_train.train.profiling import Profiler

@@ -52,7 +52,7 @@ from mb_train.machine.device import check_fp8, compute_dtype, device_name
 from mb_train.machine.rank_zero import on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
-from mb_train.plan.sizing import memory_warning
+from mb_train.plan.words import memory_warning
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.train.own_folder import check_shared, take_over

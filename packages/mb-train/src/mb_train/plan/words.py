@@ -1,0 +1,88 @@
+"""What is said of a run's sizes, by `mb-train plan` and by a run that will not fit."""
+
+from __future__ import annotations
+
+import torch
+from mb_parallel.world import ranks_on_host
+
+from mb_train.config import TrainConfig
+from mb_train.machine.memory import host_memory
+from mb_train.plan.devices import data_sheet, known_devices
+from mb_train.plan.sizing import Sizes, sizes
+from mb_train.plan.step_time import MEASURED
+from mb_train.schedule import BatchSizes, train_iterations, train_samples
+
+GIB = 2**30
+# What takes less, for whoever has too little.
+LESS_MEMORY = "Lower --micro-batch-size, add --recompute-granularity full, or take more ranks"
+
+
+def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
+    """The sizes as lines."""
+    batch, tokens = config.batch_size(config.data_parallel_size(ranks)), found.step_tokens
+    lines = [
+        f"parameters    {found.parameters:,} ({found.active:,} active)",
+        f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
+        f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
+        f"activations {found.activations / GIB:.1f}",
+        *_too_much(found.memory / GIB, device),
+        f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
+        f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
+    ]
+    if config.bf16 is False and not config.fp16:
+        lines.append("time          not known in fp32: --bf16 or --fp16 have one")
+    elif found.step_s is None:
+        lines.append(
+            f"time          not known on {device}; --gpu takes {', '.join(known_devices())}"
+        )
+    else:
+        lines.append(
+            f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
+            f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
+        )
+        if config.model not in MEASURED:
+            lines.append(
+                f"              of the GPU alone, and not fitted to measured steps of --model "
+                f"{config.model}: without --cuda-graph the host may take longer"
+            )
+        if config.fp8_format is not None:
+            lines.append(
+                "              of products in FP8 at twice the peak of bf16, without rounding, and "
+                "not fitted to measured steps"
+            )
+        steps = train_iterations(config, BatchSizes(config, batch))
+        # Of a ramp-up the smaller steps take their share of a whole one.
+        long = _duration(train_samples(config, batch) / batch * found.step_s)
+        lines.append(f"training      {steps:,} steps, {long}")
+    return lines
+
+
+def _too_much(needed_gib: float, device: str) -> list[str]:
+    """A line, if a device of this name is known to have less memory."""
+    sheet = data_sheet(device)
+    if sheet is None or needed_gib <= sheet.memory_gib:
+        return []
+    return [f"              warning: {device} has {sheet.memory_gib:.0f} GiB. {LESS_MEMORY}."]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+
+
+def memory_warning(
+    config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
+) -> str | None:
+    """A line to say at the start if the run will not fit into this rank's memory, else None."""
+    needed = sizes(config, vocab_size, ranks, name).memory
+    if device.type == "cuda":
+        there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
+    else:
+        there, what = host_memory() // max(ranks_on_host(), 1), "available memory"
+    if needed <= there:
+        return None
+    return (
+        f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
+        f"{there / GIB:.1f} GiB of {what}. {LESS_MEMORY}; mb-train plan shows what takes how much."
+    )

@@ -1,0 +1,25 @@
+"""Numbers beside an axis, as one writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+
+def written(value: float) -> str:
+    """0.95, 2 or 5,000, where matplotlib writes 9e-01, 2 and 5e+03 beside one axis."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def number_logarithmic(axis: Axis) -> None:
+    """Number a logarithmic axis; between powers of ten only where there are few of these."""
+    from matplotlib.ticker import LogFormatter
+
+    class Written(LogFormatter):  # which chooses the ticks that get a number
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return written(x) if super().__call__(x, pos) else ""
+
+    axis.set_major_formatter(Written())
+    axis.set_minor_formatter(Written(minor_thresholds=(2, 0.5)))

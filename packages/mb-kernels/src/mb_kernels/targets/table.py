@@ -122,7 +122,7 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 
-_RDNA3 = ("gfx1100", "gfx1101")
+_CDNA, _RDNA3 = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1101")
 # 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
 _MFMA = {"matrix_instr_nonkdim": 16}
 # Chips that take a neighbour's tiles: the matrix instructions are the same, and so is what the gate
@@ -136,7 +136,9 @@ def _by_chip(
 ) -> dict[str, Tile]:
     """A tile for each chip: ``shape`` but for ``others``; None has tiles for these alone.
 
-    Three stages on NVIDIA, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
+    Three stages on NVIDIA, two on AMD (three exceed the 64 KiB of LDS of all but gfx950). Of loops
+    flattened for AMD Triton (3.6, 3.7) forgets which offsets are neighbours: the up-projection then
+    loads tokens number by number, and all kernels take up to twice the LDS and more registers.
     """
     tiles = {}
     for name, target in TARGETS.items():
@@ -147,7 +149,8 @@ def _by_chip(
             stages = 3 if target.backend == "cuda" else 2
             tile = Tile(*tile, num_warps=num_warps, num_stages=stages, options=options)
         if tile is not None:
-            tiles[name] = tile
+            flatten = tile.flatten and target.backend == "cuda"
+            tiles[name] = replace(tile, flatten=flatten)
     return tiles
 
 
@@ -286,7 +289,8 @@ TILES: dict[str, dict[str, Tile]] = {
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, 32 x 32 x 32 with a bias 56.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
-    | dict.fromkeys(_RDNA3, Tile(32, 32, 16, num_warps=4, num_stages=2)),
+    | dict.fromkeys(_CDNA, Tile(64, 32, 32, num_warps=4, num_stages=2, flatten=False))
+    | dict.fromkeys(_RDNA3, Tile(32, 32, 16, num_warps=4, num_stages=2, flatten=False)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
     # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
     # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,

@@ -27,3 +27,8 @@ class GateCase:
     multiples_of_16: Sequence[str] = ()
     beyond_2gib: Sequence[str] = ()
     is_gemm: bool = False
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether it multiplies 8-bit floats."""
+        return self.is_gemm and any("fp8" in kind for kind in self.signature.values())

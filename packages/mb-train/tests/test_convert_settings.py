@@ -108,6 +108,8 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "got .'chunked_attention', "),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "GPT-OSS's in mxfp4"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("gpt_oss", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
+        ("deepseek_v2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "got mxfp4"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale of"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1}}, "mscale_all_dim of"),

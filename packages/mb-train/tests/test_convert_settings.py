@@ -100,6 +100,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx of"),
         ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("mixtral", {"num_experts": 2}, "num_experts and num_local_experts of .* got 2 and 4. Leave"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
         ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),

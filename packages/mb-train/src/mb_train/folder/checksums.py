@@ -78,7 +78,7 @@ def summed_file(path: Path) -> Generator[SummedFile]:
     Raises:
         OSError: it cannot be written, whatever else the block raises for that reason.
     """
-    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+    with _naming(path), path.open("wb", buffering=_BUFFER_BYTES) as file:
         try:
             yield SummedFile(file)
         except RuntimeError as error:

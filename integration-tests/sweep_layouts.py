@@ -5,7 +5,8 @@
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, norms), in fp32, fp16 or bf16, an optimizer, and a layout of two or four ranks
+positions, heads, norms, windows, sinks, modules for further tokens), in fp32, fp16 or bf16, with
+products in FP8 or without, an optimizer, and a layout of two or four ranks
 (data, tensor, sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage,
 recompute; those of one size share their processes). Three steps with accumulation, sequences with
 unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
@@ -60,7 +61,9 @@ OPTIMIZERS = {
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
 # embed all texts nearly alike at first, and what tells them apart cancels.
-KINDS = {"--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2}
+KINDS = {
+    "--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
+}  # fmt: skip
 DECODERS = ("", "", "--decoder-num-layers 2")
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
@@ -119,6 +122,9 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += ["--fp16 --initial-loss-scale 4096"] if half < 0.15 else []
     model += ["--bf16"] if 0.15 <= half < 0.3 else []
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
+    model += [rng.choice(["", "", "--decoupled-lr 1e-2"])]
+    # Parts of rows have scales of their own.
+    model += ["--fp8-format e4m3"] if half >= 0.15 and tp == 1 and rng.random() < 0.2 else []
     if rng.random() < 0.8:
         experts(rng, ranks // pp, cp * tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
@@ -138,6 +144,11 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
     model += [rng.choice([*norms, "--scale-head"])]
     model += [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
+    norms = ["", "", "--norm-placement output", "--norm-placement both", "--norm-placement kept"]
+    model += [rng.choice(norms)]
+    model += [rng.choice(["", "", "--mtp-num-layers 1", "--mtp-num-layers 2"])]
+    model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
+    model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 
 
@@ -325,8 +336,9 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         scaled = "adafactor" in pair.model
         biases = r"^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else "$^"
         worst = _deviations(pair.spread, pair.alone, biases)
-    # Rounding decides who is chosen of two experts that score alike.
-    if any(flag in pair.model for flag in ("--fp16", "--bf16", "cuda")):
+    # Rounding decides who is chosen of two experts that score alike, and which code of 8 bits a
+    # number between two gets.
+    if any(flag in pair.model for flag in ("--fp16", "--bf16", "--fp8-format", "cuda")):
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)

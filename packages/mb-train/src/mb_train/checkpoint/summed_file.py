@@ -9,6 +9,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
+from mb_data.system import naming
+
 _BUFFER_BYTES = 2**20
 # Written between two requests to take them to the disk; other sizes were not tried, for what it is
 # worth see benchmarks/results/2026-11-26-four-gpus.md.
@@ -63,7 +65,7 @@ def summed_file(path: Path) -> Generator[SummedFile]:
     Raises:
         OSError: it cannot be written, whatever else the block raises for that reason.
     """
-    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+    with naming(path), path.open("wb", buffering=_BUFFER_BYTES) as file:
         try:
             yield SummedFile(file)
         except RuntimeError as error:

@@ -88,7 +88,17 @@ class Architecture:
         return fields
 
     def settled(self, config: Json) -> dict[str, Any]:
-        """A config.json with its settings by one name each, and those that it leaves out."""
+        """A config.json with its settings by one name each, and those that it leaves out.
+
+        Raises:
+            ValueError: a setting has one value by one name and another by the other.
+        """
+        for alias, name in self.aliases.items():
+            if alias in config and config.get(name, config[alias]) != config[alias]:
+                raise ValueError(
+                    f"Expected {alias} and {name} of config.json, two names of one setting, to be "
+                    f"alike, got {config[alias]!r} and {config[name]!r}. Leave one out."
+                )
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
         return {**self.defaults, **config, **renamed}
 

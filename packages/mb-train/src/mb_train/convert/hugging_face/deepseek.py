@@ -119,7 +119,7 @@ def deepseek_v2_fields(config: Json) -> dict[str, Any]:
         moe_balance_over="sequence" if config.get("seq_aux") else "micro_batch",
         **methods[config["topk_method"]],
     )
-    return decoder_fields(config) | _latent_fields(config) | experts
+    return wholly_turned(config) | _latent_fields(config) | experts
 
 
 def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json
-from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
+from mb_train.convert.hugging_face.llama import llama_config, wholly_turned
 from mb_train.convert.hugging_face.mxfp4 import BLOCKS, SCALES, unpacked
 from mb_train.convert.hugging_face.windows import LAYER_TYPES, by_type, layer_types, window_fields
 
@@ -44,7 +44,7 @@ def gpt_oss_fields(config: Json) -> dict[str, Any]:
     # Files name a weight of a loss that transformers adds only where these logits are asked for.
     balanced = config["output_router_logits"]
     return (
-        decoder_fields(config)
+        wholly_turned(config)
         | window_fields(config, by_type(config, 2))
         | {
             "swiglu": False,

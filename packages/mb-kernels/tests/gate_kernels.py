@@ -47,6 +47,8 @@ def forgotten_kernel(x_ptr):
 
 def gate_cases(target: Target) -> list[GateCase]:
     gemm = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp32", "K": "i32"}
+    # Other 8-bit floats than those of `to_float8`; an MI300's are cast to 16 bits.
+    other = "*fp8e4nv" if target.backend == "hip" else "*fp8e5"
     small_gemm = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp32"}
     return [
         GateCase(
@@ -79,6 +81,14 @@ def gate_cases(target: Target) -> list[GateCase]:
             kernel=scalar_gemm_kernel,
             signature=small_gemm,
             constexprs={"SIZE": 16},
+            is_gemm=True,
+        ),
+        GateCase(
+            name="other_float8",
+            kernel=sound_kernel,
+            signature=gemm | {"a_ptr": other, "b_ptr": other},
+            constexprs={"SIZE": 64},
+            multiples_of_16=("K",),
             is_gemm=True,
         ),
         GateCase(

@@ -1,10 +1,17 @@
 """8-bit floats: the stated bound, NaN that stays visible, how far products are from exact ones."""
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import mb_kernels
 import pytest
 import torch
 import torch.nn.functional as functions
 from mb_kernels import bin_tokens, expert_mlp, float8_linear, reference, to_float8
+from mb_kernels.runtime import checks
+from mb_kernels.runtime.plan import assume, plan_for
+from mb_kernels.targets import TARGETS
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -19,15 +26,28 @@ SHAPES = [(3, 128), (2, 5, 256), (7, 16), (1, 720), (130, 33)]
 ROUNDING = 0.05
 
 
+@pytest.fixture(params=["cpu", "gfx942"], autouse=True)
+def kind(request):
+    """The format: all that is here holds of a CPU's own, and of what it computes for an MI300."""
+    if request.param == "cpu":
+        plan, kind = nullcontext(), torch.float8_e4m3fn
+    else:
+        plan = assume(partial(plan_for, TARGETS[request.param], units=1, hopper=False))
+        kind = torch.float8_e4m3fnuz
+    with plan:
+        yield kind
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_error_stays_within_the_stated_bound(shape, transpose, dtype):
+def test_error_stays_within_the_stated_bound(shape, transpose, dtype, kind):
     x = (torch.randn(shape) * torch.logspace(-4, 3, shape[-1])).to(dtype)
     codes, scales = to_float8(x, transpose=transpose)
     x = (x.mT if transpose else x).float()
     assert codes.shape == x.shape
     assert codes.is_contiguous()
+    assert codes.dtype is kind
     assert scales.shape == x.shape[:-1]
     error = (codes.float() * scales[..., None] - x).abs()
     largest = x.abs().amax(-1, keepdim=True)
@@ -36,7 +56,7 @@ def test_error_stays_within_the_stated_bound(shape, transpose, dtype):
     if x.numel() > 1000:
         assert (error > bound * 0.8).any()  # it is the bound of this format
     top = codes.float().abs().amax(-1)
-    assert torch.equal(top, torch.full_like(top, 448.0))
+    assert torch.equal(top, torch.full_like(top, torch.finfo(kind).max))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -53,18 +73,20 @@ def test_non_finite_values_turn_their_row_into_nan(value, transpose):
 
 
 def test_zeros_and_vanishing_rows_are_zeros():
-    x = torch.zeros(3, 16)
-    x[1] = 1e-40
+    x = torch.zeros(4, 16)
+    x[1], x[2] = 1e-40, -1e-40
+    x[3] = -0.0  # a code of a negative zero is an MI300's NaN
     for transpose in (False, True):
         codes, scales = to_float8(x.mT if transpose else x, transpose=transpose)
-        assert not codes.float().any()
+        assert torch.equal(codes.float(), torch.zeros_like(codes, dtype=torch.float32))
         assert scales.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 3)], ids=str)
-def test_nothing_to_round(shape):
+def test_nothing_to_round(shape, kind):
     for transpose in (False, True):
         codes, scales = to_float8(torch.ones(shape), transpose=transpose)
+        assert codes.dtype is kind
         assert codes.shape == (torch.ones(shape).mT if transpose else torch.ones(shape)).shape
         assert scales.shape == codes.shape[:-1]
 
@@ -165,3 +187,46 @@ def test_products_count_their_flops():
     with FlopCounterMode(display=False) as counter:
         mb_kernels.float8_linear(x, w).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 6 * 32 * 8
+
+
+def test_a_fake_tensor_has_the_format_too(kind):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        codes, _ = to_float8(torch.ones(3, 16))
+    assert codes.dtype is kind
+
+
+@pytest.mark.parametrize(
+    ("chip", "can"),
+    [
+        ("gfx942:sramecc+:xnack-", True),
+        ("gfx950:sramecc+:xnack-", True),
+        *(("gfx90a:sramecc+:xnack-", False), ("gfx1100", False), ("gfx1201", False)),
+        *(((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_does_not_multiply_8_bit_floats_is_refused(monkeypatch, chip, can):
+    pytest.importorskip("triton")
+    if isinstance(chip, str):
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+        properties = SimpleNamespace(gcnArchName=chip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    else:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    x = SimpleNamespace(is_cuda=True, is_meta=False, device=device, dtype=dtype)
+    if can:
+        checks.require_float8("x", x)
+        x.dtype = torch.float16
+        with pytest.raises(ValueError, match="x: expected bfloat16 for fp8 on a GPU"):
+            checks.require_float8("x", x)
+    else:
+        with pytest.raises(
+            ValueError, match=r"fp8: .* \(gfx942, gfx950\); got a GPU. Leave fp8 out"
+        ):
+            checks.require_float8("x", x)
+    x.dtype = torch.float64  # is the reference's
+    checks.require_float8("x", x)

@@ -9,15 +9,14 @@ from every_op import ON_A_GPU
 from mb_kernels import expert_mlp, float8_linear, reference, to_float8
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
 from mb_kernels.runtime.plan import assume, plan_of
+from mb_kernels.targets import current_target
 from mb_kernels.testing import Case, error, make_inputs, relative_error, run_expert_mlp
 
 pytestmark = [
     *ON_A_GPU,
     pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.version.hip is not None
-        or torch.cuda.get_device_capability() < (8, 9),
+        not torch.cuda.is_available() or current_target().float8 is None,
         reason="needs a GPU that multiplies 8-bit floats",
     ),
 ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from layers_oracle import ACTIVATIONS, GATES
+from mb_kernels.runtime.plan import assume, plan_for
+from mb_kernels.targets import current_target
 from mb_layers import (
     ExpertChoiceRouter,
     MoE,
@@ -82,11 +85,12 @@ def test_gpu_equals_cpu_in_fp64(kind: str, dtype: torch.dtype) -> None:
 
 def test_products_in_8_bits_equal_the_cpus() -> None:
     """Numbers that bf16 has rounded may round to the next code: a step of 1/8, of few of them."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 9):
+    if current_target().float8 is None:
         pytest.skip("this GPU has no products in 8-bit floats")
     layer = build(torch.bfloat16, fp8=True, shared_expert_hidden_size=64)
     x, dy = torch.randn(3, 50, 64).bfloat16(), torch.randn(3, 50, 64).bfloat16()
-    expected = run(copy.deepcopy(layer).double(), x.double(), dy.double())
+    with assume(partial(plan_for, current_target(), units=1, hopper=False)):  # its format
+        expected = run(copy.deepcopy(layer).double(), x.double(), dy.double())
     for name, tensor in run(layer.cuda(), x.cuda(), dy.cuda()).items():
         want = expected[name]
         if not want.is_floating_point():

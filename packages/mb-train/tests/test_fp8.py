@@ -146,5 +146,8 @@ def test_a_plan_counts_two_of_three_products_as_half():
     assert (times[0] - times[2]) == pytest.approx((times[0] - times[1]) / 2)
     assert "in FP8 at twice the peak" in lines[1]
     assert "FP8" not in lines[0]
-    with pytest.raises(ValueError, match="from Ada or Hopper on for --fp8-format, got A100"):
-        sizes(TrainConfig(**dense | FP8), 64, 1, "A100")
+    for device in ("A100", "MI250X", "7900 XTX"):
+        with pytest.raises(ValueError, match=rf"MI350, for --fp8-format, got {device}\. Leave it"):
+            sizes(TrainConfig(**dense | FP8), 64, 1, device)
+    mi300, rounded = (sizes(TrainConfig(**dense | c), 64, 1, "MI300X").step_s for c in ({}, FP8))
+    assert rounded < mi300

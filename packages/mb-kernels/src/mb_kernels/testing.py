@@ -85,14 +85,18 @@ def bf16_interpreted() -> Generator[None]:
 
     The interpreter (Triton 3.6 to 3.9) holds bfloat16 numbers as 16-bit integers. Left alone,
     ``tl.dot`` multiplies these integers, and a cast to bfloat16 or E4M3 cuts bits off where a GPU
-    rounds to nearest. Here all go through fp32. Sums and products of two bfloat16 tiles stay wrong,
-    which no kernel of this package computes: all of them cast to fp32 first.
+    rounds to nearest. MI300's E4M3 it does not know at all before 3.9. Here all go through fp32.
+    Sums and products of two bfloat16 tiles stay wrong, which no kernel of this package computes:
+    all of them cast to fp32 first.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
     convert = InterpreterBuilder.create_fp_to_fp  # the cast to 8 bits, with a rounding mode
+    patch_core = interpreter._patch_lang_core
+    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz}
 
     def cast_and_round(self: Any, x: Any, kind: Any) -> Any:
         if kind.scalar is not tl.bfloat16:
@@ -101,23 +105,33 @@ def bf16_interpreted() -> Generator[None]:
         return TensorHandle(rounded.numpy(), tl.bfloat16)
 
     def convert_and_round(self: Any, x: Any, kind: Any, rounding: Any) -> Any:
-        if kind.scalar is not tl.float8e4nv:
+        if kind.scalar not in formats:
             return convert(self, x, kind, rounding)
-        codes = torch.tensor(cast(self, x, tl.float32).data).to(torch.float8_e4m3fn)
-        return TensorHandle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
+        codes = torch.tensor(cast(self, x, tl.float32).data).to(formats[kind.scalar])
+        return TensorHandle(codes.view(torch.uint8).numpy(), kind.scalar)
 
     def values(self: Any, x: Any) -> Any:
-        if x.dtype.scalar is tl.float8e4nv:
-            codes = torch.tensor(x.data).view(torch.float8_e4m3fn)
+        if x.dtype.scalar in formats:
+            codes = torch.tensor(x.data).view(formats[x.dtype.scalar])
             return TensorHandle(codes.float().numpy(), tl.float32)
         return cast(self, x, tl.float32)
 
     def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        if a.dtype.scalar in (tl.bfloat16, tl.float8e4nv):
+        if a.dtype.scalar in (tl.bfloat16, *formats):
             a, b = values(self, a), values(self, b)
         return dot(self, a, b, *rest)
 
+    def patch_core_and_dtypes(lang: Any, scope: Any) -> None:
+        patch_core(lang, scope)
+        known = lang.dtype.to_ir
+
+        def to_ir(self: Any, builder: Any) -> Any:
+            return self if self in formats else known(self, builder)
+
+        scope.set_attr(lang.dtype, "to_ir", to_ir)
+
     with (
+        mock.patch.object(interpreter, "_patch_lang_core", patch_core_and_dtypes),
         mock.patch.object(InterpreterBuilder, "cast_impl", cast_and_round),
         mock.patch.object(InterpreterBuilder, "create_fp_to_fp", convert_and_round),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_values),

@@ -104,8 +104,8 @@ def test_expert_mlp(case, dtype):
     assert max(errors.values()) <= TOLERANCES[dtype], errors
 
 
-# In fp32 the kernels round to 8 bits exactly what the reference rounds.
-IN_FLOAT8 = [(case, OPERANDS[i % 2]) for i, case in enumerate(CASES) if case.activation != GPT_OSS]
+# In fp32 the kernels round to 8 bits exactly what the reference rounds, with chiplets to MI300's.
+IN_FLOAT8 = [(case, OPERANDS[i % 3]) for i, case in enumerate(CASES) if case.activation != GPT_OSS]
 
 
 @pytest.mark.usefixtures("operands")

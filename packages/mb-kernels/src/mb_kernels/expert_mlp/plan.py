@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mb_kernels.activation import Activation, parse
 from mb_kernels.grouped_gemm.kernels import rows_tile
-from mb_kernels.runtime.plan import FLOAT8, Plan
+from mb_kernels.runtime.plan import Plan
 from mb_kernels.targets.table import DECODED_ROWS, Tile
 
 
@@ -36,7 +36,7 @@ def expert_plan(
 ) -> ExpertPlan:
     """The plan for ``rows`` rows; ``keep_rows``: the backward gets the copy of tokens in rows."""
     parsed = parse(activation)
-    plan = replace(plan, dtype=FLOAT8) if fp8 else plan
+    plan = replace(plan, dtype=plan.codes) if fp8 else plan
     kind = "_glu" if parsed.gated else ""
     up = "up_hopper" if plan.specialized else f"up{kind}"
     decode = f"up{kind}_decode"

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.float8.reference import LARGEST, SMALLEST
+from mb_kernels.float8.reference import SMALLEST
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+from mb_kernels.runtime.plan import plan_of
 
 # Elements of one block: 32 for each of 256 threads, four 16-byte loads on their way.
 _BLOCK = 8192
@@ -20,7 +21,6 @@ _WARPS = 8
 # Of columns: tiles of 128 x 128, whole lines of codes; the maxima of so many below each other.
 _SIDE = 128
 _STEPS = 4
-_NUMBERS = {"LARGEST": LARGEST, "SMALLEST": SMALLEST, "num_warps": _WARPS}
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     else:
         rows = x.numel() // max(columns, 1)
         shape = x.shape
-    codes = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+    codes = x.new_empty(shape, dtype=plan_of(x).codes)
     scales = x.new_empty(shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return codes, scales.fill_(1.0)
@@ -161,7 +161,8 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
         C=columns,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
-        **_NUMBERS,
+        num_warps=_WARPS,
+        **_numbers(codes),
     )
     return codes, scales
 
@@ -175,4 +176,9 @@ def _columns(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     grid = (across * cdiv(rows, _SIDE * _STEPS),)
     launch(float8_maxima_kernel, grid, x, maxima, **sizes, STEPS=_STEPS)
     grid = (across * cdiv(rows, _SIDE),)
-    launch(float8_columns_kernel, grid, x, maxima, codes, scales, **{**sizes, **_NUMBERS})
+    launch(float8_columns_kernel, grid, x, maxima, codes, scales, **sizes, **_numbers(codes))
+
+
+def _numbers(codes: Tensor) -> dict[str, float]:
+    """The constants of ``_scale``."""
+    return {"LARGEST": torch.finfo(codes.dtype).max, "SMALLEST": SMALLEST}

@@ -1,8 +1,12 @@
 """Matrices in 8-bit floats, for products that take half the time of bf16's.
 
-E4M3 has four significant bits. A scale for each row of the left operand and for each output channel
-of the right one can be taken out of the sum, so the product of two such matrices is a plain product
-of their codes, whose results are scaled. This is torchao's "rowwise" recipe.
+E4M3 has four significant bits. There are two such formats: OCP's, with numbers up to 448, and that
+of AMD's MI300, up to 240. A tensor is rounded to the one that its device multiplies, on a CPU to
+OCP's (``mb_kernels.targets.Target.float8`` is a chip's).
+
+A scale for each row of the left operand and for each output channel of the right one can be taken
+out of the sum, so the product of two such matrices is a plain product of their codes, whose results
+are scaled. This is torchao's "rowwise" recipe.
 
 Letters: R rows, C columns (all leading dims).
 """
@@ -14,19 +18,20 @@ from torch import Tensor
 
 from mb_kernels.float8.reference import to_float8 as to_float8_reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.plan import plan_of
 
 
 class Float8(NamedTuple):
     """A matrix in codes and scales: row r is ``codes[..., r, :] * scales[..., r]``."""
 
     codes: Tensor
-    """[..., R, C] torch.float8_e4m3fn."""
+    """[..., R, C] torch.float8_e4m3fn, or on an MI300 torch.float8_e4m3fnuz."""
     scales: Tensor
     """[..., R] fp32."""
 
 
 def to_float8(x: Tensor, *, transpose: bool = False) -> Float8:
-    """Round ``x`` [..., R, C] to 8-bit floats, the largest of each row to 448, their largest.
+    """Round ``x`` [..., R, C] to 8-bit floats, the largest of each row to their largest.
 
     An element z of a row whose largest magnitude is m changes by at most max(|z| / 16, m / 2**18).
     Rows that hold an infinity or a NaN come back as NaN, so that a loss scaler still sees them.
@@ -50,7 +55,7 @@ def to_float8(x: Tensor, *, transpose: bool = False) -> Float8:
 
 def _fake(x: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
     shape = (x.mT if transpose else x).shape
-    codes = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+    codes = x.new_empty(shape, dtype=plan_of(x).codes)
     return codes, x.new_empty(shape[:-1], dtype=torch.float32)
 
 

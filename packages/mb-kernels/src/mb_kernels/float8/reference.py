@@ -9,24 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mb_kernels.runtime.plan import plan_of
 from mb_kernels.runtime.precision import wide
 
-LARGEST = 448.0
-"""The largest number of torch.float8_e4m3fn."""
 SMALLEST = 1e-30
 """The least that a row's largest magnitude is taken for: what is below it becomes zero."""
 
 
 def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     """Twin of ``mb_kernels.to_float8``."""
-    x_RC = wide(x.mT if transpose else x)
+    kind, x_RC = plan_of(x).codes, wide(x.mT if transpose else x)
     if x_RC.shape[-1] == 0:
-        return x_RC.to(torch.float8_e4m3fn), x_RC.new_ones(x_RC.shape[:-1], dtype=torch.float32)
+        return x_RC.to(kind), x_RC.new_ones(x_RC.shape[:-1], dtype=torch.float32)
     largest_R = x_RC.abs().amax(dim=-1).clamp_min(SMALLEST)  # NaN if the row holds one
     largest_R = torch.where(largest_R.isfinite(), largest_R, torch.nan)
     # Tensors, because torch divides by a number, or a number, by way of a rounded reciprocal.
-    most_R = torch.full_like(largest_R, LARGEST)
-    codes = (x_RC * (most_R / largest_R)[..., None]).to(torch.float8_e4m3fn)
+    most_R = torch.full_like(largest_R, torch.finfo(kind).max)
+    codes = (x_RC * (most_R / largest_R)[..., None]).to(kind)
     return codes.contiguous(), (largest_R / most_R).float()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mb_kernels.bins import Bins, offsets_list
 from mb_kernels.runtime.registration import use_triton
+from mb_kernels.targets.table import current_target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDICES = (torch.int32, torch.int64)
@@ -87,11 +88,11 @@ def require_float8(name: str, x: Tensor) -> None:
     """
     if not (x.is_cuda and use_triton(x)):
         return
-    capability = torch.cuda.get_device_capability(x.device)
-    if torch.version.hip is not None or capability < (8, 9):
+    if current_target(x.device).float8 is None:
         raise ValueError(
-            f"fp8: expected an NVIDIA GPU of compute capability 8.9 or newer, as RTX 40, L40, H100 "
-            f"and B200 have; got {torch.cuda.get_device_name(x.device)}. Leave fp8 out."
+            f"fp8: expected a GPU that multiplies 8-bit floats, NVIDIA's from Ada and Hopper on "
+            f"(compute capability 8.9) or AMD's MI300 and MI350 series (gfx942, gfx950); got "
+            f"{torch.cuda.get_device_name(x.device)}. Leave fp8 out."
         )
     if x.dtype is not torch.bfloat16:
         raise ValueError(f"{name}: expected bfloat16 for fp8 on a GPU; got {x.dtype}. Cast it.")

@@ -19,9 +19,6 @@ from mb_kernels.targets.table import TARGETS, TILES, Target, Tile, current_targe
 # Small, so that the interpreter's small tensors still span several tiles.
 INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
 
-# Of the codes that ``mb_kernels.to_float8`` returns.
-FLOAT8 = torch.float8_e4m3fn
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,7 +44,12 @@ class Plan:
     @property
     def float8(self) -> bool:
         """Whether operands are codes of ``mb_kernels.to_float8``."""
-        return self.dtype is FLOAT8
+        return self.dtype is self.codes
+
+    @property
+    def codes(self) -> torch.dtype:
+        """What ``mb_kernels.to_float8`` rounds to: the chip's 8-bit floats, else OCP's."""
+        return self.target.float8 or torch.float8_e4m3fn
 
     @property
     def parts(self) -> int:
@@ -139,7 +141,7 @@ def assume(plan: Callable[[torch.dtype], Plan]) -> Generator[None]:
 @functools.cache
 def plan_on(device: torch.device, dtype: torch.dtype) -> Plan:
     """The plan for a device, whatever is assumed."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return Plan(TARGETS["sm80"], dtype, 3, False, False, interpreted=True)
     units = torch.cuda.get_device_properties(device).multi_processor_count
     # A persistent kernel whose last program waits for a multiprocessor that a collective holds

@@ -137,7 +137,6 @@ ALL_HEADS = tuple(itertools.product((_BF16, _FP16, _FP32), (16, 64, 80, 128), (F
 
 
 # On the chips that multiply 8-bit floats.
-FP8_TARGETS = ("sm89", "sm90", "sm100", "sm120")
 FP8_LAYERS = (
     Layer(_BF16, "swiglu", fp8=True),
     Layer(_BF16, "gelu", 768, 3072, 1, fp8=True),
@@ -159,14 +158,14 @@ ALL_FP8_LAYERS = tuple(
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package in each dtype and kind of size, but not in all combinations."""
     depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
-    layers = (*LAYERS, *(FP8_LAYERS if target.name in FP8_TARGETS else ()))
+    layers = (*LAYERS, *(FP8_LAYERS if target.float8 else ()))
     return cover(recorded_cases(target, _calls(layers, HEADS)), depth=depth)
 
 
 def every_case(target: Target) -> list[GateCase]:
     """Every dtype with every activation and every kind of size."""
     layers = (*LAYERS, *ALL_LAYERS)
-    if target.name in FP8_TARGETS:
+    if target.float8 is not None:
         layers += (*FP8_LAYERS, *ALL_FP8_LAYERS)
     return recorded_cases(target, _calls(layers, (*HEADS, *ALL_HEADS)))
 

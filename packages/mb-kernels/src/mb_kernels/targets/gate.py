@@ -5,7 +5,8 @@ and examined anywhere. A case fails when
 
 - it does not compile, or needs more shared memory (LDS) than the target has;
 - registers spill to memory: a stack frame in the cubin, spilled VGPRs or scratch on AMD;
-- it is a matrix multiplication and holds no matrix instruction (MMA, WGMMA, MFMA, WMMA);
+- it is a matrix multiplication and holds no matrix instruction (MMA, WGMMA, MFMA, WMMA), or one of
+  8-bit floats and none of those (Triton casts what a chip does not multiply, without an error);
 - a launched kernel (by its name, `*_kernel`) is in no case.
 
 It builds what a module's `gate_cases(target)` lists. `targets.cases` records that from launches of
@@ -44,6 +45,7 @@ _MATRIX_INSTRUCTION = re.compile(
     r"(tcgen05\.mma)|wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
     r"|v_(mfma_\w+|smfmac_\w+|wmma_\w+)"
 )
+_OF_FLOAT8 = re.compile(r"mma\S*\.(?:e4m3\.e4m3|kind::f8f6f4)|v_mfma_\w+_(?:fp8_fp8|f8f6f4)")
 _CUOBJDUMP_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
@@ -147,6 +149,8 @@ def build(module_name: str, case_name: str, target_name: str) -> Build:
         problems.append(f"needs {shared} bytes of shared memory, {target.shared_bytes} available")
     if case.is_gemm and not instructions:
         problems.append("is a matrix multiplication without matrix instructions")
+    elif case.in_float8 and not _OF_FLOAT8.search(code):
+        problems.append("multiplies 8-bit floats by instructions of other numbers")
     return Build(
         *identity,
         registers=registers,

@@ -27,3 +27,13 @@ class GateCase:
     multiples_of_16: Sequence[str] = ()
     beyond_2gib: Sequence[str] = ()
     is_gemm: bool = False
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether it must multiply 8-bit floats as such.
+
+        Not with tiles of 16 rows, which read weights and little else: the units of Hopper and B200
+        want 64 rows, and Triton casts to fp16, which holds every E4M3 number.
+        """
+        low = self.constexprs.get("BLOCK_M") == 16
+        return self.is_gemm and not low and any("fp8" in kind for kind in self.signature.values())

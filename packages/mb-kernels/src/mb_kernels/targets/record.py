@@ -27,6 +27,7 @@ _TYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
 }
 _UNITS = 304  # of an MI300X: a multiple of every number of chiplets
 

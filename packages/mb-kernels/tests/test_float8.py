@@ -55,7 +55,7 @@ def test_error_stays_within_the_stated_bound(shape, transpose, dtype, kind):
     assert (error <= bound * (1 + 1e-5)).all()
     if x.numel() > 1000:
         assert (error > bound * 0.8).any()  # it is the bound of this format
-    top = codes.float().abs().amax(-1)
+    top = codes.float().abs().amax(-1)[largest[..., 0] > 0]  # in fp16 a column of one may be zero
     assert torch.equal(top, torch.full_like(top, torch.finfo(kind).max))
 
 

@@ -268,6 +268,8 @@ def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
         for i, (r, model, layout) in enumerate(draws):
             if r != ranks:
                 continue
+            # A budget begins anew after a stop, and a CPU's last bits depend on the room.
+            layout = layout.replace("--moe-row-policy budget", "--moe-row-policy exact")
             pair = Pair(model, layout, folder / f"{ranks}-{i}-parts", folder / f"{ranks}-{i}")
             begin = [*(of_sentences if "--model" in model else gpt), *model.split()]
             begin += [*layout.split(), *drawn]

@@ -223,10 +223,12 @@ def test_a_gpu_that_does_not_multiply_8_bit_floats_is_refused(monkeypatch, chip,
         x.dtype = torch.float16
         with pytest.raises(ValueError, match="x: expected bfloat16 for fp8 on a GPU"):
             checks.require_float8("x", x)
+        checks.require_float8_codes(x)
     else:
-        with pytest.raises(
-            ValueError, match=r"fp8: .* \(gfx942, gfx950\); got a GPU. Leave fp8 out"
-        ):
-            checks.require_float8("x", x)
+        for require in (checks.require_float8_codes, partial(checks.require_float8, "x")):
+            with pytest.raises(
+                ValueError, match=r"fp8: .* \(gfx942, gfx950\); got a GPU. Leave fp8 out"
+            ):
+                require(x)
     x.dtype = torch.float64  # is the reference's
     checks.require_float8("x", x)

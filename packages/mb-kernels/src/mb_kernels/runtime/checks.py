@@ -86,16 +86,19 @@ def require_float8(name: str, x: Tensor) -> None:
 
     On a GPU results are bf16: products of codes reach beyond what fp16 holds.
     """
-    if not (x.is_cuda and use_triton(x)):
-        return
-    if current_target(x.device).float8 is None:
+    require_float8_codes(x)
+    if x.is_cuda and use_triton(x) and x.dtype is not torch.bfloat16:
+        raise ValueError(f"{name}: expected bfloat16 for fp8 on a GPU; got {x.dtype}. Cast it.")
+
+
+def require_float8_codes(x: Tensor) -> None:
+    """ValueError where ``x`` is on a GPU that has no 8-bit floats."""
+    if x.is_cuda and use_triton(x) and current_target(x.device).float8 is None:
         raise ValueError(
             f"fp8: expected a GPU that multiplies 8-bit floats, NVIDIA's from Ada and Hopper on "
             f"(compute capability 8.9) or AMD's MI300 and MI350 series (gfx942, gfx950); got "
             f"{torch.cuda.get_device_name(x.device)}. Leave fp8 out."
         )
-    if x.dtype is not torch.bfloat16:
-        raise ValueError(f"{name}: expected bfloat16 for fp8 on a GPU; got {x.dtype}. Cast it.")
 
 
 def require_scalar(name: str, x: Tensor, like: Tensor) -> None:

@@ -29,6 +29,7 @@ ROUNDING = 0.05
 @pytest.fixture(params=["cpu", "gfx942"], autouse=True)
 def kind(request):
     """The format: all that is here holds of a CPU's own, and of what it computes for an MI300."""
+    torch.manual_seed(0)
     if request.param == "cpu":
         plan, kind = nullcontext(), torch.float8_e4m3fn
     else:
@@ -104,10 +105,11 @@ def test_a_linear_map(leading, dtype):
     leaves = [t.requires_grad_() for t in (x, w, bias)]
     exact, y = functions.linear(*leaves), float8_linear(*leaves)
     assert y.dtype is dtype
-    assert relative_error(y, exact) <= ROUNDING
+    bound = ROUNDING if leading else 1.5 * ROUNDING  # of 48 numbers: up to 0.06 in 3,000 draws
+    assert relative_error(y, exact) <= bound
     dx, dw, db = torch.autograd.grad(y, leaves, dy)
     want = torch.autograd.grad(exact, leaves, dy)
-    assert relative_error(dx, want[0]) <= ROUNDING
+    assert relative_error(dx, want[0]) <= bound
     assert_close("dw", dw, want[1])  # of what was not rounded
     assert_close("db", db, want[2])
     if y.numel():

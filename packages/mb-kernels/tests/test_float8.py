@@ -176,6 +176,15 @@ def test_gradients_of_weights_are_products_of_what_was_not_rounded(options):
     assert_close("d_w2", d_w2, dy.mT @ a, dtype=torch.float32)
 
 
+def test_a_second_derivative_is_not_promised_of_the_twin():
+    x, w = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
+    with pytest.raises(NotImplementedError, match="no fp8, whose rounding has none anywhere"):
+        torch.autograd.grad(float8_linear(x, w).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(reference.float8_linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_gates_by_turns_are_refused():
     inputs = make_inputs(Case(8, 16, 16, 2, 1), dtype=torch.float32)
     with pytest.raises(ValueError, match="gate lies over up"):

@@ -130,6 +130,15 @@ def test_wrong_arguments_of_a_linear_map(arguments, message):
         float8_linear(*arguments)
 
 
+def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "use_triton", lambda x: True)
+    huge = torch.zeros(1, 1).expand(2**16, 2**15)
+    with pytest.raises(ValueError, match=r"w_MK: expected fewer than 2\*\*31 elements"):
+        float8_linear(torch.zeros(1, 2**15), huge)
+    with pytest.raises(ValueError, match=r"x: expected fewer than 2\*\*31 elements"):
+        to_float8(huge, transpose=True)
+
+
 CASES = [
     Case(60, 64, 96, 4, 2),
     Case(60, 64, 96, 4, 1, "skewed", activation="gelu", bias=torch.float32),

@@ -130,6 +130,15 @@ def test_wrong_arguments_of_a_linear_map(arguments, message):
         float8_linear(*arguments)
 
 
+def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "use_triton", lambda x: True)
+    huge = torch.zeros(1, 1).expand(2**16, 2**15)
+    with pytest.raises(ValueError, match=r"w_MK: expected fewer than 2\*\*31 elements"):
+        float8_linear(torch.zeros(1, 2**15), huge)
+    with pytest.raises(ValueError, match=r"x: expected fewer than 2\*\*31 elements"):
+        to_float8(huge, transpose=True)
+
+
 CASES = [
     Case(60, 64, 96, 4, 2),
     Case(60, 64, 96, 4, 1, "skewed", activation="gelu", bias=torch.float32),
@@ -174,6 +183,15 @@ def test_gradients_of_weights_are_products_of_what_was_not_rounded(options):
     codes, scales = to_float8(x)
     a = (codes.double() * scales[:, None]).relu()
     assert_close("d_w2", d_w2, dy.mT @ a, dtype=torch.float32)
+
+
+def test_a_second_derivative_is_not_promised_of_the_twin():
+    x, w = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
+    with pytest.raises(NotImplementedError, match="no fp8, whose rounding has none anywhere"):
+        torch.autograd.grad(float8_linear(x, w).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(reference.float8_linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_gates_by_turns_are_refused():

@@ -20,8 +20,10 @@ from mb_layers import (
     freeze_in_bits,
     merge_lora,
 )
+from mb_layers.factored import LoRA
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
 
 def build(dtype: torch.dtype = torch.float64, **overrides) -> dMoE:
@@ -206,6 +208,26 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build(mlp_bias=True).experts, rank=2, alpha=1.0, names=("b1",))
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got Router; for"):
         merge_lora(build().router)
+
+
+@pytest.mark.parametrize("by", ["parametrization", "few bits"])
+def test_no_weight_in_parts_is_rounded_to_8_bit_floats(by: str) -> None:
+    """Whoever puts it there: PEFT, say, or a block that was frozen before it was swapped."""
+    layer = build(fp8=True)
+    held = layer.experts.w2
+    if by == "few bits":
+        weight = nn.Parameter(FrozenWeight.of(held, 8), requires_grad=False)
+        layer.experts.register_parameter("w2", weight)
+    else:
+        adapter = LoRA(held, rank=2, alpha=1.0)
+        parametrize.register_parametrization(layer.experts, "w2", adapter, unsafe=True)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="fp8=False for experts with adapters, or with weights in"):
+        layer(x)
+    merge_lora(layer.experts)
+    assert layer(x).y.isfinite().all()
+    parametrize.register_parametrization(layer.experts, "w1", nn.Identity())  # of no known parts
+    assert layer(x).y.isfinite().all()
 
 
 def test_a_copy_is_merged_by_itself() -> None:

@@ -47,6 +47,11 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
         with pytest.raises(ValueError, match=rf"this model's .*{says}"):
             ict(**change)
     ict(moe_capacity_factor=2.0, moe_loss_weight=0.5, moe_recompute=True)
+    # Rounding is how a run trains, and not what weights are.
+    rounded = ict(fp8_format="e4m3", first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
+    blocks = rounded.query.bert.stack.blocks
+    assert [blocks[n].attention.out.fp8 for n in "01"] == [False, True]
+    assert [blocks[n].mlp.config.fp8 for n in "01"] == [False, True]
     run["position_embedding_type"] = "relative"
     config = TrainConfig(**sizes, **run, model="bert")
     relative = whole_model(config, vocab_size=V).state_dict()

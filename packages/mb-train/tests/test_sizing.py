@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mb_kernels.expert_mlp import reference as expert_mlp_reference
+from mb_kernels.float8 import reference as float8
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer.muon import _matrix_by_matrix
 from mb_parallel.recompute import apply_recompute
@@ -19,8 +21,9 @@ from mb_train.config.recipes import RECIPES, recipe
 from mb_train.machine.memory import host_memory
 from mb_train.models.gpt import GPT
 from mb_train.plan.devices import data_sheet
-from mb_train.plan.flops import flops
+from mb_train.plan.flops import flops, flops_in_fp8
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
+from mb_train.plan.rounding import rounding
 from mb_train.plan.sizing import _parts, sizes
 from mb_train.plan.step_time import orthogonalising
 from mb_train.plan.words import GIB, describe, memory_warning
@@ -243,6 +246,56 @@ def test_a_loss_has_one_slice_of_its_logits():
 # The shapes that the counter sees do not tell which rows are of zero experts, nor what masks hide.
 _UNTOLD = ("zero-experts", "windows", "sinks")
 _COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind not in _UNTOLD]
+
+
+# On a CPU the rows of experts are rounded, not their tokens, which are as many with one of each.
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", "modern", "latent", "latent-direct", "gated-experts", "shared-expert", "t5",
+     "many-small-experts", "t5-dense-and-experts", "recompute"],
+)  # fmt: skip
+def test_rounding_is_what_passes_through_to_float8(kind, monkeypatch):
+    mixed = KINDS["t5-modern"] | {"moe_top_k": 1}
+    fields = {**KINDS, "t5-dense-and-experts": mixed}[kind] | {"fp8_format": "e4m3"}
+    config, work, model = config_and_model(fields)
+    if config.recompute_granularity == "full":
+        apply_recompute(list(model.stack.blocks.values()), "full")
+    right, numbers = float8.to_float8, {"rows": 0, False: 0, True: 0}
+
+    def counting(x, **of_weights):
+        numbers[of_weights.get("transpose", "rows")] += x.numel()
+        return right(x, **of_weights)
+
+    monkeypatch.setattr(float8, "to_float8", counting)
+    monkeypatch.setattr(expert_mlp_reference, "to_float8", counting)
+    tokens, rest = batch_of(config)
+    model(tokens, **rest).total().backward()
+    # Read in 16 bits and written in 8; a weight's columns are read twice.
+    moved = 3 * (numbers["rows"] + numbers[False]) + 5 * numbers[True]
+    batch = {"micro_batch": 2, "micro_batches": 1}
+    repeated = float(config.recompute_granularity == "full")
+    counted = rounding(work, ParallelDims(), **batch, repeated=repeated)
+    assert (counted.moved, counted.products) == (moved, 0)
+
+
+def moved_by_rounding(work, samples=2, batches=1, **ranks):
+    batch = {"micro_batch": samples, "micro_batches": batches}
+    return rounding(work, ParallelDims(**ranks), **batch, repeated=0.0).moved
+
+
+def test_ranks_share_rounding():
+    """Of rows as they share these; of weights those that a rank multiplies by, each micro-batch."""
+    work = config_and_model(KINDS["gated-experts"] | {"fp8_format": "e4m3"})[1]
+    moved = partial(moved_by_rounding, work)
+    rows, weights = moved(samples=3) - moved(samples=2), moved(samples=0)
+    maps, experts = 8 * 3 * 4 * 64 * 64, 8 * 3 * 4 * 3 * 64 * 192  # of three layers
+    assert weights == maps + experts
+    assert moved() == 2 * rows + weights
+    assert moved(samples=1, batches=2) == 2 * rows + 2 * weights
+    assert moved(batches=4, pp=2) == 4 * rows + 2 * weights
+    assert moved(tp=2) == rows + maps / 2 + experts
+    assert moved(dp_shard=2, cp=2) == rows + weights
+    assert moved(dp_shard=2, ep=2) == 2 * rows + maps + experts / 2
 
 
 @pytest.mark.parametrize("kind", _COUNTED)
@@ -492,6 +545,41 @@ def test_the_time_of_narrow_models_and_of_muon(case):
     config = TrainConfig(**recipe(name) | NO_DROPOUT | batch | {"optimizer": "muon"} | also)
     found = sizes(config, 51200, 1, "NVIDIA H200")
     assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1)
+
+
+# With products in 8-bit floats, 16 sequences of 1024 a step, by benchmarks/run.py fp8
+# (benchmarks/results/2026-11-27-h200.md): k tokens/s without and with them, fields beside.
+WIDE = {
+    "hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": False,
+}  # fmt: skip
+IN_FP8 = {
+    "olmoe": (201.1, 217.7, {}),
+    "mixtral": (90.8, 107.2, WIDE | {"num_layers": 2, "moe_num_experts": 8, "moe_top_k": 2}),
+    "llama": (88.3, 109.0, WIDE | {"moe_num_experts": None}),
+}
+
+
+@pytest.mark.parametrize("case", IN_FP8)
+def test_the_time_in_fp8(case):
+    *rates, also = IN_FP8[case]
+    batch = {"micro_batch_size": 16, "global_batch_size": 16, "seq_length": 1024}
+    fields = recipe("olmoe-1b-7b") | batch | {"num_layers": 4} | also
+    without, with_fp8 = (
+        sizes(TrainConfig(**fields, fp8_format=kind), 50304, 1, "NVIDIA H200").step_s
+        for kind in (None, "hybrid")
+    )
+    assert 16.384 / with_fp8 == pytest.approx(rates[1], rel=0.06)
+    assert without / with_fp8 == pytest.approx(rates[1] / rates[0], rel=0.015)
+
+
+def test_modules_for_further_tokens_are_in_fp8_as_the_last_layer_is():
+    fields = {"num_layers": 3, "mtp_num_layers": 2, "fp8_format": "e4m3"}
+    spared = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    all_five = config_and_model(fields)[1]
+    last_three = config_and_model(fields | spared | {"num_layers_at_start_in_bf16": 2})[1]
+    for counted in (flops_in_fp8, moved_by_rounding):
+        assert counted(last_three) == counted(all_five) / 5 * 3
 
 
 # Recipes in steps of two micro-batches of 32, with their dropout, by benchmarks/plan.py

@@ -154,13 +154,19 @@ class _StackedMLP(nn.Module):
     def _parts(self, num_experts: int) -> tuple[Any, ...] | None:
         """The weights and their adapters unmerged, if there are any and they run step by step.
 
-        Otherwise None: the weights are then read as `self.w1`, with their adapters merged.
+        Otherwise None: the weights are then read as `self.w1`, with their adapters merged. Never
+        in 8-bit floats: rounding the sum adds more to what an adapter does than that itself.
         """
         config = self.config
         w1, w2 = weight_of(self, "w1"), weight_of(self, "w2")
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             return None
-        if config.mlp_impl == "sparse" or config.saved_activation_bits is not None or config.fp8:
+        if config.fp8:
+            raise ValueError(
+                "expected fp8=False for experts with adapters, or with weights in few bits, got "
+                "True; merge these, or build the layer without it"
+            )
+        if config.mlp_impl == "sparse" or config.saved_activation_bits is not None:
             return None
         plain = [None if b is None else to_plain(b, num_experts) for b in (self.b1, self.b2)]
         return (*(map_weight(w, lambda t: to_plain(t, num_experts)) for w in (w1, w2)), *plain)

@@ -29,7 +29,8 @@ def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> T
         [..., M] in the dtype of x_NK. Differentiable in all three, once.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; a GPU without 8-bit products.
+        ValueError: shapes, dtypes or devices do not match; a GPU without 8-bit products; there a
+            weight of 2**31 elements, or 2**24 rows or columns.
     """
     if w_MK.ndim != 2 or x_NK.ndim < 1 or x_NK.shape[-1] != w_MK.shape[1]:
         raise ValueError(
@@ -41,6 +42,7 @@ def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> T
     biases = {} if bias_M is None else {"bias_M": bias_M}
     checks.require_same("x_NK", x_NK, w_MK=w_MK, **biases)
     checks.require_float8("x_NK", x_NK)
+    checks.require_addressable("w_MK", w_MK, w_MK.shape)
     inputs, outputs = w_MK.shape[1], w_MK.shape[0]
     more_K, more_M = lacking(x_NK, inputs), lacking(x_NK, outputs)
     x = widened(x_NK.reshape(math.prod(x_NK.shape[:-1]), inputs), more_K)

@@ -45,12 +45,15 @@ def to_float8(x: Tensor, *, transpose: bool = False) -> Float8:
         Codes and scales. Not differentiable.
 
     Raises:
-        ValueError: fewer than two dimensions, not floating point, a GPU without 8-bit floats.
+        ValueError: fewer than two dimensions, not floating point, a GPU without 8-bit floats; on a
+            GPU, with ``transpose``, matrices of 2**31 elements, or 2**24 rows or columns.
     """
     checks.require_floating("x", x)
     checks.require_float8_codes(x)
     if x.ndim < 2:
         raise ValueError(f"x: expected [..., R, C]; got {tuple(x.shape)}.")
+    if transpose:
+        checks.require_addressable("x", x, x.shape)
     return Float8(*torch.ops.mb.to_float8(x.detach(), transpose))
 
 

@@ -145,7 +145,7 @@ def require_bins(what: str, first: Tensor, bins: Bins) -> None:
 
 
 def require_addressable(name: str, like: Tensor, shape: Sequence[int]) -> None:
-    """ValueError if a matrix of one expert is too large for 32-bit offsets within it.
+    """ValueError if a matrix, of one expert say, is too large for 32-bit offsets within it.
 
     Kernels compute such offsets within the matrix, and within tiles of up to 128 rows or columns,
     which may reach beyond its edge.
@@ -153,8 +153,8 @@ def require_addressable(name: str, like: Tensor, shape: Sequence[int]) -> None:
     rows, columns = shape[-2], shape[-1]  # a slice or ``max`` would take the host 0.2 us each
     if use_triton(like) and (rows * columns >= 2**31 or rows >= 2**24 or columns >= 2**24):
         raise ValueError(
-            f"{name}: expected fewer than 2**31 elements in the matrix of one expert, and fewer "
-            f"than 2**24 rows and columns; got {(rows, columns)}. Split it."
+            f"{name}: expected fewer than 2**31 elements in a matrix, and fewer than 2**24 rows "
+            f"and columns; got {(rows, columns)}. Split it."
         )
 
 

@@ -225,7 +225,8 @@ def _autograd(
 
 _REFUSAL = (
     "mb::{name}: expected first derivatives by backward() or torch.autograd.grad; got a call for "
-    "{what}, of which the kernels have none. Use its twin in mb_kernels.reference, plain PyTorch."
+    "{what}, of which the kernels have none. Use its twin in mb_kernels.reference, plain PyTorch, "
+    "and no fp8, whose rounding has none anywhere."
 )
 
 

@@ -28,6 +28,19 @@ class Flops(NamedTuple):
     heads: float
 
 
+class Map(NamedTuple):
+    """A product with a weight [outputs, inputs], of every token or of a share of them."""
+
+    inputs: int
+    outputs: int
+    share: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Of a token's forward pass, in the mean."""
+        return 2 * self.share * self.inputs * self.outputs
+
+
 def flops(work: Workload) -> Flops:
     """FLOPs of a sample; of the experts those of the chosen ones, in the mean."""
     blocks = attention = 0.0
@@ -48,7 +61,7 @@ def flops_in_fp8(work: Workload) -> float:
     """Those of `flops(work).blocks` that are of layers in FP8."""
     return sum(
         _layer(each, layer)
-        for each in work.passes
+        for each in (*work.passes, *work.behind)
         for layer in range(each.blocks.num_layers)
         if each.blocks.in_fp8(layer)
     )
@@ -56,7 +69,8 @@ def flops_in_fp8(work: Workload) -> float:
 
 def _layer(each: Pass, layer: int) -> float:
     """Of a sample's forward and backward pass through the products of a layer with weights."""
-    return 3 * each.tokens * (_maps(each) + _ffn(each.blocks, layer))
+    maps = sum(one.flops for one in attention_maps(each))
+    return 3 * each.tokens * (maps + _ffn(each.blocks, layer))
 
 
 def _seen(each: Pass, layer: int) -> int:
@@ -66,31 +80,37 @@ def _seen(each: Pass, layer: int) -> int:
     return own + each.source
 
 
-def _maps(each: Pass) -> float:
-    """Of a token's forward pass through the maps of a layer's attention."""
+def attention_maps(each: Pass) -> list[Map]:
+    """The maps of a layer's attention, and of that to the source."""
     config, latent = each.blocks, each.blocks.latent
     D, heads = config.hidden_size, config.num_heads * config.head_size
     if latent is not None:
-        queries = D * heads
+        queries, values = [Map(D, heads)], config.num_heads * latent.value
         if latent.q_rank is not None:
-            queries = latent.q_rank * (D + heads)
-        keys = D * (latent.kv_rank + latent.rotated)
-        keys += latent.kv_rank * config.num_heads * (latent.content + latent.value)
-        return 2 * (queries + keys + D * config.num_heads * latent.value)
+            queries = [Map(D, latent.q_rank), Map(latent.q_rank, heads)]
+        content = config.num_heads * latent.content
+        down, up = Map(D, latent.kv_rank + latent.rotated), Map(latent.kv_rank, content + values)
+        return [*queries, down, up, Map(values, D)]
     keys = config.num_kv_heads * config.head_size
-    # Queries and the output; keys and values, of the source in cross attention.
-    products = 2 * D * (2 * heads + 2 * keys)
+    maps = [Map(D, heads + 2 * keys), Map(heads, D)]
     if each.source:
-        products += 2 * D * (2 * heads + 2 * keys * each.source / each.length)
-    return products
+        of_source = Map(D, 2 * keys, share=each.source / each.length)
+        maps += [Map(D, heads), of_source, Map(heads, D)]
+    return maps
+
+
+def dense_maps(config: TransformerConfig) -> list[Map]:
+    """The maps of a layer's feed-forward without experts."""
+    up, down = Map(config.hidden_size, config.ffn_size), Map(config.ffn_size, config.hidden_size)
+    return [*([up] * (2 if is_glu(config.activation) else 1)), down]
 
 
 def _ffn(config: TransformerConfig, layer: int) -> float:
     """Of a token's forward pass through a layer's feed-forward."""
     D, moe = config.hidden_size, config.moe
-    matrices = 3 if is_glu(config.activation) else 2
     if moe is None or not config.has_experts(layer):
-        return 2 * matrices * D * config.ffn_size
+        return sum(one.flops for one in dense_maps(config))
+    matrices = 3 if is_glu(config.activation) else 2
     chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
     width = chosen * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
     router = moe.num_choices + moe.shared_expert_gate

@@ -26,6 +26,7 @@ from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops, flops_in_fp8, visited
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
+from mb_train.plan.rounding import rounding
 from mb_train.plan.step_time import Demand, attending, keeping, orthogonalising
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
@@ -264,7 +265,8 @@ def _demand(
     samples = micro_batches * whole(config.micro_batch_size)
     layers = kept_by_layer(work, config, dims, 2)
     # A block that computes its forward pass again does the fourth third of its products.
-    again = 1 + sum(recomputes(config, len(layers))) / len(layers) / 3
+    repeated = sum(recomputes(config, len(layers))) / len(layers)
+    again = 1 + repeated / 3
     blocks, attention, heads = flops(work)
     # In FP8 all but the gradients of weights, a third, take half the time.
     halved = flops_in_fp8(work) * (again - 1 / 3)
@@ -281,5 +283,11 @@ def _demand(
             sentences=not of_gpt,
         ),
         *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+        rounding(
+            *(work, dims),
+            micro_batch=whole(config.micro_batch_size),
+            micro_batches=micro_batches,
+            repeated=repeated,
+        ),
     ]
     return sum(step, Demand())

@@ -47,8 +47,8 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             )
         if config.fp8_format is not None:
             lines.append(
-                "              of products in FP8 at twice the peak of bf16, without rounding, and "
-                "not fitted to measured steps"
+                "              of products in FP8 at twice the peak of bf16, and of rounding at "
+                "the memory's speed"
             )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.

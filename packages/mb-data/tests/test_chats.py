@@ -386,7 +386,7 @@ def test_what_is_no_conversation(folder, tmp_path):
     how = {"seq_length": 8, "seed": 1, "split": "1", "num_samples": (1, None, None)}
     with pytest.raises(ValueError, match=r"no conversations: .* `mb-data chats`"):
         build_conversation_datasets(plain, eod=0, **how)
-    with pytest.raises(ValueError, match=r"parts of documents.*--sft"):
+    with pytest.raises(ValueError, match=r"holds conversations.*--sft"):
         build_gpt_datasets(written(folder, tmp_path), **how)
 
 

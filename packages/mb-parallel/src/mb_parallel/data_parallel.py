@@ -94,9 +94,9 @@ def apply_data_parallel(
             since rounding would change their choices. Small ones are joined, as blocks are.
         in_training: blocks and others of these that run in training alone, each of them in every
             pass then. They are not joined with those that run in evaluation too.
-        zero_stage: 0, 1, 2 or 3, see above. With 0 the ranks take the first one's weights, frozen
-            ones too, but not its buffers, and computing in `compute_dtype` is left to the model, as
-            in one process.
+        zero_stage: 0, 1, 2 or 3, what is sharded (`mb_parallel.data_parallel` has a table). With 0
+            the ranks take the first one's weights, frozen ones too, but not its buffers, and
+            computing in `compute_dtype` is left to the model, as in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
             however they are nested. False for a model that chooses dtypes by itself: then weights
             of a loss, tables of positions and an fp32 residual stream keep their dtypes.

@@ -37,7 +37,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
 
     Args:
         blocks: in the order they run.
-        mode: "full", "moe" or "selective", see above.
+        mode: "full", "moe" or "selective"; `mb_parallel.recompute` says what each keeps.
         every: take blocks 0, every, 2 every, ...; the others keep what they computed.
 
     Returns:

@@ -163,8 +163,8 @@ def check_part(
     """
     if isinstance(indexed, IndexedDataset) and indexed.modes is not None:
         raise ValueError(
-            f"{indexed.prefix}: its sequences are parts of documents, which some of the tokens of "
-            "are learned of: take build_conversation_datasets, with mb-train --sft"
+            f"{indexed.prefix}: holds conversations, of whose tokens some are to be learned; take "
+            "build_conversation_datasets, or mb-train --sft"
         )
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:

@@ -69,6 +69,8 @@ class TrainConfig(
 ):  # fmt: skip
     """Every choice of a training run. Fields that derive from others are properties.
 
+    `mb-train --help` says what each means: field `num_layers` is the flag `--num-layers`.
+
     Raises:
         ValueError: values that cannot work, alone or together; says expected, got and remedy.
     """

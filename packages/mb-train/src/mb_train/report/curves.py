@@ -166,10 +166,14 @@ def _shares(profile: dict[str, Any]) -> str:
     return f"{step_ms:.1f} ms: {', '.join(shares)}"
 
 
-def median(values: Iterable[float | None]) -> float:
-    """The middle one of those that are numbers; not a number if none is."""
+def median(values: Iterable[float | None], *, low: bool = False) -> float:
+    """The middle one of those that are numbers; not a number if none is.
+
+    Of two in the middle the higher one, with `low` the lower one: of times that of the higher rate.
+    """
     known = [value for value in values if value is not None]
-    return statistics.median_high(known) if known else math.nan
+    middle = statistics.median_low if low else statistics.median_high
+    return middle(known) if known else math.nan
 
 
 def summary(curves: Curves) -> list[tuple[str, str]]:
@@ -194,7 +198,7 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         lines += [(name, f"{_words(value)} at iteration {at}") for name, value in found]
     lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
     for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):
-        middle = median(series.values())
+        middle = median(series.values(), low=series is curves.step_ms)
         if not math.isnan(middle):
             lines.append((name, f"{middle:.{digits}f}, the median"))
     if decided := _decided(curves.start):

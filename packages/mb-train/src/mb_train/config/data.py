@@ -171,6 +171,7 @@ class DataFields:
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
         choices=tuple(TOKENIZER_TYPES),
+        said_as={"DeepSeekV3Tokenizer": "HuggingFaceTokenizer"},  # in AMD's port
         instead_of=("tokenizer",),
     )
     vocab_file: str | None = flag(
@@ -276,7 +277,16 @@ class DataFields:
                     )
 
     def check_blends(self) -> None:
-        """Raise ValueError where token files are not prefixes, or weights and prefixes by turns."""
+        """Raise ValueError where token files are not prefixes, or weights and prefixes by turns.
+
+        So it does for shares that are no numbers.
+        """
+        from mb_data.samples.split import parse_split
+
+        try:
+            parse_split(self.split, 0)
+        except ValueError as error:
+            raise ValueError(f"--{error}.") from error
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
 

@@ -2,9 +2,10 @@
 
 The latter are errors with a reason, because a model trained without one would be another one.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
-BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), and what transformers,
-torchtitan and torchrun call what is called otherwise here. Those of the three companies are never
-translated, because their scripts also rely on defaults that are not ours.
+BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), those of other forks (EPFL's,
+Swiss AI's, LLM-jp's), and what transformers, torchtitan and torchrun call what is called otherwise
+here. Those of the three companies are never translated, because their scripts also rely on defaults
+that are not ours.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ _REASONS: Mapping[str, str] = {
     "attention is a softmax over what came before, without a gate": """
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
-        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
+        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-* --o-groups --o-lora-rank
+        --use-gated-attention --use-lf-gate --lf-conv2d-*
     """,
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
-    "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",
+    "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": """
+        --yarn-* --rope-scaling-type --rope-scaling-beta-fast --rope-scaling-beta-slow
+        --rope-scaling-mscale --rope-scaling-mscale-all-dim
+        --rope-scaling-original-max-position-embeddings
+    """,
     "--recipe gpt-oss-20b is that model, with rotations of --rope-type yarn, "
     "--rotary-scaling-factor 32 and --no-yarn-truncate": "--enable-gpt-oss",
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
@@ -67,7 +73,8 @@ _REASONS: Mapping[str, str] = {
     "the layers are this library's": "--spec",
     "experts take the whole hidden state": "--moe-latent-size",
     "a router chooses by its scores in every layer": "--moe-n-hash-layers",
-    "say --moe-capacity-factor, which is of each expert": "--moe-expert-rank-capacity-factor",
+    "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
+    "token is dropped": "--moe-expert-rank-capacity-factor",
     "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
     "there is one residual stream": """
         --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
@@ -79,16 +86,16 @@ _REASONS: Mapping[str, str] = {
         --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
     """,
     "say --context-parallel-size, which exchanges heads as DeepSpeed-Ulysses does": """
-        --ds-sequence-parallel-size --force-ds-sequence-parallel
+        --ds-sequence-parallel-size --force-ds-sequence-parallel --context-parallel-algo
     """,
-    "say --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "the optimizer stays on the GPUs: see --zero-stage": """
         --optimizer-cpu-offload --optimizer-offload-* --cpu-optimizer --cpu_torch_adam
         --remote-device --use-pin-memory
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
         --cpu-offloading --fine-grained-activation-offloading --offload-modules
-        --min-offloaded-tensor-size --checkpoint-in-cpu
+        --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
+        --recompute-activation-function
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
         --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
@@ -97,7 +104,7 @@ _REASONS: Mapping[str, str] = {
         --full-validation --multiple-validation-sets --validation-set-names --start-eval-at-iter
         --eval-global-batch-size --eval-micro-batch-size
     """,
-    "say --keep-checkpoints": "--save-retain-interval --most-recent-k",
+    "say --keep-checkpoints": "--most-recent-k",
     "a vocabulary is padded as --make-vocab-size-divisible-by says": """
         --padded-vocab-size --pad-vocab-size-to
     """,
@@ -108,7 +115,7 @@ _REASONS: Mapping[str, str] = {
     "the convert command does that": "--ckpt-convert-*",
     "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
     "mb-data chats writes conversations with their model's own template, for --sft": """
-        --sft-tokenizer-prompt-format --finetune-hf-dataset
+        --sft-tokenizer-prompt-format --finetune-hf-dataset --ap-sft*
     """,
     "there is no reinforcement learning: a run learns from the texts of --data-path": """
         --perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-*
@@ -142,7 +149,8 @@ _REASONS: Mapping[str, str] = {
     "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
     "say --optimizer-state-dtype bf16, which halves it": "--use-bnb-optimizer",
     "say --pipeline-schedule interleaved-zero-bubble or zbv-zero-bubble": """
-        --enable-zbh1-* --enable-zero-bubble --zero-bubble-*
+        --enable-zbh1-* --enable-zero-bubble --zero-bubble-* --enable-optimizer-post-validation
+        --enable-exactly-numeric-match
     """,
     "say --ckpt-step": "--load-iteration",
     "--load RUN --finetune begins at step 0": "--reset-iteration",
@@ -164,9 +172,9 @@ _REASONS: Mapping[str, str] = {
     "leave it out, attention always takes the fastest kernel of torch": """
         --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
     """,
-    "leave it out, the experts are this library's": "--use-tutel",
+    "leave it out, the experts are this library's": "--use-tutel --moe-model-type",
     "a second expert is the next best: the choice has no noise but --moe-jitter-eps": """
-        --moe-top2-2nd-expert-sampling
+        --moe-top2-2nd-expert-sampling --noisy-gate-policy
     """,
     "any checkpoint loads on any number of ranks: say --load": "--universal-checkpoint",
     "samples come in their shuffled order, all tokens of them: there is no curriculum": """
@@ -184,7 +192,21 @@ _REASONS: Mapping[str, str] = {
     """,
     "all targets count, but what --eod-mask-loss leaves out": """
         --loss-on-targets-only --norm-target-loss --reweight-loss-based-on-position-frequency
+        --goldfish-*
     """,
+    "say --activation: there is no xIELU": "--xielu --weight-decay-on-xielu-alphas",
+    "say --optimizer adam, sgd, adafactor or muon": "--ademamix-*",
+    "leave it out, norms have one implementation": "--qknorm-impl",
+    "say --reset-attention-mask, with which tokens see their own document alone": """
+        --use-packed-seq-params
+    """,
+    "say --moe-router-lr-mult": "--lr-scale-gate",
+    "leave it out, see --moe-router-fp32": "--use-fp32-router",
+    "say --num-workers, which are those of all data": "--valid-num-workers",
+    "say --untie-embeddings-and-output-weights": "--no-tie-embed-logits",
+    "attention and feed-forward stand one behind the other": "--parallel-attn",
+    "say --wandb-project": "--wandb-logger",
+    "leave it out, torchrun starts the ranks": "--use-mpi",
     "say --exit-duration-in-mins, or send a SIGTERM, which saves": "--kill-switch-path",
     "leave it out, what all ranks hold stays equal here": "--sync-tp-duplicated-parameters",
     "leave it out, there is one kernel, which has no such constraints": """
@@ -209,19 +231,17 @@ _REASONS: Mapping[str, str] = {
     "leave --moe-capacity-factor out, no token is dropped then": "--disable-moe-token-dropping",
     "leave it out, it sets nothing that the optimizer needs here": "--create-moe-param-group",
     "say --moe-router-topk": "--topk --router-type --moe-router-type",
+    "a router is a linear map of the hidden state": "--use-attention-router",
+    "say --multi-latent-attention": "--multi-head-latent-attention",
     "see --moe-shared-expert-intermediate-size for an expert that all tokens visit": "--mlp-type",
     "say --group-query-attention --num-query-groups": "--num-key-value-heads",
     "only with --post-layernorm embeddings have a norm": "--embed-layernorm",
     "say --tokenizer-type HuggingFaceTokenizer --tokenizer-model": "--tokenizer-name-or-path",
     "say --swiglu or --activation": "--glu-activation",
     "say --max-position-embeddings": "--max-absolute-position-embeddings",
-    "a tokenizer says its own size, --make-vocab-size-divisible-by pads it": "--extra-vocab-size",
+    "the tokenizer's own special tokens are the ones there are": "--vocab-extra-ids-list",
     "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
-    "--data-path reads the files of mb-data preprocess, and Megatron's": "--dataset",
-    "say --moe-shared-expert-intermediate-size": "--enable-shared-expert",
-    "say --moe-shared-expert-intermediate-size, of all of them together": """
-        --num-shared-experts --n-shared-experts
-    """,
+    "say --moe-shared-expert-intermediate-size, of all of them together": "--n-shared-experts",
     "say --moe-shared-expert-gate": "--shared-expert-gate",
     "say --moe-ffn-hidden-size": "--moe-intermediate-size",
     "say --moe-first-k-dense": "--first-k-dense-replace",
@@ -234,7 +254,6 @@ _REASONS: Mapping[str, str] = {
     "leave it out, how ranks communicate is the library's own matter": """
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
     """,
-    "say --wandb-exp-name": "--wandb-name",
     "say --moe-router-num-groups and --moe-router-group-topk": """
         --moe-router-topk-limited-devices
     """,
@@ -244,14 +263,16 @@ _REASONS: Mapping[str, str] = {
     "say --lr-warmup-fraction, of the decay": "--warmup-ratio",
     "say --train-iters": "--max-steps --num-train-steps",
     "say --clip-grad": "--max-grad-norm --grad-clip --gradient-clipping",
-    "say --hidden-dropout and --attention-dropout": "--dropout",
+    "say --hidden-dropout and --attention-dropout": """
+        --dropout --flash-attn-drop --no-embedding-dropout
+    """,
     "say --micro-batch-size, of a rank, and --global-batch-size, of a step": """
         --gradient-accumulation-steps --per-device-train-batch-size
     """,
     "say --num-attention-heads": "--num-heads --n-head --n-heads",
     "say --hidden-size": "--n-embd --d-model",
     "say --activation": "--hidden-act",
-    "say --normalization RMSNorm": "--use-rmsnorm --norm-type",
+    "say --normalization RMSNorm": "--use-rmsnorm --use-rms-norm --norm-type --norm-dtype",
     "say --moe-top-k": "--num-experts-per-tok",
     "say --tensor-model-parallel-size": "--tp --tp-size",
     "say --pipeline-model-parallel-size": "--pp --pp-size",
@@ -276,8 +297,15 @@ _FAMILIES = {name[:-1]: reason for name, reason in _REFUSED.items() if name.ends
 
 def refusal(flag: str) -> str | None:
     """Why a flag cannot be honoured and what there is instead; None if it is not among these."""
-    family = (reason for prefix, reason in _FAMILIES.items() if flag.startswith(prefix))
-    return _REFUSED.get(flag) or next(family, None)
+    spellings = (flag, _with_hyphens(flag))  # those of EPFL's fork have underscores
+    families = _FAMILIES.items()
+    alone = (_REFUSED[name] for name in spellings if name in _REFUSED)
+    family = (why for name in spellings for prefix, why in families if name.startswith(prefix))
+    return next(alone, None) or next(family, None)
+
+
+def _with_hyphens(flag: str) -> str:
+    return flag.replace("_", "-")
 
 
 def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -290,7 +318,11 @@ def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[s
     for why in dict.fromkeys(why for why in whys.values() if why):
         names = ", ".join(name for name in absent if whys[name] == why)
         said.append(f"{names} cannot be honoured: {why}.")
-    for name in (name for name in absent if whys[name] is None):
+    unknown = [name for name in absent if whys[name] is None]
+    if misspelled := [name for name in unknown if _with_hyphens(name) in helps]:
+        names = ", ".join(misspelled)
+        said.append(f"Unknown: {names}. Flags have hyphens between their words here.")
+    for name in (name for name in unknown if name not in misspelled):
         said.append(f"Unknown flag {name}.{nearest(name, listed, helps)}")
     return said
 

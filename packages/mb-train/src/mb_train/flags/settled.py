@@ -256,7 +256,11 @@ _ANSWERS: Mapping[str, str] = {
         --keep-fp8-transpose-cache-when-using-custom-fsdp --reuse-grad-buf-for-mxfp8-param-ag
     """,
     "experts take any number of rows": """
-        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-use-grouped-tensor
+    """,
+    "see --moe-row-policy": """
+        --moe-paged-stash --moe-paged-stash-page-size=1 --moe-paged-stash-buffer-size-factor-cuda=1
+        --moe-paged-stash-buffer-size-factor-cpu=1
     """,
     "norms have no weight decay, so that a weight learns what one more than it would": """
         --apply-layernorm-1p

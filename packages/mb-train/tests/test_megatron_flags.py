@@ -176,6 +176,12 @@ def test_settled_flags_are_answered_in_one_note():
             r"--train-weighted-split-paths-path .*say --train-data-path.*--kill-switch-path .*"
             r"SIGTERM",
         ),
+        (
+            "--offload-optimizer-states --delay-offload-until-cuda-graph --reset-lr-state "
+            "--activation-func-fp8-input-store --optimizer-cuda-graph",
+            r"--offload-optimizer-states .*--zero-stage\. --delay-offload-until-cuda-graph .*"
+            r"--reset-lr-state .*--no-load-optim.*--activation-func-fp8-input-store .*-bits, of",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):

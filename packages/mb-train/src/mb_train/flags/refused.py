@@ -70,7 +70,7 @@ _REASONS: Mapping[str, str] = {
         --retro-* --output-bert-embeddings --bert-embedder-type
     """,
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
-    "the layers are this library's": "--spec",
+    "the layers are this library's": "--spec --custom-model-provider-path",
     "experts take the whole hidden state": "--moe-latent-size",
     "a router chooses by its scores in every layer": "--moe-n-hash-layers",
     "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
@@ -90,12 +90,12 @@ _REASONS: Mapping[str, str] = {
     """,
     "the optimizer stays on the GPUs: see --zero-stage": """
         --optimizer-cpu-offload --optimizer-offload-* --cpu-optimizer --cpu_torch_adam
-        --remote-device --use-pin-memory
+        --remote-device --use-pin-memory --offload-optimizer-states
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
         --cpu-offloading --fine-grained-activation-offloading --offload-modules
         --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
-        --recompute-activation-function
+        --recompute-activation-function --delay-offload-until-cuda-graph
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
         --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
@@ -154,7 +154,7 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --ckpt-step": "--load-iteration",
     "--load RUN --finetune begins at step 0": "--reset-iteration",
-    "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state",
+    "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state --reset-lr-state",
     "data is read as often as --train-iters or --train-samples need it, and its index is built "
     "here: see --data-cache-path": """
         --train-data-exact-num-epochs --repeated-dataloader --return-data-index --use-dataset-only
@@ -207,7 +207,9 @@ _REASONS: Mapping[str, str] = {
     "attention and feed-forward stand one behind the other": "--parallel-attn",
     "say --wandb-project": "--wandb-logger",
     "leave it out, torchrun starts the ranks": "--use-mpi",
-    "say --exit-duration-in-mins, or send a SIGTERM, which saves": "--kill-switch-path",
+    "say --exit-duration-in-mins, or send a SIGTERM, which saves": """
+        --kill-switch-path --kill-switch-file
+    """,
     "leave it out, what all ranks hold stays equal here": "--sync-tp-duplicated-parameters",
     "leave it out, there is one kernel, which has no such constraints": """
         --abort-on-unmet-fused-kernel-constraints
@@ -251,8 +253,11 @@ _REASONS: Mapping[str, str] = {
         --use-fused-* --gemm-gradient-accumulation-fusion --use-fast-softmax
         --fused-padded-mla-attention
     """,
+    "say --moe-saved-activation-bits, of experts: elsewhere what the backward pass needs is kept "
+    "as it is": "--activation-func-fp8-input-store",
     "leave it out, how ranks communicate is the library's own matter": """
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+        --use-mc2
     """,
     "say --moe-router-num-groups and --moe-router-group-topk": """
         --moe-router-topk-limited-devices

@@ -157,7 +157,7 @@ _ANSWERS: Mapping[str, str] = {
     "how a model is built is the library's own matter": "--init-model-with-meta-device",
     "see --cuda-graph": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
-        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
+        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+ --optimizer-cuda-graph
     """,
     "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",
     "after the first steps collections of garbage have little to look at": """

@@ -29,6 +29,18 @@ def test_settled_flags_are_answered_in_one_note():
     assert "--cache-mla-latents (it belongs to Megatron's text server, not to training)" in note
 
 
+def test_what_core_turns_off_has_both_of_its_spellings():
+    for off in ("manual-gc-eval", "tp-comm-bulk-wgrad", "ckpt-load-validate-sharding-integrity"):
+        assert SETTLED[f"--no-{off}"] == SETTLED[f"--disable-{off}"]
+    # This one has a meaning, GELU without its approximation, and one spelling in Megatron.
+    assert "--disable-bias-gelu-fusion" not in SETTLED
+    assert parse(["--exit-signal", "SIGTERM", "--lazy-mpu-init"]).values == {}
+    with pytest.raises(ValueError, match="--exit-signal to be SIGTERM, got 'SIGINT'"):
+        parse(["--exit-signal", "SIGINT"])
+    words = ["--tokenizer-special-tokens", "<unk>", "<s>"]
+    assert parse(words).values == {"tiktoken_special_tokens": ["<unk>", "<s>"]}
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -181,6 +193,12 @@ def test_settled_flags_are_answered_in_one_note():
             "--activation-func-fp8-input-store --optimizer-cuda-graph",
             r"--offload-optimizer-states .*--zero-stage\. --delay-offload-until-cuda-graph .*"
             r"--reset-lr-state .*--no-load-optim.*--activation-func-fp8-input-store .*-bits, of",
+        ),
+        (
+            "--cpu-offloading-weights --mok-minibatch-size 4 --virtual-pipeline-model-parallel-size"
+            " 2 --phase-transition-iterations 5 --moe-router-force-biased 1",
+            r"--cpu-offloading-weights .*--mok-minibatch-size .*--moe-router-force-biased .*say "
+            r"--moe-router-force-load-balancing",
         ),
     ],
 )

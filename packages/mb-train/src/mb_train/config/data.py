@@ -204,7 +204,9 @@ class DataFields:
         needs=_made_into("tiktoken_num_special_tokens"),
     )
     tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
-        "their names", needs=_made_into("tiktoken_special_tokens")
+        "their names",
+        also=("--tokenizer-special-tokens",),
+        needs=_made_into("tiktoken_special_tokens"),
     )
     eod_token: str | None = flag(
         "special token that ends documents, as mb-data preprocess was told; default the "

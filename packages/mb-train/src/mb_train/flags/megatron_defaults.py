@@ -34,6 +34,13 @@ _NOT_TRANSLATED = """
     --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-use-grouped-tensor
     --moe-paged-stash --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda
     --moe-paged-stash-buffer-size-factor-cpu
+    --moe-single-grouped-weight --moe-single-grouped-bias --moe-mlp-glu-interleave-size
+    --moe-shared-expert-glu-interleave-size --moe-permute-fusion-into-hybridep
+    --moe-hybridep-pad-variable-tokens --moe-hybridep-num-blocks-permute
+    --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
+    --moe-ncclep-static-shape --moe-ncclep-use-symm-mem --moe-routing-trace-path
+    --moe-routing-trace-max-training-iters --moe-routing-trace-capture-logits
+    --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}

@@ -21,7 +21,7 @@ _REASONS: Mapping[str, str] = {
         --fp8* --no-fp8-*
     """,
     "say --fp8-format and --first-last-layers-bf16, for precisions of whole layers": """
-        --te-precision-config-file --kitchen-* --use-kitchen-attention
+        --te-precision-config-file --kitchen-* --use-kitchen --use-kitchen-attention
     """,
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "say --qk-head-dim": "--qk-nope-head-dim",
@@ -33,7 +33,7 @@ _REASONS: Mapping[str, str] = {
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-* --o-groups --o-lora-rank
-        --use-gated-attention --use-lf-gate --lf-conv2d-*
+        --use-gated-attention --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
     """,
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
@@ -64,7 +64,7 @@ _REASONS: Mapping[str, str] = {
     "there are no models of images": """
         --img-* --vision-* --patch-dim --num-channels --num-classes --freeze-LM --freeze-ViT
         --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type
-        --mask-factor
+        --mask-factor --mrope-section
     """,
     "no layer looks up neighbours of a text, as Retro's do": """
         --retro-* --output-bert-embeddings --bert-embedder-type
@@ -72,7 +72,10 @@ _REASONS: Mapping[str, str] = {
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
     "the layers are this library's": "--spec --custom-model-provider-path",
     "experts take the whole hidden state": "--moe-latent-size",
-    "a router chooses by its scores in every layer": "--moe-n-hash-layers",
+    "a router chooses by its scores in every layer": """
+        --moe-n-hash-layers --moe-enable-routing-replay
+    """,
+    "say --moe-router-force-load-balancing, for a benchmark": "--moe-router-force-biased",
     "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
     "token is dropped": "--moe-expert-rank-capacity-factor",
     "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
@@ -93,8 +96,8 @@ _REASONS: Mapping[str, str] = {
         --remote-device --use-pin-memory --offload-optimizer-states
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
-        --cpu-offloading --fine-grained-activation-offloading --offload-modules
-        --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
+        --cpu-offloading* --no-cpu-offloading-activations --fine-grained-activation-offloading
+        --offload-modules --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
         --recompute-activation-function --delay-offload-until-cuda-graph
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
@@ -106,7 +109,7 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --keep-checkpoints": "--most-recent-k",
     "a vocabulary is padded as --make-vocab-size-divisible-by says": """
-        --padded-vocab-size --pad-vocab-size-to
+        --padded-vocab-size --pad-vocab-size-to --no-pad-vocab-size
     """,
     "the eval command measures a trained model": "--skip-train",
     "the upcycle command makes experts of a dense run": """
@@ -153,6 +156,14 @@ _REASONS: Mapping[str, str] = {
         --enable-exactly-numeric-match
     """,
     "say --ckpt-step": "--load-iteration",
+    "say --deterministic-mode": "--batch-invariant-mode",
+    "say --num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
+    "say --eod-token": "--null-tokenizer-eod-id",
+    "say --swiglu, or --activation": "--gated-linear-unit",
+    "one blend of data holds for the whole run": "--phase-transition-iterations",
+    "all micro-batches are computed alike: see --recompute-granularity": """
+        --num-microbatches-with-partial-activation-checkpoints
+    """,
     "--load RUN --finetune begins at step 0": "--reset-iteration",
     "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state --reset-lr-state",
     "data is read as often as --train-iters or --train-samples need it, and its index is built "
@@ -172,7 +183,9 @@ _REASONS: Mapping[str, str] = {
     "leave it out, attention always takes the fastest kernel of torch": """
         --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
     """,
-    "leave it out, the experts are this library's": "--use-tutel --moe-model-type",
+    "leave it out, the experts are this library's": """
+        --use-tutel --moe-model-type --use-mok-megakernel --mok-*
+    """,
     "a second expert is the next best: the choice has no noise but --moe-jitter-eps": """
         --moe-top2-2nd-expert-sampling --noisy-gate-policy
     """,
@@ -195,7 +208,7 @@ _REASONS: Mapping[str, str] = {
         --goldfish-*
     """,
     "say --activation: there is no xIELU": "--xielu --weight-decay-on-xielu-alphas",
-    "say --optimizer adam, sgd, adafactor or muon": "--ademamix-*",
+    "say --optimizer adam, sgd, adafactor or muon": "--ademamix-* --lion-*",
     "leave it out, norms have one implementation": "--qknorm-impl",
     "say --reset-attention-mask, with which tokens see their own document alone": """
         --use-packed-seq-params
@@ -206,7 +219,7 @@ _REASONS: Mapping[str, str] = {
     "say --untie-embeddings-and-output-weights": "--no-tie-embed-logits",
     "attention and feed-forward stand one behind the other": "--parallel-attn",
     "say --wandb-project": "--wandb-logger",
-    "leave it out, torchrun starts the ranks": "--use-mpi",
+    "leave it out, torchrun starts the ranks": "--use-mpi --fake-process-group",
     "say --exit-duration-in-mins, or send a SIGTERM, which saves": """
         --kill-switch-path --kill-switch-file
     """,
@@ -240,6 +253,7 @@ _REASONS: Mapping[str, str] = {
     "only with --post-layernorm embeddings have a norm": "--embed-layernorm",
     "say --tokenizer-type HuggingFaceTokenizer --tokenizer-model": "--tokenizer-name-or-path",
     "say --swiglu or --activation": "--glu-activation",
+    "say --tokenizer-model": "--tokenizer-model-path",
     "say --max-position-embeddings": "--max-absolute-position-embeddings",
     "the tokenizer's own special tokens are the ones there are": "--vocab-extra-ids-list",
     "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
@@ -284,7 +298,7 @@ _REASONS: Mapping[str, str] = {
     "say --context-parallel-size": "--cp --cp-size",
     "say --expert-model-parallel-size": "--ep --ep-size",
     "data-parallel are the ranks that the other parallel sizes leave": "--dp --dp-size",
-    "say --bf16 or --fp16": "--dtype --precision --mixed-precision",
+    "say --bf16 or --fp16": "--dtype --precision --mixed-precision --enable-autocast",
     "say --compile": "--torch-compile",
     "say --recompute-granularity, selective or full": """
         --gradient-checkpointing --activation-checkpointing

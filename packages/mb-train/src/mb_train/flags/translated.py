@@ -71,6 +71,8 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--exp-avg-dtype": _MOMENTS,
     "--exp-avg-sq-dtype": _MOMENTS,
     "--main-params-dtype": {"fp32": {}},
+    "--megatron-fsdp-main-params-dtype": {"fp32": {}},
+    "--exit-signal": {"SIGTERM": {}},
     "--data-parallel-sharding-strategy": {
         "no_shard": {},
         "optim": {"zero_stage": 1},

@@ -64,7 +64,7 @@ _REASONS: Mapping[str, str] = {
     "there are no models of images": """
         --img-* --vision-* --patch-dim --num-channels --num-classes --freeze-LM --freeze-ViT
         --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type
-        --mask-factor --mrope-section
+        --mask-factor --mrope-* --iter-per-epoch --classes-fraction --data-per-class-fraction
     """,
     "no layer looks up neighbours of a text, as Retro's do": """
         --retro-* --output-bert-embeddings --bert-embedder-type
@@ -86,7 +86,7 @@ _REASONS: Mapping[str, str] = {
         --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,
     "all sequences are shared by as many ranks, see --context-parallel-size": """
-        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --hybrid-context-parallel --dynamic-context-parallel --max-seqlen-per-dp-cp-rank
     """,
     "say --context-parallel-size, which exchanges heads as DeepSpeed-Ulysses does": """
         --ds-sequence-parallel-size --force-ds-sequence-parallel --context-parallel-algo
@@ -99,6 +99,8 @@ _REASONS: Mapping[str, str] = {
         --cpu-offloading* --no-cpu-offloading-activations --fine-grained-activation-offloading
         --offload-modules --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
         --recompute-activation-function --delay-offload-until-cuda-graph
+        --delta-offload-bytes-across-pp-ranks --activation-offload-fraction
+        --fine-grained-offloading-max-inflight-offloads
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
         --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
@@ -211,7 +213,8 @@ _REASONS: Mapping[str, str] = {
     "say --optimizer adam, sgd, adafactor or muon": "--ademamix-* --lion-*",
     "leave it out, norms have one implementation": "--qknorm-impl",
     "say --reset-attention-mask, with which tokens see their own document alone": """
-        --use-packed-seq-params
+        --use-packed-seq-params --sequence-packing-scheduler --pad-packed-seq-alignment
+        --thd-max-packed-sequences
     """,
     "say --moe-router-lr-mult": "--lr-scale-gate",
     "leave it out, see --moe-router-fp32": "--use-fp32-router",
@@ -267,6 +270,7 @@ _REASONS: Mapping[str, str] = {
         --use-fused-* --gemm-gradient-accumulation-fusion --use-fast-softmax
         --fused-padded-mla-attention
     """,
+    "say --recompute-granularity, or a smaller --micro-batch-size": "--mlp-chunks-for-training",
     "say --moe-saved-activation-bits, of experts: elsewhere what the backward pass needs is kept "
     "as it is": "--activation-func-fp8-input-store",
     "leave it out, how ranks communicate is the library's own matter": """

@@ -47,8 +47,8 @@ _ANSWERS: Mapping[str, str] = {
         --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
         --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
         --scaled-upper-triang-masked-softmax-fusion=? --mla-down-proj-fusion
-        --fused-single-qkv-rope --fused-residual-rmsnorm --memory-efficient-layer-norm
         --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert
+        --fused-residual-rmsnorm
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
@@ -69,6 +69,7 @@ _ANSWERS: Mapping[str, str] = {
     "torchrun says it in LOCAL_RANK": "--local_rank=1 --local-rank=1",
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
+        --fallback-to-eager-attn
     """,
     "fusion is the kernels' own matter; the exact GELU is --activation gelu": NO_FUSED_GELU,
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
@@ -100,7 +101,6 @@ _ANSWERS: Mapping[str, str] = {
     "weights that are loaded are not drawn before": "--no-initialization",
     "torch's allocator needs no help": """
         --empty-unused-memory-level=1 --no-clone-scatter-output-in-embedding
-        --disable-parameter-transpose-cache --deallocate-pipeline-outputs
     """,
     "SIGTERM always saves and exits": """
         --exit-signal-handler --exit-signal-handler-for-dataloader
@@ -158,9 +158,8 @@ _ANSWERS: Mapping[str, str] = {
         --fsdp-manual-registration --sharp-enabled-group=1 --use-ring-exchange-p2p
         --nccl-communicator-config-path=1 --use-tp-pp-dp-mapping
         --ep-overlap-early-attn-memory-release --train-sync-interval=1
-        --high-priority-a2a-comm-stream --tp-comm-overlap-disable-qkv --tp-comm-overlap-disable-fc1
-        --overlap-dispatch-backward-with-experts-wgrad --no-batch-p2p-comm --no-batch-p2p-sync
-        --variable-seq-lengths --align-param-gather
+        --high-priority-a2a-comm-stream --overlap-dispatch-backward-with-experts-wgrad
+        --align-param-gather
     """,
     "see --moe-dispatcher": """
         --moe-enable-deepep --moe-flex-dispatcher-backend=1 --moe-deepep-num-sms=1
@@ -176,7 +175,6 @@ _ANSWERS: Mapping[str, str] = {
     "see --cuda-graph": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
         --cuda-graph-warmup-steps=1 --cuda-graph-modules=+ --optimizer-cuda-graph
-        --no-cuda-graph-use-single-mempool --cuda-graph-retain-backward-graph
         --cuda-graph-dynamic-microbatches
     """,
     "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",

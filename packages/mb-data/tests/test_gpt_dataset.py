@@ -71,6 +71,11 @@ def test_split_rounds_and_train_absorbs_the_residue(split, n, lengths):
     assert [*train, *valid, *test] == list(range(n))
 
 
+def test_split_is_read_without_the_quotation_marks_of_a_shell():
+    for typed in ("'99,1,0'", '"99,1,0"', "'99/1/0'"):
+        assert parse_split(typed, 200) == parse_split("99,1,0", 200)
+
+
 def test_split_keeps_the_quirks_of_the_rule():
     # Halves round to even, so nobody gets the document, and the shift gives it to train.
     assert parse_split("0,50,50", 1) == (range(0, 1), range(1, 1), range(1, 1))

@@ -535,14 +535,15 @@ CORE_FLAGS = """
     --exit-signal-handler-for-dataloader | --enable-experimental | --logging-level 20
     --persistent-save-interval 5 | --num-distributed-optimizer-instances 2 | --optimizer dist_muon
     --torch-fsdp2-no-reshard-after-forward | --pipeline-model-parallel-layout Et
-    --mla-down-proj-fusion | --cache-mla-latents | --recompute-modules mla_up_proj moe
+    --mla-down-proj-fusion | --cache-mla-latents | --recompute-modules mla_up_proj mlp
     --fp8-format e4m3 | --fp8-format hybrid | --fp8-recipe mxfp8 | --fp8-margin 0
     --fp8-interval 1 | --fp8-amax-history-len 1024 | --fp8-amax-compute-algo max
     --no-fp8-wgrad | --fp8-param-gather | --tp-only-amax-red | --first-last-layers-bf16
     --num-layers-at-start-in-bf16 2 | --num-layers-at-end-in-bf16 0
     --moe-router-padding-for-fp8 | --moe-router-padding-for-quantization
     --keep-fp8-transpose-cache | --keep-fp8-transpose-cache-when-using-custom-fsdp
-    --reuse-grad-buf-for-mxfp8-param-ag
+    --reuse-grad-buf-for-mxfp8-param-ag | --save-retain-interval 5 | --moe-use-grouped-tensor
+    --moe-paged-stash | --moe-paged-stash-page-size 64 | --tokenizer-library huggingface
 """
 
 # Core's examples/gptoss/02_train.sh, without --enable-gpt-oss, which cannot be honoured.

@@ -28,12 +28,14 @@ from mb_train.checkpoint.metadata import read_metadata
 from mb_train.checkpoint.read import Progress, load_checkpoint
 from mb_train.checkpoint.saver import Saver
 from mb_train.checkpoint.summed_file import SummedFile, summed_file
+from mb_train.config.outputs import CheckpointingFields
 from mb_train.folder.checksums import format_sums, sum_of
 from mb_train.folder.run_folder import (
     LATEST,
     SavedRun,
     checkpoints,
     find_checkpoint,
+    iteration_of,
     read_saved_run,
 )
 from torch import nn
@@ -638,6 +640,31 @@ def test_only_those_written_last_are_kept(tmp_path, asynchronous):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ({"save_retain_interval": 4}, [4, 8, 10]),
+        ({"save_retain_interval": 4, "keep_checkpoints": 2}, [4, 8, 9, 10]),
+        ({"save_retain_interval": None}, [*range(1, 11)]),
+    ],
+    ids=str,
+)
+def test_those_of_every_so_many_steps_are_kept(tmp_path, flags, kept):
+    fields = CheckpointingFields(save_interval=1, **flags)
+    model, _ = make()
+    keep, retain = fields.checkpoints_kept, fields.save_retain_interval
+    saver = Saver(tmp_path, keep=keep, retain=retain)
+    for iteration in range(1, 11):
+        begin(saver, model, None, iteration)
+    assert list(map(iteration_of, checkpoints(tmp_path))) == kept
+
+
+def test_checkpoints_to_keep_have_to_be_written():
+    with pytest.raises(ValueError, match=r"a multiple of --save-interval 4, got 6\."):
+        CheckpointingFields(save_interval=4, save_retain_interval=6).check_checkpointing()
+    CheckpointingFields(save_interval=0, save_retain_interval=6).check_checkpointing()
 
 
 def test_those_written_last_stay_although_the_clock_went_back(tmp_path, monkeypatch):

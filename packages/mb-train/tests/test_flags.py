@@ -82,6 +82,14 @@ def test_mistakes_are_named(arguments, says):
         parse(arguments)
 
 
+def test_shares_that_are_no_numbers_are_refused_at_once():
+    run = ["--recipe", "dmoe-46m", "--split"]
+    for typed in ("abc", "98;2", "1,2,3,4", "0,0,0"):
+        with pytest.raises(ValueError, match=rf"--split '{typed}': expected one to three shares"):
+            resolve(parse([*run, typed]))
+    assert resolve(parse([*run, "'99,1,0'"])).split == "'99,1,0'"
+
+
 def test_a_run_folder_without_a_flag_is_one_to_go_on_from(tmp_path):
     typed = [str(tmp_path), "--train-iters", "9"]
     for content, says in (
@@ -191,7 +199,7 @@ def test_what_has_no_effect_beside_another_setting_is_said():
     )
     command = parse([*RUN, *words.split()])
     assert without_effect(command, resolve(command)) == [
-        "no effect without --moe-router-num-groups: --moe-router-group-score-top",
+        "no effect without --moe-router-group-topk: --moe-router-group-score-top",
         "no effect without --weight-decay-incr-style constant: --weight-decay",
         "no effect without --lr-decay-style linear or cosine or inverse-square-root or WSD: "
         "--min-lr",

@@ -21,6 +21,7 @@ from launch_scripts import (
     MEGABLOCKS,
 )
 from mb_data.tokenizer.readable_bpe import byte_to_letter
+from mb_train.assembly.layout import stage_layers
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
@@ -28,13 +29,16 @@ from mb_train.config.toml_file import to_toml
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import build_parser
+from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import TRANSLATED
 from mb_train.tasks.architecture import transformer_config
+from other_scripts import OTHERS
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
     + [(f"core/{name}", model, words) for name, (model, words) in CORE.items()]
+    + [(f"others/{name}", model, words) for name, (model, words) in OTHERS.items()]
     + [("core/gptoss/02_train.sh", "gpt", GPT_OSS.split())]
 )  # fmt: skip
 ONE_BY_ONE = [
@@ -46,7 +50,7 @@ ONE_BY_ONE = [
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 13)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE), len(OTHERS)) == (17, 11, 13, 15)
     page = Path(mb_train.__file__).parents[2] / "docs" / "configuration.md"
     assert "17 of 17 and 11 of 11, and thirteen for Megatron Core" in page.read_text("utf-8")
 
@@ -58,6 +62,8 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
     typed = {word.split("=")[0] for word in words if word.startswith("--")}
     fields_of = {o: a.dest for a in build_parser()._actions for o in a.option_strings}
     names = {f.name for f in fields(TrainConfig)}
+    if any(note.startswith("the exact GELU") for note in command.notes):
+        typed.discard(NO_FUSED_GELU)  # it has an effect
     # Nothing that is typed is lost: it is in the configuration, or in the one note.
     settled = {flag for flag in typed if fields_of[flag] not in names} - set(TRANSLATED)
     notes = [note for note in command.notes if "without effect" in note]
@@ -124,6 +130,32 @@ def test_a_llama_of_megatron_core_in_fp8_is_the_run_it_is():
     assert "--apply-layernorm-1p (norms have no weight decay" in note
     model = transformer_config(config, 128_256)
     assert all(map(model.in_fp8, range(32)))
+
+
+def test_experts_in_parts_are_shared_by_as_many_ranks():
+    command = parse(OTHERS["gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph"][1])
+    config = resolve(command)
+    assert config.expert_parallel_size(8) == 4
+    assert (config.moe_balance_over, config.moe_loss_weight) == ("global_batch", 0.0)
+    assert any(
+        note.startswith("--expert-tensor-parallel-size 2: as many") for note in command.notes
+    )
+
+
+def test_a_pipeline_of_so_many_chunks_has_them():
+    words = OTHERS["gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph"][1]
+    config = resolve(parse(words))
+    assert config.num_layers_per_virtual_pipeline_stage == 2  # 16 layers, 2 ranks, 4 chunks each
+    assert list(map(len, stage_layers(config, 16, 2))) == [2] * 8
+
+
+def test_amds_deepseek_has_the_shared_experts_of_their_width():
+    config = resolve(parse(OTHERS["train_deepseekv3.sh"][1]))
+    assert (config.moe_shared_expert_intermediate_size, config.moe_top_k) == (2816, 6)
+    assert (config.moe_renormalize, config.tokenizer_type) == (False, "HuggingFaceTokenizer")
+    # Its groups are as many as expert-parallel ranks, and a token chooses among all of them.
+    assert config.moe_arguments()["num_expert_groups"] is None
+    assert transformer_config(config, 129_280).moe is not None
 
 
 def test_ranks_of_megatron_core_share_sequences():
@@ -223,6 +255,10 @@ def files(tmp_path_factory):
 _GPT_SIZES = "--data-path 1.0 text 2.0 text --split 80,20,0 --seq-length 16"
 _GPT_SIZES += " --max-position-embeddings 16"
 _BERT_SIZES = "--seq-length 64 --max-position-embeddings 64"
+_LATENT_SIZES = """--seq-length 16 --max-position-embeddings 16 --num-experts 8
+    --ffn-hidden-size 16 --moe-ffn-hidden-size 16 --moe-layer-freq 1 --q-lora-rank 16
+    --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8
+    --moe-shared-expert-intermediate-size 16 --expert-model-parallel-size 1"""
 FAMILIES = {
     "gpt2/gpt2_125m_8gpu.sh": _GPT_SIZES,
     "moe/moe_125m_8gpu.sh": f"{_GPT_SIZES} --moe-num-experts 2",
@@ -234,6 +270,10 @@ FAMILIES = {
     "train_qwen3.sh": "--seq-length 16 --max-position-embeddings 16 --num-experts 8 "
     "--tokenizer-type NullTokenizer --vocab-size 500 --ffn-hidden-size 16 --kv-channels 16 "
     "--moe-ffn-hidden-size 16 --num-query-groups 1 --expert-model-parallel-size 1",
+    "train_deepseekv3.sh": f"{_LATENT_SIZES} --tokenizer-type NullTokenizer --vocab-size 500",
+    "gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph": f"{_LATENT_SIZES} "
+    "--tensor-model-parallel-size 1 --no-sequence-parallel --pipeline-model-parallel-size 1 "
+    "--make-vocab-size-divisible-by 64",
     "train_t5_220m_distributed.sh": "--decoder-num-layers 1 --kv-channels 16 --ffn-hidden-size 32 "
     "--encoder-seq-length 64 --decoder-seq-length 32 --max-position-embeddings 64",
 }
@@ -241,12 +281,15 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_script_trains(tmp_path, files, name, capsys):
-    model, words = EXAMPLES.get(name) or CORE.get(name) or ("gpt", MEGABLOCKS[name])
+    model, words = (EXAMPLES | CORE | OTHERS).get(name) or ("gpt", MEGABLOCKS[name])
     out = tmp_path / "out"
     if name in MEGABLOCKS:  # its own data is 29 files
         start, end = words.index("--data-path"), words.index("--vocab-file")
         words = words[:start] + words[end:]
-    for apart in ("--bert-load", "--tensorboard-dir", "--tokenizer-model", "--data-cache-path"):
+    for apart in (
+        "--bert-load", "--tensorboard-dir", "--tokenizer-model", "--data-cache-path",
+        "--num-virtual-stages-per-pipeline-rank", "--fp8-format",
+    ):  # fmt: skip
         if apart in words:
             start = words.index(apart)
             words = words[:start] + words[start + 2 :]
@@ -292,5 +335,5 @@ def test_each_model_has_its_tokenizer():
 def test_the_table_in_the_docs_names_every_script():
     page = Path(mb_train.__file__).parents[2] / "docs" / "scripts.md"
     text = page.read_text()
-    for name in (*MEGABLOCKS, *EXAMPLES, *CORE):
+    for name in (*MEGABLOCKS, *EXAMPLES, *CORE, *OTHERS):
         assert f"`{Path(name).name}`" in text, name

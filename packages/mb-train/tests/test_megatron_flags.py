@@ -29,6 +29,18 @@ def test_settled_flags_are_answered_in_one_note():
     assert "--cache-mla-latents (it belongs to Megatron's text server, not to training)" in note
 
 
+def test_what_core_turns_off_has_both_of_its_spellings():
+    for off in ("manual-gc-eval", "tp-comm-bulk-wgrad", "ckpt-load-validate-sharding-integrity"):
+        assert SETTLED[f"--no-{off}"] == SETTLED[f"--disable-{off}"]
+    # This one has a meaning, GELU without its approximation, and one spelling in Megatron.
+    assert "--disable-bias-gelu-fusion" not in SETTLED
+    assert parse(["--exit-signal", "SIGTERM", "--lazy-mpu-init"]).values == {}
+    with pytest.raises(ValueError, match="--exit-signal to be SIGTERM, got 'SIGINT'"):
+        parse(["--exit-signal", "SIGINT"])
+    words = ["--tokenizer-special-tokens", "<unk>", "<s>"]
+    assert parse(words).values == {"tiktoken_special_tokens": ["<unk>", "<s>"]}
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -110,10 +122,47 @@ def test_settled_flags_are_answered_in_one_note():
             "--num-layers 2 --num-experts 8 --moe-grouped-gemm --moe-router-group-topk 1",
             r"--moe-router-pre-softmax with .* scores a group by the sum of its best 2 logits",
         ),
+        (
+            "--num-layers 6 --pipeline-model-parallel-size 2 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            r"--num-layers to be a multiple .*equally many, got 6, 2 and 2",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+            r"--num-layers-per-virtual-pipeline-stage or --num-virtual.*, got both",
+        ),
+        ("--expert-tensor-parallel-size 0", r"to be a whole number above 0, got 0"),
+        ("--expert-tensor-parallel-size x", r"to be a whole number above 0, got x"),
+        (
+            "--enable-shared-expert --num-shared-experts 2",
+            r"--enable-shared-expert, --num-shared-experts cannot be honoured: say --moe-shared-",
+        ),
+        ("--extra-vocab-size 256", r"--extra-vocab-size to be 0, got '256'\. A tokenizer says"),
+        ("--dataset MMAP --attention-sink-k 4", r"--attention-sink-k to be 0, got '4'.*--softmax"),
+        (
+            "--tokenizer-library tiktoken",
+            r"--tokenizer-library to be one of .* See --tokenizer-typ",
+        ),
+        (
+            "--outer-dp-sharding-strategy optim",
+            r"to be no_shard, got 'optim'\. Replicas share noth",
+        ),
+        (
+            "--use_rms_norm --glu_activation swiglu --seq_length 8 --lr_decay_style linear",
+            r"--use_rms_norm cannot .*: say --normalization RMSNorm\. --glu_activation cannot .* "
+            r"Unknown: --seq_length, --lr_decay_style\. Flags have hyphens",
+        ),
+        (
+            "--xielu --ademamix-alpha 8 --goldfish-k 50 --ap-sft-pack-samples --lr-scale-gate 0.25",
+            r"--xielu cannot .* no xIELU\. --ademamix-alpha cannot .*: say --optimizer adam.* "
+            r"--goldfish-k cannot .* --ap-sft-pack-samples cannot .*: mb-data chats writes .* "
+            r"--lr-scale-gate cannot be honoured: say --moe-router-lr-mult",
+        ),
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
-            "--recompute-modules mlp",
-            r"--recompute-modules of core_attn, layernorm, mla_up_proj, moe, moe_act, got 'mlp'",
+            "--recompute-modules attn",
+            r"--recompute-modules of core_attn, moe, moe_act, layernorm, mla_up_proj, mlp, "
+            r"shared_experts, got 'attn'",
         ),
         (
             "--num-layers 5 --moe-layer-freq [0]+[1]*5",
@@ -139,11 +188,33 @@ def test_settled_flags_are_answered_in_one_note():
             r"--train-weighted-split-paths-path .*say --train-data-path.*--kill-switch-path .*"
             r"SIGTERM",
         ),
+        (
+            "--offload-optimizer-states --delay-offload-until-cuda-graph --reset-lr-state "
+            "--activation-func-fp8-input-store --optimizer-cuda-graph",
+            r"--offload-optimizer-states .*--zero-stage\. --delay-offload-until-cuda-graph .*"
+            r"--reset-lr-state .*--no-load-optim.*--activation-func-fp8-input-store .*-bits, of",
+        ),
+        (
+            "--cpu-offloading-weights --mok-minibatch-size 4 --virtual-pipeline-model-parallel-size"
+            " 2 --phase-transition-iterations 5 --moe-router-force-biased 1",
+            r"--cpu-offloading-weights .*--mok-minibatch-size .*--moe-router-force-biased .*say "
+            r"--moe-router-force-load-balancing",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
     with pytest.raises(ValueError, match=said):
         resolve(parse([*RUN, *typed.split()]))
+
+
+def test_what_is_done_in_another_way_is_said():
+    words = "--recompute-modules layernorm core_attn mlp --expert-tensor-parallel-size 2"
+    assert parse(words.split()).notes == (
+        "--expert-tensor-parallel-size 2: as many ranks share the experts, which stay whole while "
+        "there are enough of them",
+        "--recompute-modules: without layernorm, mlp, which keep what they compute",
+    )
+    assert parse(["--recompute-modules", "moe", "--expert-tensor-parallel-size", "1"]).notes == ()
 
 
 def test_a_flag_that_the_fields_own_overrules_is_said():
@@ -251,6 +322,48 @@ def test_older_spellings_mean_what_they_meant():
             {"optimizer_state_dtype": "bf16"},
         ),
         ("--recompute-modules core_attn layernorm moe_act", {"moe_recompute": True}),
+        ("--recompute-modules mlp shared_experts", {}),
+        (
+            "--expert-model-parallel-size 4 --expert-tensor-parallel-size 2",
+            {"expert_model_parallel_size": 8},
+        ),
+        ("--expert-tensor-parallel-size 2", {"expert_model_parallel_size": 2}),
+        (
+            "--num-layers 24 --pipeline-model-parallel-size 4 "
+            "--num-virtual-stages-per-pipeline-rank 3",
+            {
+                "num_layers": 24,
+                "pipeline_model_parallel_size": 4,
+                "num_layers_per_virtual_pipeline_stage": 2,
+            },
+        ),
+        (
+            "--num-layers 8 --decoder-num-layers 4 --model t5 --pipeline-model-parallel-size 2 "
+            "--num-virtual-stages-per-pipeline-rank 3",
+            {
+                "num_layers": 8,
+                "decoder_num_layers": 4,
+                "model": "t5",
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 2,
+            },
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 1", {}),
+        (
+            "--moe-shared-expert-intermediate-size 32 --enable-shared-expert "
+            "--num-shared-experts 2",
+            {"moe_shared_expert_intermediate_size": 32},
+        ),
+        ("--extra-vocab-size 0 --attention-sink-k 0 --dataset LLama-Pretrain-Idxmap", {}),
+        (
+            "--tokenizer-library sentencepiece",
+            {"tokenizer_type": "GPTSentencePieceTokenizer"},
+        ),
+        ("--tokenizer-type DeepSeekV3Tokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
+        (
+            "--wandb-name a --save-retain-interval 9",
+            {"wandb_exp_name": "a", "save_retain_interval": 9},
+        ),
         ("--use-torch-fsdp2", {"zero_stage": 3}),
         ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
         ("--data-parallel-sharding-strategy no_shard", {}),
@@ -361,6 +474,24 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
     assert found == (top_k, renormalized, weight)
     assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
     assert any("2 experts for a token without" in note for note in line.notes) == (top_k == 2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--moe-router-topk 1", True),
+        ("--moe-router-topk 1 --moe-router-pre-softmax", False),
+        ("--moe-router-topk 1 --moe-router-score-function sigmoid", False),
+        ("--moe-router-topk 1 --no-moe-renormalize", False),
+        ("--moe-router-topk 2", False),
+        ("--moe-top-k 1", False),
+        ("--moe-router-topk 1 --num-experts 0", False),
+    ],
+)
+def test_the_weight_of_one_expert_is_said(typed, told):
+    """Of a softmax over what was chosen it would be 1, whatever the router says."""
+    notes = parse(["--num-experts", "4", *typed.split()]).notes
+    assert any(note.startswith("an expert's weight is its probability") for note in notes) == told
 
 
 def test_every_flag_for_experts_is_known_as_cores_megablocks_or_ours():

@@ -84,6 +84,12 @@ def test_a_stable_rate_decays_at_the_end(style, halfway):
     assert [rates.lr(512 * i) for i in course] == pytest.approx(list(course.values()))
 
 
+def test_a_stable_rate_may_have_no_decay():
+    """Which another run makes, from its checkpoints."""
+    rates = schedule(lr_decay_style="WSD", lr_wsd_decay_iters=0, min_lr=1e-4, lr_decay_iters=200)
+    assert [rates.lr(512 * i) for i in (0, 100, 200, 201)] == [6e-4, 6e-4, 6e-4, 1e-4]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

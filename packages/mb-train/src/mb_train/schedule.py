@@ -70,7 +70,7 @@ class Schedule:
         begin, shape = self.warmup, self.style
         if self.style == "WSD":
             begin, shape = self.decay - self.anneal, self.anneal_style
-        ratio = max(samples - begin, 0.0) / (self.decay - begin)
+        ratio = max(samples - begin, 0.0) / (self.decay - begin or 1)  # WSD may have no decay
         return self.minimum + _SHARES[shape](ratio) * (self.peak - self.minimum)
 
     def between(self, peak: float, minimum: float) -> Schedule:

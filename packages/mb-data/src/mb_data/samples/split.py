@@ -13,6 +13,7 @@ def parse_split(
     """Cut ``range(num_documents)`` into train, validation and test: ``"949,50,1"``.
 
     Shares are separated by commas or slashes, need not sum to anything, and missing ones are zero.
+    Quotation marks that a shell has left around them are no part of them, as in Megatron Core.
     Documents are not shuffled before the split.
 
     With ``rounding="shares"``, the rule of Megatron-LM up to 2023 and so of MegaBlocks' fork, each
@@ -30,7 +31,7 @@ def parse_split(
         raise ValueError(f"split rounding {rounding!r}: expected {' or '.join(ROUNDINGS)}")
     separator = "," if "," in split else "/"
     try:
-        shares = [float(share) for share in split.split(separator)]
+        shares = [float(share) for share in split.strip("'\"").split(separator)]
     except ValueError:
         shares = []
     total = sum(shares)

@@ -42,6 +42,7 @@ from mb_train.folder.run_folder import (
     SavedRun,
     checkpoints,
     iteration_folder,
+    iteration_of,
     read_saved_run,
 )
 from mb_train.logs.megatron_lines import saved_line, saving_line
@@ -54,6 +55,7 @@ class Saver:
         folder: the run folder.
         asynchronous: write beside the training. Needs memory for a second copy of the state.
         keep: how many checkpoints to keep, those written last; None keeps all.
+        retain: keep those of every so many steps beside them.
         say: takes a line to print.
         snapshots: takes the copies that are written beside the training.
 
@@ -68,10 +70,11 @@ class Saver:
         *,
         asynchronous: bool = False,
         keep: int | None = None,
+        retain: int | None = None,
         say: Callable[[str], None] = lambda line: None,
         snapshots: Snapshots | None = None,
     ) -> None:
-        self._folder, self._keep, self._say = folder, keep, say
+        self._folder, self._keep, self._retain, self._say = folder, keep, retain, say
         self.latest: int | None = None
         self._bytes = 0  # of this rank in the checkpoint under way
         self._written: float | None = None  # when the last checkpoint was, not known yet
@@ -261,7 +264,7 @@ class Saver:
         self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:
             with contextlib.suppress(OSError):  # what cannot be listed now goes with a later save
-                self._remove(surplus(self._folder, self._keep))
+                self._remove(surplus(self._folder, self._keep, self._retain))
         return True
 
     def _remove(self, checkpoints: list[Path]) -> None:
@@ -307,12 +310,16 @@ class Saver:
             return f"Cannot read {latest}: {error.strerror}."
 
 
-def surplus(folder: Path, keep: int) -> list[Path]:
-    """The checkpoints to remove so that the `keep` written last stay, and the one in force."""
+def surplus(folder: Path, keep: int, retain: int | None = None) -> list[Path]:
+    """The checkpoints to remove so that the `keep` written last stay, and the one in force.
+
+    Those of every `retain` steps stay, too.
+    """
     by_age = sorted(checkpoints(folder), key=lambda path: (_written(path), path.name))
     latest = folder / LATEST
     in_force = iteration_folder(int(latest.read_text())) if latest.is_file() else None
-    return [path for path in by_age[:-keep] if path.name != in_force]
+    old = (path for path in by_age[:-keep] if path.name != in_force)
+    return [path for path in old if retain is None or iteration_of(path) % retain]
 
 
 def _written(checkpoint: Path) -> float:

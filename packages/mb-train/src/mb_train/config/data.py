@@ -171,6 +171,7 @@ class DataFields:
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
         choices=tuple(TOKENIZER_TYPES),
+        said_as={"DeepSeekV3Tokenizer": "HuggingFaceTokenizer"},  # in AMD's port
         instead_of=("tokenizer",),
     )
     vocab_file: str | None = flag(
@@ -203,7 +204,9 @@ class DataFields:
         needs=_made_into("tiktoken_num_special_tokens"),
     )
     tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
-        "their names", needs=_made_into("tiktoken_special_tokens")
+        "their names",
+        also=("--tokenizer-special-tokens",),
+        needs=_made_into("tiktoken_special_tokens"),
     )
     eod_token: str | None = flag(
         "special token that ends documents, as mb-data preprocess was told; default the "
@@ -276,7 +279,16 @@ class DataFields:
                     )
 
     def check_blends(self) -> None:
-        """Raise ValueError where token files are not prefixes, or weights and prefixes by turns."""
+        """Raise ValueError where token files are not prefixes, or weights and prefixes by turns.
+
+        So it does for shares that are no numbers.
+        """
+        from mb_data.samples.split import parse_split
+
+        try:
+            parse_split(self.split, 0)
+        except ValueError as error:
+            raise ValueError(f"--{error}.") from error
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
 

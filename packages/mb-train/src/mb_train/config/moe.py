@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, flag, spec
+from mb_train.config.field import AT_LEAST_0, FRACTION, GIVEN, POSITIVE, flag, spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class MoEFields:
     )  # fmt: skip
     moe_router_num_groups: int | None = flag(
         "split the experts into groups, of which a token chooses some", bounds=POSITIVE,
-        on_load="said", layer="num_expert_groups",
+        on_load="said", layer="num_expert_groups", needs=("moe_router_group_topk", GIVEN),
     )  # fmt: skip
     moe_router_group_topk: int | None = flag(
         "groups that a token chooses", bounds=POSITIVE, on_load="said", layer="top_k_groups"
@@ -176,11 +176,14 @@ class MoEFields:
 
         The sizes, the activation and the init are the model's; see `TrainConfig`.
         """
-        return {
+        arguments = {
             layer: getattr(self, f.name)
             for f in fields(MoEFields)
             if (layer := spec(f).layer) is not None
-        } | {"capacity_factor": self.moe_capacity_factor or None}
+        }
+        if self.moe_router_group_topk is None:  # a token may choose of all groups
+            arguments["num_expert_groups"] = None
+        return arguments | {"capacity_factor": self.moe_capacity_factor or None}
 
     @staticmethod
     def moe_argument_names() -> dict[str, str]:

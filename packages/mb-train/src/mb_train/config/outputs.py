@@ -27,7 +27,14 @@ class CheckpointingFields:
         needs=("save",),
     )
     keep_checkpoints: int | None = flag(
-        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE, needs=_KEPT
+        "how many checkpoints to keep; default all, with --save-retain-interval the last (ours)",
+        bounds=POSITIVE,
+        needs=_KEPT,
+    )
+    save_retain_interval: int | None = flag(
+        "keep those of every so many steps beside them, a multiple of --save-interval",
+        bounds=POSITIVE,
+        needs=_KEPT,
     )
     async_save: bool = flag("write checkpoints beside the training", False, needs=_KEPT)
     load: str | None = flag("run folder or iteration folder to go on from", on_load="own")
@@ -55,6 +62,21 @@ class CheckpointingFields:
         on_load="own", needs=("load",),
     )  # fmt: skip
     no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False, needs=_KEPT)
+
+    @property
+    def checkpoints_kept(self) -> int | None:
+        """How many checkpoints stay, those written last; None for all."""
+        alone = None if self.save_retain_interval is None else 1
+        return self.keep_checkpoints or alone
+
+    def check_checkpointing(self) -> None:
+        """Raise ValueError for checkpoints to keep that are never written."""
+        retain, interval = self.save_retain_interval, self.save_interval
+        if retain and interval and retain % interval:
+            raise ValueError(
+                f"Expected --save-retain-interval to be a multiple of --save-interval {interval}, "
+                f"got {retain}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +141,9 @@ class LoggingFields:
     log_memory_to_tensorboard: bool = flag("write the memory in use", False, needs=_BOARD)
     log_world_size_to_tensorboard: bool = flag("write the number of ranks", False, needs=_BOARD)
     wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
-    wandb_exp_name: str | None = flag("name of the run there", needs=("wandb_project",))
+    wandb_exp_name: str | None = flag(
+        "name of the run there", needs=("wandb_project",), also=("--wandb-name",)
+    )
     wandb_entity: str | None = flag("who the project belongs to there", needs=("wandb_project",))
     wandb_save_dir: str | None = flag("folder of its files", needs=("wandb_project",))
 

@@ -45,11 +45,12 @@ class RateFields:
         needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_wsd_decay_iters: int | None = flag(
-        "steps of that decay, the last of --lr-decay-iters", bounds=POSITIVE, on_load="said",
+        "steps of that decay, the last of --lr-decay-iters; 0: none", bounds=AT_LEAST_0,
+        on_load="said",
         needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_wsd_decay_samples: int | None = flag(
-        "sequences of that decay, with --train-samples", bounds=POSITIVE, on_load="said",
+        "sequences of that decay, with --train-samples", bounds=AT_LEAST_0, on_load="said",
         needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_warmup_init: float = flag(

@@ -105,6 +105,7 @@ class TrainConfig(
         self.check_data()
         if self.reads_token_files:
             self.check_blends()
+        self.check_checkpointing()
         self.check_logging()
         self._check_positions()
         self._check_decoder()

@@ -26,6 +26,7 @@ from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.layer_patterns import spelled_out
 from mb_train.flags.megatron_defaults import (
     defaults_beside,
+    lone_expert,
     other_muon,
     remarks_on,
     summed_logits,
@@ -109,7 +110,7 @@ def parse(
     beside = defaults_beside(typed, values)
     if "activation" in beside:
         values.pop(NO_FUSED_GELU, None)  # it has an effect
-    muons = other_muon(typed, values)
+    others = [*other_muon(typed, values), *lone_expert(typed, values)]
     values, of_every_layer, notes, meaningless = understood(values)
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
@@ -119,7 +120,7 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    notes += [*remarks_on(beside, values), *muons]
+    notes += [*remarks_on(beside, values), *others]
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
     of_every = tuple(of_every_layer)

@@ -31,7 +31,16 @@ _NOT_TRANSLATED = """
     --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms
     --moe-enable-mori --moe-mori-max-tokens-per-rank
     --moe-router-aux-loss-fusion --no-moe-router-aux-loss-fusion --multi-latent-attention
-    --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+    --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-use-grouped-tensor
+    --moe-paged-stash --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda
+    --moe-paged-stash-buffer-size-factor-cpu
+    --moe-single-grouped-weight --moe-single-grouped-bias --moe-mlp-glu-interleave-size
+    --moe-shared-expert-glu-interleave-size --moe-permute-fusion-into-hybridep
+    --moe-hybridep-pad-variable-tokens --moe-hybridep-num-blocks-permute
+    --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
+    --moe-ncclep-static-shape --moe-ncclep-use-symm-mem --moe-routing-trace-path
+    --moe-routing-trace-max-training-iters --moe-routing-trace-capture-logits
+    --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
 CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
@@ -177,6 +186,18 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
             "which Megatron does not; --muon-no-split-qkv takes all maps whole"
         )
     return found
+
+
+def lone_expert(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """A remark on one expert for a token where Megatron would weigh it by 1, or ask for a flag."""
+    alone = _core_top_k(typed, values) == 1 and "moe_renormalize" not in values
+    scores = "--moe-router-pre-softmax" in typed
+    if not alone or scores or values.get("moe_router_score_function") == "sigmoid":
+        return []
+    return [
+        f"an expert's weight is its probability with {TOPK} 1, as with --moe-router-pre-softmax, "
+        "which today's Megatron asks for beside it; before, it was 1"
+    ]
 
 
 def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,10 @@
 
 The latter are errors with a reason, because a model trained without one would be another one.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
-BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), and what transformers,
-torchtitan and torchrun call what is called otherwise here. Those of the three companies are never
-translated, because their scripts also rely on defaults that are not ours.
+BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), those of other forks (EPFL's,
+Swiss AI's, LLM-jp's), and what transformers, torchtitan and torchrun call what is called otherwise
+here. Those of the three companies are never translated, because their scripts also rely on defaults
+that are not ours.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REASONS: Mapping[str, str] = {
         --fp8* --no-fp8-*
     """,
     "say --fp8-format and --first-last-layers-bf16, for precisions of whole layers": """
-        --te-precision-config-file --kitchen-* --use-kitchen-attention
+        --te-precision-config-file --kitchen-* --use-kitchen --use-kitchen-attention
     """,
     "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "say --qk-head-dim": "--qk-nope-head-dim",
@@ -31,12 +32,17 @@ _REASONS: Mapping[str, str] = {
     "attention is a softmax over what came before, without a gate": """
         --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
-        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
+        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-* --o-groups --o-lora-rank
+        --use-gated-attention --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
     """,
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
-    "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": "--yarn-*",
+    "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": """
+        --yarn-* --rope-scaling-type --rope-scaling-beta-fast --rope-scaling-beta-slow
+        --rope-scaling-mscale --rope-scaling-mscale-all-dim
+        --rope-scaling-original-max-position-embeddings
+    """,
     "--recipe gpt-oss-20b is that model, with rotations of --rope-type yarn, "
     "--rotary-scaling-factor 32 and --no-yarn-truncate": "--enable-gpt-oss",
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
@@ -58,16 +64,20 @@ _REASONS: Mapping[str, str] = {
     "there are no models of images": """
         --img-* --vision-* --patch-dim --num-channels --num-classes --freeze-LM --freeze-ViT
         --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type
-        --mask-factor
+        --mask-factor --mrope-* --iter-per-epoch --classes-fraction --data-per-class-fraction
     """,
     "no layer looks up neighbours of a text, as Retro's do": """
         --retro-* --output-bert-embeddings --bert-embedder-type
     """,
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
-    "the layers are this library's": "--spec",
+    "the layers are this library's": "--spec --custom-model-provider-path",
     "experts take the whole hidden state": "--moe-latent-size",
-    "a router chooses by its scores in every layer": "--moe-n-hash-layers",
-    "say --moe-capacity-factor, which is of each expert": "--moe-expert-rank-capacity-factor",
+    "a router chooses by its scores in every layer": """
+        --moe-n-hash-layers --moe-enable-routing-replay
+    """,
+    "say --moe-router-force-load-balancing, for a benchmark": "--moe-router-force-biased",
+    "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
+    "token is dropped": "--moe-expert-rank-capacity-factor",
     "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
     "there is one residual stream": """
         --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
@@ -76,19 +86,21 @@ _REASONS: Mapping[str, str] = {
         --expert-tensor-parallelism --moe-extended-tp --enable-expert-tensor-parallelism
     """,
     "all sequences are shared by as many ranks, see --context-parallel-size": """
-        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --hybrid-context-parallel --dynamic-context-parallel --max-seqlen-per-dp-cp-rank
     """,
     "say --context-parallel-size, which exchanges heads as DeepSpeed-Ulysses does": """
-        --ds-sequence-parallel-size --force-ds-sequence-parallel
+        --ds-sequence-parallel-size --force-ds-sequence-parallel --context-parallel-algo
     """,
-    "say --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "the optimizer stays on the GPUs: see --zero-stage": """
         --optimizer-cpu-offload --optimizer-offload-* --cpu-optimizer --cpu_torch_adam
-        --remote-device --use-pin-memory
+        --remote-device --use-pin-memory --offload-optimizer-states
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
-        --cpu-offloading --fine-grained-activation-offloading --offload-modules
-        --min-offloaded-tensor-size --checkpoint-in-cpu
+        --cpu-offloading* --no-cpu-offloading-activations --fine-grained-activation-offloading
+        --offload-modules --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
+        --recompute-activation-function --delay-offload-until-cuda-graph
+        --delta-offload-bytes-across-pp-ranks --activation-offload-fraction
+        --fine-grained-offloading-max-inflight-offloads
     """,
     "every batch is trained on, and they grow as --rampup-batch-size says": """
         --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
@@ -97,9 +109,9 @@ _REASONS: Mapping[str, str] = {
         --full-validation --multiple-validation-sets --validation-set-names --start-eval-at-iter
         --eval-global-batch-size --eval-micro-batch-size
     """,
-    "say --keep-checkpoints": "--save-retain-interval --most-recent-k",
+    "say --keep-checkpoints": "--most-recent-k",
     "a vocabulary is padded as --make-vocab-size-divisible-by says": """
-        --padded-vocab-size --pad-vocab-size-to
+        --padded-vocab-size --pad-vocab-size-to --no-pad-vocab-size
     """,
     "the eval command measures a trained model": "--skip-train",
     "the upcycle command makes experts of a dense run": """
@@ -108,7 +120,7 @@ _REASONS: Mapping[str, str] = {
     "the convert command does that": "--ckpt-convert-*",
     "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
     "mb-data chats writes conversations with their model's own template, for --sft": """
-        --sft-tokenizer-prompt-format --finetune-hf-dataset
+        --sft-tokenizer-prompt-format --finetune-hf-dataset --ap-sft*
     """,
     "there is no reinforcement learning: a run learns from the texts of --data-path": """
         --perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-*
@@ -142,11 +154,20 @@ _REASONS: Mapping[str, str] = {
     "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
     "say --optimizer-state-dtype bf16, which halves it": "--use-bnb-optimizer",
     "say --pipeline-schedule interleaved-zero-bubble or zbv-zero-bubble": """
-        --enable-zbh1-* --enable-zero-bubble --zero-bubble-*
+        --enable-zbh1-* --enable-zero-bubble --zero-bubble-* --enable-optimizer-post-validation
+        --enable-exactly-numeric-match
     """,
     "say --ckpt-step": "--load-iteration",
+    "say --deterministic-mode": "--batch-invariant-mode",
+    "say --num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
+    "say --eod-token": "--null-tokenizer-eod-id",
+    "say --swiglu, or --activation": "--gated-linear-unit",
+    "one blend of data holds for the whole run": "--phase-transition-iterations",
+    "all micro-batches are computed alike: see --recompute-granularity": """
+        --num-microbatches-with-partial-activation-checkpoints
+    """,
     "--load RUN --finetune begins at step 0": "--reset-iteration",
-    "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state",
+    "--load RUN --no-load-optim begins the rates anew": "--no-load-lr-state --reset-lr-state",
     "data is read as often as --train-iters or --train-samples need it, and its index is built "
     "here: see --data-cache-path": """
         --train-data-exact-num-epochs --repeated-dataloader --return-data-index --use-dataset-only
@@ -164,9 +185,11 @@ _REASONS: Mapping[str, str] = {
     "leave it out, attention always takes the fastest kernel of torch": """
         --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
     """,
-    "leave it out, the experts are this library's": "--use-tutel",
+    "leave it out, the experts are this library's": """
+        --use-tutel --moe-model-type --use-mok-megakernel --mok-*
+    """,
     "a second expert is the next best: the choice has no noise but --moe-jitter-eps": """
-        --moe-top2-2nd-expert-sampling
+        --moe-top2-2nd-expert-sampling --noisy-gate-policy
     """,
     "any checkpoint loads on any number of ranks: say --load": "--universal-checkpoint",
     "samples come in their shuffled order, all tokens of them: there is no curriculum": """
@@ -184,8 +207,25 @@ _REASONS: Mapping[str, str] = {
     """,
     "all targets count, but what --eod-mask-loss leaves out": """
         --loss-on-targets-only --norm-target-loss --reweight-loss-based-on-position-frequency
+        --goldfish-*
     """,
-    "say --exit-duration-in-mins, or send a SIGTERM, which saves": "--kill-switch-path",
+    "say --activation: there is no xIELU": "--xielu --weight-decay-on-xielu-alphas",
+    "say --optimizer adam, sgd, adafactor or muon": "--ademamix-* --lion-*",
+    "leave it out, norms have one implementation": "--qknorm-impl",
+    "say --reset-attention-mask, with which tokens see their own document alone": """
+        --use-packed-seq-params --sequence-packing-scheduler --pad-packed-seq-alignment
+        --thd-max-packed-sequences
+    """,
+    "say --moe-router-lr-mult": "--lr-scale-gate",
+    "leave it out, see --moe-router-fp32": "--use-fp32-router",
+    "say --num-workers, which are those of all data": "--valid-num-workers",
+    "say --untie-embeddings-and-output-weights": "--no-tie-embed-logits",
+    "attention and feed-forward stand one behind the other": "--parallel-attn",
+    "say --wandb-project": "--wandb-logger",
+    "leave it out, torchrun starts the ranks": "--use-mpi --fake-process-group",
+    "say --exit-duration-in-mins, or send a SIGTERM, which saves": """
+        --kill-switch-path --kill-switch-file
+    """,
     "leave it out, what all ranks hold stays equal here": "--sync-tp-duplicated-parameters",
     "leave it out, there is one kernel, which has no such constraints": """
         --abort-on-unmet-fused-kernel-constraints
@@ -209,19 +249,18 @@ _REASONS: Mapping[str, str] = {
     "leave --moe-capacity-factor out, no token is dropped then": "--disable-moe-token-dropping",
     "leave it out, it sets nothing that the optimizer needs here": "--create-moe-param-group",
     "say --moe-router-topk": "--topk --router-type --moe-router-type",
+    "a router is a linear map of the hidden state": "--use-attention-router",
+    "say --multi-latent-attention": "--multi-head-latent-attention",
     "see --moe-shared-expert-intermediate-size for an expert that all tokens visit": "--mlp-type",
     "say --group-query-attention --num-query-groups": "--num-key-value-heads",
     "only with --post-layernorm embeddings have a norm": "--embed-layernorm",
     "say --tokenizer-type HuggingFaceTokenizer --tokenizer-model": "--tokenizer-name-or-path",
     "say --swiglu or --activation": "--glu-activation",
+    "say --tokenizer-model": "--tokenizer-model-path",
     "say --max-position-embeddings": "--max-absolute-position-embeddings",
-    "a tokenizer says its own size, --make-vocab-size-divisible-by pads it": "--extra-vocab-size",
+    "the tokenizer's own special tokens are the ones there are": "--vocab-extra-ids-list",
     "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
-    "--data-path reads the files of mb-data preprocess, and Megatron's": "--dataset",
-    "say --moe-shared-expert-intermediate-size": "--enable-shared-expert",
-    "say --moe-shared-expert-intermediate-size, of all of them together": """
-        --num-shared-experts --n-shared-experts
-    """,
+    "say --moe-shared-expert-intermediate-size, of all of them together": "--n-shared-experts",
     "say --moe-shared-expert-gate": "--shared-expert-gate",
     "say --moe-ffn-hidden-size": "--moe-intermediate-size",
     "say --moe-first-k-dense": "--first-k-dense-replace",
@@ -231,10 +270,13 @@ _REASONS: Mapping[str, str] = {
         --use-fused-* --gemm-gradient-accumulation-fusion --use-fast-softmax
         --fused-padded-mla-attention
     """,
+    "say --recompute-granularity, or a smaller --micro-batch-size": "--mlp-chunks-for-training",
+    "say --moe-saved-activation-bits, of experts: elsewhere what the backward pass needs is kept "
+    "as it is": "--activation-func-fp8-input-store",
     "leave it out, how ranks communicate is the library's own matter": """
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+        --use-mc2
     """,
-    "say --wandb-exp-name": "--wandb-name",
     "say --moe-router-num-groups and --moe-router-group-topk": """
         --moe-router-topk-limited-devices
     """,
@@ -244,21 +286,23 @@ _REASONS: Mapping[str, str] = {
     "say --lr-warmup-fraction, of the decay": "--warmup-ratio",
     "say --train-iters": "--max-steps --num-train-steps",
     "say --clip-grad": "--max-grad-norm --grad-clip --gradient-clipping",
-    "say --hidden-dropout and --attention-dropout": "--dropout",
+    "say --hidden-dropout and --attention-dropout": """
+        --dropout --flash-attn-drop --no-embedding-dropout
+    """,
     "say --micro-batch-size, of a rank, and --global-batch-size, of a step": """
         --gradient-accumulation-steps --per-device-train-batch-size
     """,
     "say --num-attention-heads": "--num-heads --n-head --n-heads",
     "say --hidden-size": "--n-embd --d-model",
     "say --activation": "--hidden-act",
-    "say --normalization RMSNorm": "--use-rmsnorm --norm-type",
+    "say --normalization RMSNorm": "--use-rmsnorm --use-rms-norm --norm-type --norm-dtype",
     "say --moe-top-k": "--num-experts-per-tok",
     "say --tensor-model-parallel-size": "--tp --tp-size",
     "say --pipeline-model-parallel-size": "--pp --pp-size",
     "say --context-parallel-size": "--cp --cp-size",
     "say --expert-model-parallel-size": "--ep --ep-size",
     "data-parallel are the ranks that the other parallel sizes leave": "--dp --dp-size",
-    "say --bf16 or --fp16": "--dtype --precision --mixed-precision",
+    "say --bf16 or --fp16": "--dtype --precision --mixed-precision --enable-autocast",
     "say --compile": "--torch-compile",
     "say --recompute-granularity, selective or full": """
         --gradient-checkpointing --activation-checkpointing
@@ -276,8 +320,15 @@ _FAMILIES = {name[:-1]: reason for name, reason in _REFUSED.items() if name.ends
 
 def refusal(flag: str) -> str | None:
     """Why a flag cannot be honoured and what there is instead; None if it is not among these."""
-    family = (reason for prefix, reason in _FAMILIES.items() if flag.startswith(prefix))
-    return _REFUSED.get(flag) or next(family, None)
+    spellings = (flag, _with_hyphens(flag))  # those of EPFL's fork have underscores
+    families = _FAMILIES.items()
+    alone = (_REFUSED[name] for name in spellings if name in _REFUSED)
+    family = (why for name in spellings for prefix, why in families if name.startswith(prefix))
+    return next(alone, None) or next(family, None)
+
+
+def _with_hyphens(flag: str) -> str:
+    return flag.replace("_", "-")
 
 
 def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -290,7 +341,11 @@ def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[s
     for why in dict.fromkeys(why for why in whys.values() if why):
         names = ", ".join(name for name in absent if whys[name] == why)
         said.append(f"{names} cannot be honoured: {why}.")
-    for name in (name for name in absent if whys[name] is None):
+    unknown = [name for name in absent if whys[name] is None]
+    if misspelled := [name for name in unknown if _with_hyphens(name) in helps]:
+        names = ", ".join(misspelled)
+        said.append(f"Unknown: {names}. Flags have hyphens between their words here.")
+    for name in (name for name in unknown if name not in misspelled):
         said.append(f"Unknown flag {name}.{nearest(name, listed, helps)}")
     return said
 

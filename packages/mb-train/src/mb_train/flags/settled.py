@@ -28,6 +28,7 @@ _ANSWERS: Mapping[str, str] = {
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
         --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size=1
         --enable-full-sharding-in-hsdp --megatron-fsdp-version=1
+        --create-all-gather-group
     """,
     "the ranks always share the optimizer: see --zero-stage": """
         --use-distributed-optimizer --use-layer-wise-distributed-optimizer
@@ -36,6 +37,7 @@ _ANSWERS: Mapping[str, str] = {
     "gradients are always summed in fp32": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
         --ddp-reduce-scatter-with-fp32-accumulation --fp32-allreduce
+        --megatron-fsdp-main-grads-dtype=1 --megatron-fsdp-grad-comm-dtype=1
     """,
     "fusion is the kernels' own matter": """
         --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
@@ -45,6 +47,8 @@ _ANSWERS: Mapping[str, str] = {
         --no-moe-router-aux-loss-fusion --bias-gelu-fusion --bias-dropout-fusion
         --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
         --scaled-upper-triang-masked-softmax-fusion=? --mla-down-proj-fusion
+        --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert
+        --fused-residual-rmsnorm
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
@@ -65,6 +69,7 @@ _ANSWERS: Mapping[str, str] = {
     "torchrun says it in LOCAL_RANK": "--local_rank=1 --local-rank=1",
     "attention always takes the fastest kernel of torch": """
         --use-flash-attn --attention-backend=1 --export-force-local-attention
+        --fallback-to-eager-attn
     """,
     "fusion is the kernels' own matter; the exact GELU is --activation gelu": NO_FUSED_GELU,
     "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
@@ -74,7 +79,13 @@ _ANSWERS: Mapping[str, str] = {
     "there is no ONNX export": "--onnx-safe=?",
     "the load-balancing loss is always computed in fp32": "--moe-lbl-in-fp32=?",
     "the experts are this library's, dropless": "--moe-use-megatron-switch=?",
-    "the experts are always computed together": "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
+    "the experts are always computed together": """
+        --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-single-grouped-weight
+        --moe-single-grouped-bias
+    """,
+    "in which order rows of weights lie changes no result": """
+        --moe-mlp-glu-interleave-size=1 --moe-shared-expert-glu-interleave-size=1
+    """,
     "there is one implementation": "--use-mcore-models --transformer-impl=1 --use-legacy-models",
     "it belongs to Megatron's text server, not to training": """
         --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1 --cache-mla-latents
@@ -86,7 +97,7 @@ _ANSWERS: Mapping[str, str] = {
     "documents end with the tokenizer's own end of document, or with --eod-token": """
         --fim-eod-token=1
     """,
-    "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
+    "there is no such switch": "--lazy-mpu-init=? --test-mode --enable-experimental --disable-msc",
     "weights that are loaded are not drawn before": "--no-initialization",
     "torch's allocator needs no help": """
         --empty-unused-memory-level=1 --no-clone-scatter-output-in-embedding
@@ -119,6 +130,7 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "indices are built by rank 0, and kept": """
         --num-dataset-builder-threads=1 --dataloader-fast-cache-load --object-storage-cache-path=1
+        --per-dataset-sequences-path=1
     """,
     "a blend asks each data set for 0.5 % more samples than its share, Megatron's default": """
         --mid-level-dataset-surplus=1
@@ -140,24 +152,30 @@ _ANSWERS: Mapping[str, str] = {
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=1
         --microbatch-group-size-per-virtual-pipeline-stage=1 --high-priority-stream-groups=+
         --nccl-ub --use-sharp --tp-comm-overlap-cfg=1 --tp-comm-overlap-rs-dgrad
-        --tp-comm-bootstrap-backend=1 --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
-        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
-        --disable-tp-comm-split-rs --use-nccl-ub --disable-symmetric-registration
+        --tp-comm-bootstrap-backend=1 --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs
+        --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --no-tp-comm-split-ag
+        --no-tp-comm-split-rs --use-nccl-ub --disable-symmetric-registration
         --fsdp-manual-registration --sharp-enabled-group=1 --use-ring-exchange-p2p
         --nccl-communicator-config-path=1 --use-tp-pp-dp-mapping
         --ep-overlap-early-attn-memory-release --train-sync-interval=1
+        --high-priority-a2a-comm-stream --overlap-dispatch-backward-with-experts-wgrad
+        --align-param-gather
     """,
     "see --moe-dispatcher": """
         --moe-enable-deepep --moe-flex-dispatcher-backend=1 --moe-deepep-num-sms=1
         --moe-hybridep-num-sms=1 --moe-flex-dispatcher-num-sms=1 --moe-enable-mori
         --moe-mori-max-tokens-per-rank=1
+        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-variable-tokens
+        --moe-hybridep-num-blocks-permute=1 --moe-hybridep-num-blocks-unpermute=1
+        --moe-hybridep-num-sms-preprocessing=1 --moe-ncclep-static-shape --moe-ncclep-use-symm-mem
     """,
     "see --moe-a2a-overlap-degree": "--overlap-moe-expert-parallel-comm",
     "see --optimizer-state-dtype": "--use-precision-aware-optimizer",
     "how a model is built is the library's own matter": "--init-model-with-meta-device",
     "see --cuda-graph": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
-        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
+        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+ --optimizer-cuda-graph
+        --cuda-graph-dynamic-microbatches
     """,
     "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",
     "after the first steps collections of garbage have little to look at": """
@@ -165,7 +183,7 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "see --nan-limit": """
         --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss
-        --check-for-large-grads
+        --check-for-large-grads --no-check-for-nan-in-loss
     """,
     _FAULTS: """
         --rerun-mode=1 --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=1
@@ -179,6 +197,8 @@ _ANSWERS: Mapping[str, str] = {
         --error-injection-type=1 --result-rejected-tracker-filename=1
         --check-weight-hash-across-dp-replicas-interval=1 --gpu-sniff-test-interval=1
         --flight-recorder-dump-path=1 --flight-recorder-trace-buffer-size=1
+        --no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
+        --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec
     """,
     "the profile is rank 0's": "--profile-ranks=+",
     "--profile is torch's profiler": """
@@ -194,6 +214,7 @@ _ANSWERS: Mapping[str, str] = {
         --ckpt-fully-parallel-save-process-group=1 --no-ckpt-load-validate-sharding-integrity
         --no-strict-fsdp-dtensor-load --dist-ckpt-save-pre-mcore-014
         --distrib-optim-fully-reshardable-mem-efficient
+        --ckpt-fully-parallel-save-replicate-local --ckpt-fully-parallel-load-replicate-local
     """,
     "every tensor of a checkpoint has to fit, or it is an error": "--dist-ckpt-strictness=1",
     "see --async-save": """
@@ -210,9 +231,11 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "there is one kind of tokenizer": """
         --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
+        --tokenizer-hf-use-fast --tokenizer-sentencepiece-legacy
+        --no-tokenizer-sentencepiece-ignore-extra-whitespaces
     """,
     "mb-data preprocess begins documents, see its --prepend-bos": """
-        --tokenizer-hf-no-include-special-tokens
+        --tokenizer-hf-no-include-special-tokens --tokenizer-hf-include-special-tokens
     """,
     "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
     "see --timing-log-option for the slowest rank": """
@@ -227,7 +250,17 @@ _ANSWERS: Mapping[str, str] = {
     "checkpoints hold the fp32 weights": "--load-main-params-from-ckpt",
     "checkpoints have checksums, which --load checks": "--verify-integrity",
     "see --log-memory-to-tensorboard": "--log-memory-interval=1 --log-device-memory-used",
-    "it is not measured": "--log-energy --log-max-attention-logit",
+    "it is not measured": """
+        --log-energy --log-max-attention-logit --log-moe-overload-factor
+        --log-per-layer-resource-usage --log-per-layer-resource-usage-interval=1
+    """,
+    "what a step computes is not written down": """
+        --save-params-interval=1 --save-activations-interval=1 --save-wgrads-interval=1
+        --save-dgrads-interval=1 --save-tokens-per-expert-interval=1 --moe-routing-trace-path=1
+        --moe-routing-trace-max-training-iters=1 --moe-routing-trace-capture-logits
+        --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
+        --dump-param-to-param-group-map=1
+    """,
     "a global batch that the ranks cannot share is an error": "--decrease-batch-size-if-needed",
     "--distributed-timeout-minutes holds for the whole run": """
         --distributed-timeout-seconds-after-init=1
@@ -237,7 +270,7 @@ _ANSWERS: Mapping[str, str] = {
         --no-pin-cpu-params
     """,
     "context-parallel ranks exchange heads by all-to-all, and the results are those of any way": """
-        --cp-comm-type=+ --hierarchical-context-parallel-sizes=+
+        --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --cp-partition-mode=1
     """,
     "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",
     "stages get equally many layers, the first ones more where they do not divide": """
@@ -256,7 +289,11 @@ _ANSWERS: Mapping[str, str] = {
         --keep-fp8-transpose-cache-when-using-custom-fsdp --reuse-grad-buf-for-mxfp8-param-ag
     """,
     "experts take any number of rows": """
-        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-use-grouped-tensor
+    """,
+    "see --moe-row-policy": """
+        --moe-paged-stash --moe-paged-stash-page-size=1 --moe-paged-stash-buffer-size-factor-cuda=1
+        --moe-paged-stash-buffer-size-factor-cpu=1
     """,
     "norms have no weight decay, so that a weight learns what one more than it would": """
         --apply-layernorm-1p
@@ -264,11 +301,19 @@ _ANSWERS: Mapping[str, str] = {
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 
+
+def _spellings(name: str) -> Sequence[str]:
+    """What Megatron Core turns off with --no-NAME, it mostly turns off with --disable-NAME too."""
+    both = name.startswith("--no-") and name != NO_FUSED_GELU  # which has but the one
+    return (name, "--disable-" + name.removeprefix("--no-")) if both else (name,)
+
+
 # Flag -> whether a value follows ("?": one or none, "+": some), and the answer.
 SETTLED: Mapping[str, tuple[bool | str, str]] = {
     name: ({"": False, "1": True}.get(count, count), answer)
     for answer, flags in _ANSWERS.items()
-    for name, _, count in (word.partition("=") for word in flags.split())
+    for word, _, count in (word.partition("=") for word in flags.split())
+    for name in _spellings(word)
 }
 
 

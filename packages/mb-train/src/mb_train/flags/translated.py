@@ -13,6 +13,14 @@ from typing import Any, NamedTuple
 
 from mb_train.config import TrainConfig, flag_name
 from mb_train.flags.settled import OVERRIDING, SETTLED, settled_note
+from mb_train.flags.together import (
+    KEPT,
+    QUICK_GEGLU,
+    TOGETHER,
+    done_otherwise,
+    number,
+    read_together,
+)
 
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
@@ -25,8 +33,8 @@ OF_EVERY_LAYER: Mapping[str, str] = {
 def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
     """--recompute-modules: attention is what selective recompute is of; experts have a switch."""
     experts = {"moe_recompute": True}
-    known: dict[str, Mapping[str, Any]] = {"core_attn": {}, "layernorm": {}, "mla_up_proj": {}}
-    known |= {"moe": experts, "moe_act": experts}
+    known: dict[str, Mapping[str, Any]] = {"core_attn": {}, "moe": experts, "moe_act": experts}
+    known |= {name: {} for name in KEPT}
     found: dict[str, Any] = {}
     for name in modules:
         if name not in known:
@@ -63,6 +71,8 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--exp-avg-dtype": _MOMENTS,
     "--exp-avg-sq-dtype": _MOMENTS,
     "--main-params-dtype": {"fp32": {}},
+    "--megatron-fsdp-main-params-dtype": {"fp32": {}},
+    "--exit-signal": {"SIGTERM": {}},
     "--data-parallel-sharding-strategy": {
         "no_shard": {},
         "optim": {"zero_stage": 1},
@@ -71,13 +81,20 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     # Here there is only this choice, which a script may name.
     "--outer-dp-sharding-strategy": {"no_shard": {}},
-    "--expert-tensor-parallel-size": {"1": {}},
     "--encoder-tensor-model-parallel-size": {"0": {}},
     "--encoder-pipeline-model-parallel-size": {"0": {}},
     "--cpu-offloading-num-layers": {"0": {}},
     "--relative-attention-num-buckets": {"32": {}},
     "--relative-attention-max-distance": {"128": {}},
     "--train-mode": {"pretrain": {}},
+    "--attention-sink-k": {"0": {}},
+    "--extra-vocab-size": {"0": {}},
+    # Megatron's own files, in AMD's port and in Alibaba's.
+    "--dataset": {"LLama-Pretrain-Idxmap": {}, "MMAP": {}},
+    "--tokenizer-library": {
+        "sentencepiece": {"tokenizer_type": "GPTSentencePieceTokenizer"},
+        "huggingface": {"tokenizer_type": "HuggingFaceTokenizer"},
+    },
     "--muon-scale-mode": {"spectral": {}},
     "--muon-coefficient-type": {"simple": {}},
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
@@ -85,8 +102,12 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 _INSTEAD: Mapping[str, str] = {
     "--moe-router-load-balancing-type": " There is no Sinkhorn in a run.",
-    "--expert-tensor-parallel-size": " With more ranks than experts --expert-model-parallel-size "
-    "cuts them.",
+    "--outer-dp-sharding-strategy": " Replicas share nothing: leave "
+    "--num-distributed-optimizer-instances out for none.",
+    "--attention-sink-k": " --softmax-type learnable gives each head a sink.",
+    "--extra-vocab-size": " A tokenizer says its own size, --make-vocab-size-divisible-by pads it.",
+    "--dataset": " --data-path reads the files of mb-data preprocess, and Megatron's.",
+    "--tokenizer-library": " See --tokenizer-type.",
     "--cpu-offloading-num-layers": " Activations stay on the GPUs: see --recompute-granularity.",
     "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",
@@ -110,43 +131,13 @@ def _alone(flag: str, said: str | Sequence[str]) -> str:
     return said[0]
 
 
-def _number(flag: str, word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ValueError(f"Expected {flag} to be a number, got {word}.") from None
-
-
 def _capacity_factor(word: str) -> Mapping[str, Any]:
-    factor = _number("--moe-expert-capacity-factor", word)
+    factor = number("--moe-expert-capacity-factor", word)
     return {"moe_capacity_factor": max(factor, 0.0)}  # below 0 is none, there as here 0
 
 
 def _weight(flag: str, said: str | Sequence[str]) -> Mapping[str, Any]:
-    return {OF_EVERY_LAYER[flag]: _number(flag, _alone(flag, said))}
-
-
-_QUICK_GEGLU = "--quick-geglu"
-# Numbers of that gate, and their names within an activation.
-_NUMBERS = {"--glu-linear-offset": "offset", "--activation-func-clamp-value": "limit"}
-
-
-def _with_numbers(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, and as the value of --quick-geglu its numbers, which have flags of their own.
-
-    Raises:
-        ValueError: numbers without it, or something that is none.
-    """
-    numbers = {name: _number(flag, said[flag]) for flag, name in _NUMBERS.items() if flag in said}
-    rest = {name: value for name, value in said.items() if name not in _NUMBERS}
-    if _QUICK_GEGLU in said:
-        return rest | {_QUICK_GEGLU: numbers}
-    if any(numbers.values()):
-        raise ValueError(
-            f"Expected {' and '.join(_NUMBERS)} with {_QUICK_GEGLU} alone: fused activations of "
-            "Megatron Core ignore them otherwise. Say --activation 'swiglu(limit=7)' to have them."
-        )
-    return rest
+    return {OF_EVERY_LAYER[flag]: number(flag, _alone(flag, said))}
 
 
 def _gate(numbers: Mapping[str, float]) -> Mapping[str, Any]:
@@ -171,8 +162,8 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     **{flag: (_SEVERAL.get(flag, True), partial(_one_of, flag)) for flag in _VALUES},
     **{flag: (_SEVERAL.get(flag, True), partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     "--moe-router-pre-softmax": (False, lambda _: {}),
-    _QUICK_GEGLU: (False, _gate),
-    **{flag: (True, lambda _: {}) for flag in _NUMBERS},  # see `_with_numbers`
+    QUICK_GEGLU: (False, _gate),
+    **{flag: (valued, lambda _: {}) for flag, valued in TOGETHER.items()},
     "--moe-router-force-load-balancing": (
         False,
         lambda _: {"moe_uniform_expert_assignment": True},
@@ -205,12 +196,9 @@ def understood(said: Mapping[str, Any]) -> Understood:
     """Read what was said, by flag or field; a field's own flag wins over one that is translated."""
     settled = [name for name in SETTLED if name in said]
     values = {name: value for name, value in said.items() if name not in SETTLED}
-    of_every_layer, notes, wrong = [], [settled_note(settled)] if settled else [], []
-    try:
-        values = _with_numbers(values)
-    except ValueError as error:
-        wrong.append(str(error))
-        values = {name: v for name, v in values.items() if name not in (_QUICK_GEGLU, *_NUMBERS)}
+    of_every_layer, notes = [], [settled_note(settled)] if settled else []
+    notes += done_otherwise(values)
+    values, wrong = read_together(values)
     for name, (_, meaning) in TRANSLATED.items():
         if name not in values:
             continue

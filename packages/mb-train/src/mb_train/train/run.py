@@ -263,7 +263,8 @@ class Run:
         return Saver(
             self.folder,
             asynchronous=config.async_save,
-            keep=config.keep_checkpoints,
+            keep=config.checkpoints_kept,
+            retain=config.save_retain_interval,
             say=self.say,
         )
 

@@ -1,0 +1,140 @@
+"""Flags of Megatron's scripts that say something together, or of a number that another flag says.
+
+--quick-geglu --glu-linear-offset 1                      --activation 'swiglu(alpha=1.702, ...)'
+--expert-model-parallel-size 4 and                       --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 2
+--num-layers 16 --pipeline-model-parallel-size 2 and     --num-layers-per-virtual-pipeline-stage 2
+    --num-virtual-stages-per-pipeline-rank 4
+--moe-shared-expert-intermediate-size 2816 and           --moe-shared-expert-intermediate-size 2816
+    --enable-shared-expert --num-shared-experts 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+QUICK_GEGLU = "--quick-geglu"
+# Numbers of that gate, and their names within an activation.
+_NUMBERS = {"--glu-linear-offset": "offset", "--activation-func-clamp-value": "limit"}
+_CUT = "--expert-tensor-parallel-size"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_MODULES = "--recompute-modules"
+_SHARED = ("--enable-shared-expert", "--num-shared-experts")
+# Modules whose activations Megatron can compute anew one by one, and which here are kept.
+KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
+
+
+def number(flag: str, word: str) -> float:
+    """A flag's value as a number, or ValueError."""
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"Expected {flag} to be a number, got {word}.") from None
+
+
+def _count(flag: str, word: str) -> int:
+    try:
+        count = int(word)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"Expected {flag} to be a whole number above 0, got {word}.")
+    return count
+
+
+def _gate(said: Mapping[str, Any]) -> dict[str, Any]:
+    """As the value of --quick-geglu its numbers.
+
+    Raises:
+        ValueError: numbers without it, or something that is none.
+    """
+    numbers = {name: number(flag, said[flag]) for flag, name in _NUMBERS.items() if flag in said}
+    if QUICK_GEGLU in said:
+        return {QUICK_GEGLU: numbers}
+    if any(numbers.values()):
+        raise ValueError(
+            f"Expected {' and '.join(_NUMBERS)} with {QUICK_GEGLU} alone: fused activations of "
+            "Megatron Core ignore them otherwise. Say --activation 'swiglu(limit=7)' to have them."
+        )
+    return {}
+
+
+def _ranks_of_experts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts that Megatron cuts into parts are shared by as many ranks here, as wholes."""
+    parts = _count(_CUT, said.get(_CUT, "1"))
+    ranks = parts * said.get("expert_model_parallel_size", 1)
+    return {} if parts == 1 else {"expert_model_parallel_size": ranks}
+
+
+def _layers_of_chunks(said: Mapping[str, Any]) -> dict[str, Any]:
+    """How many layers a chunk of the pipeline has where the number of chunks is said."""
+    if _CHUNKS not in said:
+        return {}
+    chunks = _count(_CHUNKS, said[_CHUNKS])
+    if chunks == 1:
+        return {}
+    if said.get("num_layers_per_virtual_pipeline_stage"):
+        raise ValueError(
+            f"Expected --num-layers-per-virtual-pipeline-stage or {_CHUNKS}, got both."
+        )
+    stages, layers = said.get("pipeline_model_parallel_size", 1), said.get("num_layers")
+    if layers is not None and said.get("model") == "t5":
+        layers += said.get("decoder_num_layers", layers)
+    if layers is None or layers % (stages * chunks):
+        raise ValueError(
+            "Expected --num-layers to be a multiple of --pipeline-model-parallel-size x "
+            f"{_CHUNKS}, for all chunks have equally many, got {layers}, {stages} and {chunks}."
+        )
+    return {"num_layers_per_virtual_pipeline_stage": layers // (stages * chunks)}
+
+
+def _shared_experts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """These say no more than the width of all of them together, which has to be there."""
+    typed = [flag for flag in _SHARED if flag in said]
+    if typed and said.get("moe_shared_expert_intermediate_size") is None:
+        raise ValueError(
+            f"{', '.join(typed)} cannot be honoured: say --moe-shared-expert-intermediate-size, of "
+            "all of them together."
+        )
+    return {}
+
+
+# What flags are read together, and by what: the fields, or flags, that they set.
+_READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = (
+    ((QUICK_GEGLU, *_NUMBERS), _gate),
+    ((_CUT,), _ranks_of_experts),
+    ((_CHUNKS,), _layers_of_chunks),
+    (_SHARED, _shared_experts),
+)
+# Those that nothing else reads, and whether a value follows.
+TOGETHER: Mapping[str, bool] = {
+    **dict.fromkeys((*_NUMBERS, _CUT, _CHUNKS, "--num-shared-experts"), True),
+    "--enable-shared-expert": False,
+}
+
+
+def read_together(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What was said, with what the flags above mean in their place, and what is wrong with them."""
+    values, wrong = dict(said), []
+    for flags, reading in _READINGS:
+        try:
+            meant = reading(values)
+        except ValueError as error:
+            wrong.append(str(error))
+            meant = {}
+        values = {name: value for name, value in values.items() if name not in flags} | meant
+    return values, wrong
+
+
+def done_otherwise(said: Mapping[str, Any]) -> list[str]:
+    """Remarks on what was asked for and is done in another way here."""
+    found = []
+    if _CUT in said and said[_CUT] != "1":
+        found.append(
+            f"{_CUT} {said[_CUT]}: as many ranks share the experts, which stay whole while there "
+            "are enough of them"
+        )
+    if kept := [name for name in said.get(_MODULES, ()) if name in KEPT]:
+        found.append(f"{_MODULES}: without {', '.join(kept)}, which keep what they compute")
+    return found

@@ -192,6 +192,7 @@ def test_there_and_back_again(tmp_path, kind, also):
         tmp_path / "back", dtype=torch.float32
     ).eval()
     assert type(back) is type(model)
+    assert back.config.initializer_range == model.config.initializer_range
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
 

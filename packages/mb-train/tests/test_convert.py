@@ -245,6 +245,36 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
     assert config.moe_first_k_dense == first[0].moe_first_k_dense
 
 
+@pytest.mark.parametrize(
+    ("kind", "also"),
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+        ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
+    ],
+    ids=str,
+)
+def test_trained_further_it_is_theirs_again(tmp_path, kind, also):
+    """By the commands: every weight has moved, a balancing bias too, and a tied head is tied."""
+    theirs(kind, **also).save_pretrained(tmp_path / "hf")
+    run, more, back = (str(tmp_path / name) for name in ("run", "more", "back"))
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
+    words = """--finetune --mock-data --seq-length 24 --micro-batch-size 4 --lr 1e-2 --train-iters 2
+        --eval-iters 0 --lr-decay-style constant --device cpu"""
+    assert main([*words.split(), "--load", run, "--save", more]) == 0
+    assert main(["convert", more, back]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
+    mine = logits_of(load_trained(more).model)
+    torch.testing.assert_close(logits_of(model), mine, rtol=1e-4, atol=1e-5)
+    first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert first.keys() == second.keys()
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert tied == (kind == "gpt2" or "tie_word_embeddings" in also)
+
+
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_without_a_shared_expert(tmp_path, kind):
     """transformers has one of no width then, and saves it."""

@@ -520,7 +520,7 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
-    assert "Expected a Hugging Face folder" in capsys.readouterr().err
+    assert "or a run folder with a checkpoint, got" in capsys.readouterr().err
 
 
 def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypatch):

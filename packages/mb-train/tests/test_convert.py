@@ -192,6 +192,7 @@ def test_there_and_back_again(tmp_path, kind, also):
         tmp_path / "back", dtype=torch.float32
     ).eval()
     assert type(back) is type(model)
+    assert back.config.initializer_range == model.config.initializer_range
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
 
@@ -242,6 +243,36 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
     first = read_model(tmp_path / "hf")
     assert all(torch.equal(weights[name], first[1][name]) for name in first[1])
     assert config.moe_first_k_dense == first[0].moe_first_k_dense
+
+
+@pytest.mark.parametrize(
+    ("kind", "also"),
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+        ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
+    ],
+    ids=str,
+)
+def test_trained_further_it_is_theirs_again(tmp_path, kind, also):
+    """By the commands: every weight has moved, a balancing bias too, and a tied head is tied."""
+    theirs(kind, **also).save_pretrained(tmp_path / "hf")
+    run, more, back = (str(tmp_path / name) for name in ("run", "more", "back"))
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
+    words = """--finetune --mock-data --seq-length 24 --micro-batch-size 4 --lr 1e-2 --train-iters 2
+        --eval-iters 0 --lr-decay-style constant --device cpu"""
+    assert main([*words.split(), "--load", run, "--save", more]) == 0
+    assert main(["convert", more, back]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
+    mine = logits_of(load_trained(more).model)
+    torch.testing.assert_close(logits_of(model), mine, rtol=1e-4, atol=1e-5)
+    first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert first.keys() == second.keys()
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert tied == (kind == "gpt2" or "tie_word_embeddings" in also)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
@@ -489,7 +520,7 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
-    assert "Expected a Hugging Face folder" in capsys.readouterr().err
+    assert "or a run folder with a checkpoint, got" in capsys.readouterr().err
 
 
 def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypatch):

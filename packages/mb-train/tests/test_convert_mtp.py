@@ -16,7 +16,7 @@ from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 from safetensors import safe_open
-from their_models import logits_of, theirs
+from their_models import logits_of, theirs, transformers
 
 KINDS = {"deepseek_v3": 1, "glm4_moe": 2, "glm4_moe_lite": 1}
 D, V = 48, 77
@@ -144,6 +144,29 @@ def test_there_and_back(tmp_path, kind):
     trained = load_trained(run)
     assert not trained.model.mtp
     torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_trained_further_they_are_theirs_again(tmp_path, kind):
+    modules = KINDS[kind]
+    published(tmp_path / "hf", kind, modules)
+    run, more, back = (str(tmp_path / name) for name in ("run", "more", "back"))
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
+    words = """--finetune --mock-data --seq-length 24 --micro-batch-size 4 --lr 1e-2 --train-iters 2
+        --eval-iters 0 --lr-decay-style constant --device cpu"""
+    assert main([*words.split(), "--load", run, "--save", more]) == 0
+    assert main(["convert", more, back]) == 0
+    before, weights = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert before.keys() == weights.keys()
+    assert not any(torch.equal(before[name], weights[name]) for name in before)
+    model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).train()
+    change_config(tmp_path / "back", num_hidden_layers=3 + modules, num_nextn_predict_layers=0)
+    deep = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).train()
+    text_BS = torch.randint(0, V, (3, 20), generator=torch.Generator().manual_seed(2))
+    mine = load_trained(more, mtp_num_layers=None).model.train()
+    got = list(our_losses(mine, text_BS, modules).losses.values())
+    want = their_losses(model, deep, weights, text_BS, modules)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_are_left_out_if_asked_for(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The command line: every field is a flag, layers win in order, mistakes name the nearest flag."""
 
+import itertools
 import json
 import typing
 from dataclasses import fields
@@ -223,6 +224,18 @@ def test_what_has_no_effect_beside_another_setting_is_said():
     words = f"--fp16 {scale} --split 98,2,0 --eval-interval 50 --min-lr 1e-5 --lr-warmup-init 1e-6"
     command = parse([*RUN, *words.split(), "--lr-warmup-iters=1", "--weight-decay=0.1"])
     assert without_effect(command, resolve(command)) == []
+    ends, falling = (
+        "--decoupled-min-lr 1e-6 --decoupled-lr",
+        "linear or cosine or inverse-square-root",
+    )
+    for style, rates, lacks in (
+        ("constant", f"{ends} 1e-3", [f"--lr-decay-style {falling} or WSD"]),
+        ("constant", "--decoupled-min-lr 1e-6", ["--decoupled-lr"]),
+        ("cosine", f"{ends} 1e-3", []),
+    ):
+        command = parse([*RUN, "--lr-decay-style", style, *rates.split()])
+        found = [f"no effect without {way}: --decoupled-min-lr" for way in lacks]
+        assert without_effect(command, resolve(command)) == found
     by_part = parse([*RUN, "--per-split-data-args-path=parts.json", "--split=98,2,0"])
     assert without_effect(by_part, resolve(by_part)) == [
         "no effect without --per-split-data-args-path left out: --split"
@@ -242,7 +255,8 @@ def test_what_has_no_effect_beside_another_setting_is_said():
 
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
-    for names, *values in (spec(f).needs for f in named.values() if spec(f).needs):
+    needs = [spec(f).needs for f in named.values() if spec(f).needs]
+    for names, *values in itertools.chain(*(n if isinstance(n, list) else [n] for n in needs)):
         ranges = [value for value in values if isinstance(value, Bounds)]
         for name in names if isinstance(names, tuple) else (names,):
             assert {*values} - {*ranges} <= {*spec(named[name]).choices}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.loading import load_trained
 from mb_train.plan.flops import flops
 from mb_train.plan.sizing import sizes
 from mb_train.tasks import GPTTask
@@ -141,12 +142,6 @@ def test_answers_alone_count():
     assert found["labels_2_BS"].tolist() == [[2, 3, 4, 5, 0, 0]]
 
 
-def test_a_model_without_is_what_it_was():
-    """A run of before there were such modules, whose file names none, goes on."""
-    identity = TrainConfig(**SIZES).model_identity(vocab_size=V, tokenizer="x")
-    assert identity["further_modules"] is None
-
-
 def test_more_modules_than_tokens_learn_nothing():
     of = task(seq_length=2, mtp_num_layers=3)
     model, batch = model_of(of).train(), batch_of(of, TEXT[:, :3])
@@ -237,6 +232,44 @@ def test_a_run_stops_and_goes_on_to_the_bit(tmp_path, capsys):
     assert main(["report", str(whole)]) == 0
     assert main(["generate", str(whole), "--prompt", "1 2", "--max-new-tokens", "2"]) == 0
     capsys.readouterr()
-    for fewer in ("1", "0"):
-        assert main(["--load", str(whole), "--finetune", "--mtp-num-layers", fewer]) == 2
-        assert f"its --mtp-num-layers is 2, this run's is {fewer}" in capsys.readouterr().err
+    for other in ("0", "1", "3"):
+        assert main(["--load", str(whole), "--train-iters", "6", "--mtp-num-layers", other]) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"--mtp-num-layers 2, with which the run to go on from was started, got {other}" in said
+        )
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (2, 1), (0, 2), (1, 2)])
+def test_a_new_run_from_its_weights_takes_as_many_as_it_likes(tmp_path, before, after):
+    """The first of those that there are, and further ones as a run without --load draws them."""
+    line = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2 "
+        "--micro-batch-size 2 --eval-iters 0 --moe-num-experts 2 --mock-data --tokenizer null:40 "
+        "--device cpu --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    )
+    words, old, new = line.split(), tmp_path / "old", tmp_path / "new"
+    begun = ["--train-iters", "2", "--mtp-num-layers", str(before), "--save", str(old)]
+    assert main([*words, *begun]) == 0
+    # The first step of a warm-up has a rate of 0.
+    still = "--train-iters 1 --lr-decay-iters 3 --lr-warmup-iters 2 --moe-router-bias-update-rate 0"
+    further = [*still.split(), "--finetune", "--mtp-num-layers", str(after), "--save", str(new)]
+    assert main(["--load", str(old), *further]) == 0
+    fresh = [
+        *words,
+        *still.split(),
+        "--mtp-num-layers",
+        str(after),
+        "--save",
+        str(tmp_path / "fresh"),
+    ]
+    assert main(fresh) == 0
+    first, second, drawn = (
+        load_trained(run, mtp_num_layers=None).model.state_dict()
+        for run in (old, new, tmp_path / "fresh")
+    )
+    more = {f"mtp.{number}" for number in range(before, after)}
+    assert {".".join(name.split(".")[:2]) for name in second.keys() - first.keys()} == more
+    assert len({name.split(".")[1] for name in second if name.startswith("mtp.")}) == after
+    for name, tensor in second.items():
+        assert torch.equal(tensor, first.get(name, drawn[name])), name

@@ -205,6 +205,28 @@ def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
         assert "e" not in label
 
 
+@pytest.mark.parametrize("norms", [(4e4, 2e5), (1e6, 1e6), (1e-9, 3e13)], ids=str)
+def test_of_large_gradients_the_axis_keeps_its_name(tmp_path, norms):
+    """Numbers like 10,000,000 pushed it off the picture."""
+    events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
+    for (_, event), norm in zip(events, norms, strict=True):
+        event["grad_norm"] = norm
+    write(tmp_path, ("start", {"iteration": 0}), *events)
+    curves = read_curves(tmp_path)
+    figure = figure_of(panels_of([curves]), [curves], 10.0)
+    FigureCanvasAgg(figure).draw()
+    axis = next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
+    low, high = axis.get_ylim()
+    numbers = [
+        tick.label1 for tick in axis.yaxis.get_major_ticks() if low <= tick.get_loc() <= high
+    ]
+    assert any(number.get_text() for number in numbers)
+    for text in (axis.yaxis.label, *numbers):
+        assert text.get_window_extent().x0 >= 0, text
+        value = text.get_text().replace(",", "")
+        assert text is axis.yaxis.label or float(value) == pytest.approx(text.get_position()[1])
+
+
 def test_a_level_line_of_speed_is_not_the_frame(tmp_path):
     events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
     for i, (_, event) in enumerate(events):

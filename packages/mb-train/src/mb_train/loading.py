@@ -15,6 +15,7 @@ from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.run_folder import SavedRun, checkpoint_in, read_saved_run
 from mb_train.machine.device import device_type
+from mb_train.models.mtp import names_of_modules
 from mb_train.models.unfilled import unfilled
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task, whole_model
@@ -122,7 +123,7 @@ def outlined(
             f"{run}, got {wanted}."
         )
     config = replace(config, mtp_num_layers=wanted)
-    left_out = tuple(f"model.mtp.{number}." for number in range(wanted, there))
+    left_out = names_of_modules(wanted, there)
     # Rounding to 8-bit floats is for training: products of few rows are slower for it, and some
     # GPUs cannot.
     plain = replace(config, fp8_format=None)

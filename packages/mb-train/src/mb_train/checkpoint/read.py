@@ -65,13 +65,15 @@ def load_checkpoint(
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
     Every tensor of the model must be there with its shape, and every tensor there must be used on
-    some rank (the optimizer's may be left out by passing None). All ranks call this together.
+    some rank (the optimizer's may be left out by passing None), but for those of `left_out`. All
+    ranks call this together.
 
     Args:
         model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
         optimizer: over the parameters of `model`.
         alone: no other rank takes part, whatever process group there is; `model` is a whole one.
-        left_out: beginnings of names of tensors there that the model does without.
+        left_out: beginnings of names of tensors there that the model does without, or of its own
+            that stay as they are.
 
     Raises:
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
@@ -85,7 +87,8 @@ def load_checkpoint(
                 f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
             )
         _forget_state(model, optimizer, shapes)
-    tensors = list(named_tensors(model, optimizer))
+    named = named_tensors(model, optimizer)
+    tensors = [(name, tensor) for name, tensor in named if not name.startswith(left_out)]
     state = dict(tensors)
     held = _over_ranks({n: tuple(t.shape) for n, t in state.items()}, alone=alone)
     if not state_names(held):  # left out, or one that keeps none, as SGD without momentum

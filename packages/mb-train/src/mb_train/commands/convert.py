@@ -56,7 +56,8 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
         write = partial(export_model, dtype=dtype, mtp_num_layers=modules)
     else:
         raise ValueError(
-            f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."
+            "Expected a Hugging Face folder, a Megatron checkpoint or a run folder with a "
+            f"checkpoint, got {source}."
         )
     given = {"--tokenizer": tokenizer, "--make-vocab-size-divisible-by": divisible_by}
     refuse_idle({**given, "--dtype": options.dtype}, takes, f": {source} is {what}")

@@ -75,7 +75,7 @@ class Spec:
             place.
         needs: the field without which it does nothing, or a tuple of some of which one is enough,
             and behind it the values of that field, or the bounds, with which it does something, if
-            not all.
+            not all. A list: it needs each of these.
     """
 
     help: str
@@ -92,7 +92,7 @@ class Spec:
     in_training: bool = False
     required: bool = False
     instead_of: tuple[str, ...] = ()
-    needs: tuple[Any, ...] = ()
+    needs: tuple[Any, ...] | list[tuple[Any, ...]] = ()
 
 
 def flag(text: str, default: Any = None, **about: Any) -> Any:

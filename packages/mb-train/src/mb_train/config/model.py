@@ -90,7 +90,7 @@ class ModelFields:
     )  # fmt: skip
     mtp_num_layers: int = flag(
         "modules behind the last layer, each a layer more, that learn to predict tokens beyond the "
-        "next one", 0, bounds=AT_LEAST_0, on_load="model", in_force="further_modules",
+        "next one", 0, bounds=AT_LEAST_0, on_load="fixed",
     )  # fmt: skip
     mtp_loss_scaling_factor: float = flag(
         "weight of the mean of their losses", 0.1, bounds=AT_LEAST_0, on_load="said",

@@ -85,11 +85,6 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return self.qk_layernorm_epsilon or self.layernorm_epsilon
 
     @property
-    def further_modules(self) -> int | None:
-        """Modules that predict tokens beyond the next; None without."""
-        return self.mtp_num_layers or None
-
-    @property
     def windows(self) -> tuple[int, int | None] | None:
         """Of layers with one: its size, and n if every n-th layer has none; None without."""
         size, every = self.window_size, self.window_attn_skip_freq

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, flag, flag_name
 
-_FALLING = ("linear", "cosine", "inverse-square-root", "WSD")
+_STYLES = ("linear", "cosine", "inverse-square-root", "WSD")
+_FALLING = ("lr_decay_style", *_STYLES)
 _WARM_UP = (("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),)
 
 
@@ -17,7 +18,7 @@ class RateFields:
     lr: float | None = flag("peak learning rate", bounds=POSITIVE, on_load="said", required=True)
     min_lr: float = flag(
         "learning rate at the end of the decay and after it", 0.0, bounds=AT_LEAST_0,
-        on_load="said", needs=("lr_decay_style", *_FALLING),
+        on_load="said", needs=_FALLING,
     )  # fmt: skip
     decoupled_lr: float | None = flag(
         "peak learning rate of the embeddings of tokens and of the head; default --lr",
@@ -25,11 +26,11 @@ class RateFields:
     )  # fmt: skip
     decoupled_min_lr: float | None = flag(
         "theirs at the end of the decay; default --min-lr", bounds=AT_LEAST_0, on_load="said",
-        needs=("decoupled_lr",),
+        needs=[("decoupled_lr",), _FALLING],
     )  # fmt: skip
     lr_decay_style: str = flag(
         "shape of the decay", "linear",
-        choices=("constant", *_FALLING), on_load="said",
+        choices=("constant", *_STYLES), on_load="said",
     )  # fmt: skip
     lr_decay_iters: int | None = flag(
         "steps until --min-lr; default the length of training", bounds=POSITIVE, on_load="said",

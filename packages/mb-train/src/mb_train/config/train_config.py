@@ -217,6 +217,11 @@ class TrainConfig(
         needs = _specs()[name].needs
         if self.moe_num_experts is None and name.startswith(("moe_", "expert_")):
             needs = ("moe_num_experts",)
+        every = needs if isinstance(needs, list) else [needs]
+        return next(filter(None, (self._lacking(name, one, said) for one in every)), "")
+
+    def _lacking(self, name: str, needs: tuple[Any, ...], said: Mapping[str, Any] | None) -> str:
+        """Of one of the tuples that say what it needs."""
         if not needs or name in needs:
             return ""
         names, *wanted = needs

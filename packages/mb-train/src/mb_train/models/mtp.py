@@ -75,6 +75,11 @@ def last_layer(config: TransformerConfig) -> TransformerConfig:
     return replace(config, num_layers=1, mtp_modules=0, fp8=fp8, fp8_spares=(0, 0), **one)
 
 
+def names_of_modules(first: int, end: int) -> tuple[str, ...]:
+    """How the names of their tensors begin in a checkpoint: of modules `first` to `end`, from 0."""
+    return tuple(f"model.mtp.{number}." for number in range(first, end))
+
+
 def further_labels(k: int) -> str:
     """The entry of a batch with the labels k places on, int64 [B, S]."""
     return f"labels_{k}_BS"

@@ -9,8 +9,14 @@ if TYPE_CHECKING:
 
 
 def written(value: float) -> str:
-    """0.95, 2 or 5,000, where matplotlib writes 9e-01, 2 and 5e+03 beside one axis."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    """0.95, 2 or 5,000, where matplotlib writes 9e-01, 2 and 5e+03 beside one axis.
+
+    What would not fit between the axis and its name is 2e6.
+    """
+    if 1000 <= value < 100_000:
+        return f"{value:,.0f}"
+    digits, e, exponent = f"{value:.4g}".partition("e")
+    return f"{digits}{e}{int(exponent)}" if e else digits
 
 
 def number_logarithmic(axis: Axis) -> None:

@@ -52,6 +52,7 @@ from mb_train.machine.device import check_fp8, compute_dtype, device_name
 from mb_train.machine.rank_zero import on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
+from mb_train.models.mtp import names_of_modules
 from mb_train.plan.words import memory_warning
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import Batch, Dataset, Task, make_task
@@ -195,7 +196,10 @@ class Run:
         """Go on from a checkpoint: its weights, its optimizer's state and loss scale."""
         config = self.config
         optimizer = None if config.finetune or config.no_load_optim else self.optimizer
-        load_checkpoint(start.checkpoint, self.model.parts, optimizer)
+        # Modules for further tokens, if --finetune drops some, or has more and these begin anew.
+        there = TrainConfig(**start.saved.inherited()).mtp_num_layers
+        left_out = names_of_modules(*sorted((there, config.mtp_num_layers)))
+        load_checkpoint(start.checkpoint, self.model.parts, optimizer, left_out=left_out)
         if config.finetune:
             return
         if config.no_load_optim:

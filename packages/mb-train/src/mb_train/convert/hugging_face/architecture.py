@@ -82,7 +82,10 @@ class Architecture:
         """
         refuse(config, per_layer_config=(None,))
         check_quantization(config, mxfp4=self.packed is not None)
-        fields = self.fields(self.settled(config))
+        settled = self.settled(config)
+        # Of what is drawn later: the head of a classifier, routers of an upcycled model.
+        drawn = {"init_method_std": settled.get("initializer_range", 0.02)}
+        fields = drawn | self.fields(settled)
         if self.reads_behind:
             fields["mtp_num_layers"] = len(self.numbers_behind(config))
         return fields

@@ -55,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **_DEFAULTS, **_EXPERTS, "rope_theta": 11_158_840.0, "num_key_value_heads": 8,
         "head_dim": 128, "n_routed_experts": 192, "n_shared_experts": 1,
         "moe_intermediate_size": 1536, "routed_scaling_factor": 2.826, LAYERS_BEHIND: 1,
+        "initializer_range": 0.006,
     },
     "minimax_m2": {
         **_DEFAULTS, "rope_theta": 5_000_000.0, "rms_norm_eps": 1e-6, "num_key_value_heads": 8,

@@ -34,6 +34,7 @@ milliseconds that Python takes for a step, from an empty queue. The last line is
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import gc
@@ -43,7 +44,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -447,20 +448,27 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", default=["dense", "dmoe", "paper"])
+    cases = parser.parse_args().cases
+    if unknown := [case for case in cases if case.partition(":")[0] not in CASES]:
+        parser.error(f"expected {', '.join(CASES)}, got {', '.join(unknown)}")
     with (
         distributed("cuda"),
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere),
     ):
-        measure_all()
+        measure_all(cases)
 
 
-def measure_all() -> None:
+def measure_all(cases: Sequence[str]) -> None:
     results = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     columns = ("k tokens/s", "quarter", "spread", "host ms", "warm s", "GiB")
     print(f"{'case':11} {'what':34}" + "".join(f"{column:>11}" for column in columns))
-    for word in sys.argv[1:] or ("dense", "dmoe", "paper"):
+    for word in cases:
         case, _, part = word.partition(":")
         for what, measure in CASES[case].items():
             if part not in what:

@@ -495,6 +495,11 @@ def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None
         model(input_ids=tokens, labels=tokens)
     assert model(input_ids=tokens, labels=tokens, output_router_logits=False).aux_loss > 0
     model.config.output_router_logits = False
+    layer = build("olmoe")
+    mb.swap_blocks(layer.model.layers[1])
+    with pytest.raises(ValueError, match=r"of shape .* from OlmoeDecoderLayer, .* whole model"):
+        layer(input_ids=tokens, labels=tokens)
+    layer.eval()(input_ids=tokens, labels=tokens)
     model.eval()
     logits = model(input_ids=tokens, return_dict=False)[0]
     torch.testing.assert_close(logits, model(input_ids=tokens).logits)

@@ -418,6 +418,8 @@ def test_frozen_experts_are_saved_decoded(tmp_path: Path) -> None:
     for name in mb.use(model):
         freeze_in_bits(model.get_submodule(name), 8, names=("gate_up_proj", "down_proj"))
     state = model.state_dict()
+    with pytest.raises(ValueError, match=r"with weight\.decoded\(\) in its place"):
+        model.save_pretrained(tmp_path)
     plain = {n: t.decoded() if isinstance(t, FrozenWeight) else t for n, t in state.items()}
     model.save_pretrained(tmp_path, state_dict=plain)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()

@@ -106,7 +106,9 @@ def test_recomputed_layers_replay_too_or_say_so() -> None:
         loss.backward()
     for model in (recomputed, twin):
         model(x=x).sum().backward()  # the next pass is a plain one
-        assert not any(layer.layer._forward_pre_hooks for layer in model.layers)
+        for layer in model.layers:
+            assert not layer.layer._forward_pre_hooks
+            assert not layer.layer._forward_hooks
 
 
 def test_a_pass_recomputed_in_the_context_of_another_is_an_error() -> None:

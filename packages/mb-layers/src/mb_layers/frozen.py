@@ -99,6 +99,14 @@ class FrozenWeight(Tensor):
         plain[index] = value
         self.copy_(plain)
 
+    def storage(self) -> Any:
+        """Say why there is none: safetensors, and so `save_pretrained`, ask for it."""
+        raise ValueError(
+            f"expected a tensor with memory of its own shape, got {self!r}, which has codes and "
+            "scales; pass save_pretrained a state_dict with weight.decoded() in its place, or save "
+            "the adapters alone; torch.save takes it as it is"
+        )
+
     def share_memory_(self) -> Self:
         """Move codes and scales to memory that processes share."""
         self.codes.share_memory_()

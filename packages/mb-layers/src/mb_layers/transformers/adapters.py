@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.factored import Factored, LowRank, weight_of
+from mb_layers.tensors import is_dtensor, to_plain
 from mb_layers.transformers.blocks import SHARED_EXPERTS
 from mb_layers.transformers.swap import BlockAdapter
 
@@ -33,6 +34,8 @@ def adapters_by_expert(
     model: nn.Module, *, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[dict[str, Tensor], float]:
     """Return the tensors of all experts' adapters by PEFT's names, and their common scaling.
+
+    Where the model is spread over ranks all have to call it: adapters are gathered.
 
     Args:
         model: a transformers model whose experts PEFT adapts by `target_parameters`, or one after
@@ -49,8 +52,9 @@ def adapters_by_expert(
     for place, experts, stacked, added in _adapted(model):
         forms.add((added.scaling, added.rhs.shape[1]))
         names = projections[stacked]
-        for name, lhs in zip(names, added.lhs.chunk(len(names), dim=1), strict=True):
-            for e, (a, b) in enumerate(zip(added.rhs, lhs, strict=True)):
+        lhs, rhs = (to_plain(factor, factor.shape[0]) for factor in (added.lhs, added.rhs))
+        for name, part in zip(names, lhs.chunk(len(names), dim=1), strict=True):
+            for e, (a, b) in enumerate(zip(rhs, part, strict=True)):
                 network = place if isinstance(experts, SharedExpert) else f"{place}.{e}"
                 for side, factor in (("lora_A", a), ("lora_B", b)):
                     # A copy: safetensors takes no tensor twice, and gate and up share theirs.
@@ -73,11 +77,13 @@ def save_adapters(
     """Write the experts' adapters into a folder as a PEFT adapter, expert by expert.
 
     Adapters that PEFT has on other modules of the model are not in it. `model`, `projections` and
-    errors are those of `adapters_by_expert`.
+    errors are those of `adapters_by_expert`. Of ranks that share a model the first writes.
     """
     from safetensors.torch import save_file
 
     tensors, scaling = adapters_by_expert(model, projections=projections)
+    if any(map(is_dtensor, model.parameters())) and torch.distributed.get_rank() > 0:
+        return
     rank = next(iter(tensors.values())).shape[0]
     config = {
         "peft_type": "LORA",

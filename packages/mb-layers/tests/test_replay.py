@@ -131,6 +131,16 @@ def test_a_pass_recomputed_in_the_context_of_another_is_an_error() -> None:
                 pass
 
 
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    """It keeps nothing of its first pass that could tell whose ids it had."""
+    model = Blocks()
+    x = torch.randn(9, 16, dtype=torch.float64, requires_grad=True)
+    with replay_routing(model, torch.randint(0, 6, (9, 2, 2))):
+        loss = checkpoint(model, x, use_reentrant=True).sum()
+        with pytest.raises(ValueError, match=r"use_reentrant=False inside .* True of 'layers\.1"):
+            loss.backward()
+
+
 def test_what_a_replayed_layer_returns_may_be_written_into() -> None:
     model = Blocks()
     layer = model.layers[0].layer

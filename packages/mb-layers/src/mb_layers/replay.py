@@ -160,8 +160,8 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
 
     The backward pass belongs inside too, into the context of its own pass if there are several:
     layers that are recomputed there outside of it raise an error, for they would choose anew, or
-    get other ids. A copy of the model that is made inside (an average
-    of the weights, say) chooses for itself.
+    get other ids. Reentrant checkpoints are refused, for they could not tell. A copy of the model
+    that is made inside (an average of the weights, say) chooses for itself.
 
     Args:
         model: its MoE layers are called with x [..., D].
@@ -317,9 +317,16 @@ class _OfContext(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, _Forced], output: Tensor) -> None:
         _, number, ctx.forced = inputs
         ctx.save_for_backward(number)
+        ctx.is_remade = in_backward()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
+        if ctx.is_remade:  # a reentrant checkpoint runs the backward pass of what it recomputed
+            raise ValueError(
+                "expected checkpoints with use_reentrant=False inside replay_routing, got one with "
+                f"True of {ctx.forced.name!r}, which cannot tell whether it recomputes the pass of "
+                "this context"
+            )
         (number,) = ctx.saved_tensors
         if int(number) != id(ctx.forced):
             raise ValueError(

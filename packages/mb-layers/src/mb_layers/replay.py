@@ -179,9 +179,8 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
     """
     layers = moe_layers(model)
     for name, layer in layers.items():
-        if any(
-            isinstance(h, _Forced) and h.ids is not None for h in layer._forward_pre_hooks.values()
-        ):
+        hooks = layer._forward_pre_hooks.values()
+        if any(isinstance(hook, _Forced) and hook.ids is not None for hook in hooks):
             raise ValueError(
                 f"expected one replay_routing at a time, got {name!r} inside another one, whose "
                 "passes would be recomputed with these ids; leave that before this one opens"
@@ -277,7 +276,8 @@ class _Forced:
         # What a compiled graph recomputes by itself has its own ids.
         if self.ids is None or torch.compiler.is_compiling() or not output.y.requires_grad:
             return output
-        return output._replace(y=_OfContext.apply(output.y, torch.tensor(id(self)), self))
+        number = torch.tensor(id(self), device="cpu")  # reading it waits for no GPU
+        return output._replace(y=_OfContext.apply(output.y, number, self))
 
     def _routing(
         self, layer: MoELayer, x: Tensor, *, mask: Tensor | None = None, **_: Any
@@ -304,9 +304,9 @@ class _Forced:
 
 
 class _OfContext(torch.autograd.Function):
-    """The identity. A checkpoint saves the number of a context anew when it recomputes a call.
+    """The identity, which knows the context of its call and saves that context's number.
 
-    Of the context that is open then: another one may have ids of the same shape.
+    A checkpoint saves the number anew when it recomputes the call: that of the context open then.
     """
 
     @staticmethod

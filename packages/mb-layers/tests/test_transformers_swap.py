@@ -353,6 +353,22 @@ def test_a_block_routes_by_its_routers_numbers() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_swapped_block_is_not_frozen_by_its_old_names() -> None:
+    model = build("qwen2_moe")
+    mb.swap_blocks(model)
+    for each in (model, copy.deepcopy(model)):
+        block = each.model.layers[0].mlp
+        assert block.gate.weight.requires_grad
+        with pytest.raises(ValueError, match=r"weights of a swapped block's `\.moe`"):
+            block.experts.requires_grad_(False)
+        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
+            block.gate.weight.requires_grad = False
+        each.requires_grad_(False)
+    mb.restore_blocks(model)
+    assert not any(p.requires_grad for p in model.parameters())
+    model.model.layers[0].mlp.gate.weight.requires_grad = True
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     model = build("qwen2_moe")
     for name, p in model.named_parameters():

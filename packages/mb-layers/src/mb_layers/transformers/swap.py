@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -260,12 +260,32 @@ def _emptied(block: nn.Module) -> nn.Module:
     """The block with its weights on the meta device."""
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            empty = _Emptied(parameter.detach().to("meta"), parameter.requires_grad)
             module.register_parameter(name, empty)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to("meta"))
     return block
+
+
+class _Emptied(nn.Parameter):
+    """A weight that is the layer's now. Freezing it by its old name would freeze nothing."""
+
+    @property
+    def requires_grad(self) -> bool:
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        raise ValueError(
+            "expected requires_grad to be set on the weights of a swapped block's `.moe` "
+            "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
+            "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
+        )
+
+    def requires_grad_(self, mode: bool = True) -> Self:
+        self.requires_grad = mode
+        return self
 
 
 def _load_block_names(

@@ -405,6 +405,10 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         ({"bias": "False"}, "bias to be True or False, got 'False'"),
         ({"moe_normalize_expert_weights": 3}, "set moe_normalize_expert_weights=False"),
         ({"mlp_impl": "sparse", "shared_expert": True}, "mlp_impl='sparse', .*, bias=True; use"),
+        (
+            {"shared_expert": True, "shared_expert_hidden_size": 0},
+            "shared_expert_hidden_size to be an integer >= 1",
+        ),
         ({"init_method": 0.02}, "init_method to be a function that fills a tensor, got 0.02"),
     ],
 )

@@ -206,6 +206,9 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build(), rank=2, alpha=1.0)
     with pytest.raises(ValueError, match=r"names of weights, 'w1' and 'w2', got \('b1',\)"):
         add_lora(build(mlp_bias=True).experts, rank=2, alpha=1.0, names=("b1",))
+    for names in ((), ("w1", "w1")):  # nothing would be trained, or one weight twice
+        with pytest.raises(ValueError, match="tuple of names of weights, each once"):
+            add_lora(build().experts, rank=2, alpha=1.0, names=names)
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got Router; for"):
         merge_lora(build().router)
 
@@ -341,6 +344,9 @@ def test_all_weights_are_frozen_or_none() -> None:
     with pytest.raises(ValueError, match="even last dimension"):
         freeze_in_bits(layer.experts, 4)
     assert type(layer.experts.w1) is nn.Parameter
+    with pytest.raises(ValueError, match="a parameter 'b1' to freeze, got Experts with w1, w2;"):
+        freeze_in_bits(layer.experts, 8, names=("w1", "b1"))
+    assert type(layer.experts.w1) is nn.Parameter
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -412,6 +418,8 @@ def test_frozen_experts_are_saved_decoded(tmp_path: Path) -> None:
     for name in mb.use(model):
         freeze_in_bits(model.get_submodule(name), 8, names=("gate_up_proj", "down_proj"))
     state = model.state_dict()
+    with pytest.raises(ValueError, match=r"with weight\.decoded\(\) in its place"):
+        model.save_pretrained(tmp_path)
     plain = {n: t.decoded() if isinstance(t, FrozenWeight) else t for n, t in state.items()}
     model.save_pretrained(tmp_path, state_dict=plain)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()

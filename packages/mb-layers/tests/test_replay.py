@@ -106,7 +106,59 @@ def test_recomputed_layers_replay_too_or_say_so() -> None:
         loss.backward()
     for model in (recomputed, twin):
         model(x=x).sum().backward()  # the next pass is a plain one
-        assert not any(layer.layer._forward_pre_hooks for layer in model.layers)
+        for layer in model.layers:
+            assert not layer.layer._forward_pre_hooks
+            assert not layer.layer._forward_hooks
+
+
+def test_a_pass_recomputed_in_the_context_of_another_is_an_error() -> None:
+    """As in DPO, whose loss is of two passes: the ids of one have the shape of the other's."""
+    x, ids = torch.randn(9, 16, dtype=torch.float64), torch.randint(0, 6, (2, 9, 2, 2))
+    for model in (Blocks(), Blocks(recompute=True)):
+        with replay_routing(model, ids[0]):
+            chosen = model(x).sum()
+        with replay_routing(model, ids[1]):
+            loss = chosen - model(x).sum()
+            if not model.recompute:
+                loss.backward()
+                continue
+            with pytest.raises(ValueError, match=r"'layers\.1\.layer' recomputed inside another"):
+                loss.backward()
+            with (
+                pytest.raises(ValueError, match="expected one replay_routing at a time"),
+                replay_routing(model, ids[0]),
+            ):
+                pass
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    """It keeps nothing of its first pass that could tell whose ids it had."""
+    model = Blocks()
+    x = torch.randn(9, 16, dtype=torch.float64, requires_grad=True)
+    with replay_routing(model, torch.randint(0, 6, (9, 2, 2))):
+        loss = checkpoint(model, x, use_reentrant=True).sum()
+        with pytest.raises(ValueError, match=r"use_reentrant=False inside .* True of 'layers\.1"):
+            loss.backward()
+
+
+def test_what_a_replayed_layer_returns_may_be_written_into() -> None:
+    model = Blocks()
+    layer = model.layers[0].layer
+    x = torch.randn(9, 16, dtype=torch.float64, requires_grad=True)
+    with replay_routing(layer, {"": torch.randint(0, 6, (9, 2))}):
+        expected = torch.autograd.grad((layer(x).y + x).square().sum(), x)
+        y = layer(x).y
+        y += x
+        assert_close("dx", torch.autograd.grad(y.square().sum(), x)[0], expected[0])
+
+
+def test_passes_of_several_batches_are_not_joined() -> None:
+    model = Blocks()
+    with record_routing(model) as routing:
+        for batch in (3, 2):
+            model(torch.randn(batch, 5, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"batches of \(2,\), \(3,\) in 'layers.0"):
+        routing.expert_ids()
 
 
 def test_a_compiled_model_replays() -> None:
@@ -143,6 +195,16 @@ def test_tokens_without_ids_are_the_routers() -> None:
         first = model.layers[0].layer(x)
     whole = model.layers[0].layer(x)
     assert first.metrics["tokens_per_expert"].sum() == whole.metrics["tokens_per_expert"].sum() - 1
+
+
+def test_any_negative_number_is_no_expert() -> None:
+    """Also one that is an expert's in its last 32 bits."""
+    model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
+    ids = torch.tensor([1, -1]).expand(3, 2, 2)
+    with replay_routing(model, ids):
+        expected = model(x)
+    with replay_routing(model, torch.where(ids < 0, 2 - 2**32, ids)):
+        assert_close("y of one expert", model(x), expected)
 
 
 def test_a_copy_is_not_recorded() -> None:
@@ -257,7 +319,8 @@ def test_ids_may_be_arrays() -> None:
     array = ids.numpy().astype(np.uint16)
     array.flags.writeable = False
     by_name = dict(zip(("layers.0.layer", "layers.1.layer"), array.swapaxes(0, 1), strict=True))
-    for given in (array, by_name, array.astype(np.int8), torch.from_numpy(array.copy())):
+    integers = (np.int8, np.uint64)
+    for given in (array, by_name, torch.from_numpy(array.copy()), *map(array.astype, integers)):
         with replay_routing(model, given):
             assert_close("y", model(x), expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,40 @@ def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path)
             expected = Expert(gate_up[e].detach(), down[e].detach())(x)
             got = loaded.get_submodule(f"base_model.model.model.layers.{n}.mlp.experts.{e}")(x)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["add_lora", "target_parameters"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "hunyuan_v1_moe"])
+def test_a_shared_experts_adapters_are_those_of_its_linears(family: str, by: str) -> None:
+    original = build(family).eval()
+    model = copy.deepcopy(original)
+    layers = mb.swap_blocks(model)
+    if by == "add_lora":
+        for layer in layers.values():
+            add_lora(layer.shared_expert, rank=4, alpha=8.0)
+            for made in layer.shared_expert.parametrizations.values():
+                made[0].b.data.normal_()
+    else:
+        config = peft.LoraConfig(
+            r=4,
+            target_modules=[],
+            target_parameters=["shared_expert.w1", "shared_expert.w2"],
+            init_lora_weights=False,
+        )
+        model = peft.get_peft_model(model, config)
+    tensors, scaling = mb.adapters_by_expert(model)
+    assert len(tensors) == len(layers) * 3 * 2
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+        assert not torch.allclose(original(input_ids=tokens).logits, logits, atol=1e-2)
+        for name, a in tensors.items():
+            if name.endswith(".lora_A.weight"):
+                place = name.removesuffix(".lora_A.weight")
+                weight = original.get_submodule(place.removeprefix("base_model.model.")).weight
+                weight += scaling * tensors[f"{place}.lora_B.weight"] @ a
+        got = original(input_ids=tokens).logits
+    torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_without_a_gate_have_two_projections(tmp_path: Path) -> None:

@@ -353,6 +353,22 @@ def test_a_block_routes_by_its_routers_numbers() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_swapped_block_is_not_frozen_by_its_old_names() -> None:
+    model = build("qwen2_moe")
+    mb.swap_blocks(model)
+    for each in (model, copy.deepcopy(model)):
+        block = each.model.layers[0].mlp
+        assert block.gate.weight.requires_grad
+        with pytest.raises(ValueError, match=r"weights of a swapped block's `\.moe`"):
+            block.experts.requires_grad_(False)
+        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
+            block.gate.weight.requires_grad = False
+        each.requires_grad_(False)
+    mb.restore_blocks(model)
+    assert not any(p.requires_grad for p in model.parameters())
+    model.model.layers[0].mlp.gate.weight.requires_grad = True
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     model = build("qwen2_moe")
     for name, p in model.named_parameters():
@@ -495,6 +511,11 @@ def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None
         model(input_ids=tokens, labels=tokens)
     assert model(input_ids=tokens, labels=tokens, output_router_logits=False).aux_loss > 0
     model.config.output_router_logits = False
+    layer = build("olmoe")
+    mb.swap_blocks(layer.model.layers[1])
+    with pytest.raises(ValueError, match=r"of shape .* from OlmoeDecoderLayer, .* whole model"):
+        layer(input_ids=tokens, labels=tokens)
+    layer.eval()(input_ids=tokens, labels=tokens)
     model.eval()
     logits = model(input_ids=tokens, return_dict=False)[0]
     torch.testing.assert_close(logits, model(input_ids=tokens).logits)

@@ -62,6 +62,25 @@ def test_use_names_what_it_moved() -> None:
     assert mb.use(build("mixtral")) == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
 
 
+def test_llama4_runs_with_adapters_and_whole_copies_of_its_experts() -> None:
+    """PEFT wraps the experts, which the block calls; `use` names them, and not their block."""
+    peft = pytest.importorskip("peft")
+    model = llama4(2).float()
+    names = [f"model.layers.{i}.feed_forward.experts" for i in (0, 1)]
+    assert mb.use(copy.deepcopy(model)) == names
+    adapted = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    for options in (adapted, {"modules_to_save": ["experts"]}):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+        wrapped = peft.get_peft_model(copy.deepcopy(model), config)
+        expected = outputs_and_gradients(wrapped)
+        mb.use(wrapped)
+        got = outputs_and_gradients(wrapped)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+        assert any("experts" in name for name in expected)
+
+
 def test_use_raises_where_there_is_nothing_to_move() -> None:
     with pytest.raises(ValueError, match=r"experts in stacked weights, found none$"):
         mb.use(torch.nn.Linear(2, 2))

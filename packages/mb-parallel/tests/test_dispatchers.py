@@ -619,6 +619,7 @@ def _evaluated_and_compiled(rank, ranks):
         add_lora(layer.experts, rank=2, alpha=4)
     frozen = _layer(Case())
     freeze_in_bits(frozen.experts, 8)
+    add_lora(frozen.experts, rank=2, alpha=4)
     with pytest.raises(ValueError, match="over 2 ranks, got weights frozen in bits"):
         parallelize_experts(frozen, ParallelDims(dp_shard=2, ep=2).build("cpu"))
     copied = _layer(Case())

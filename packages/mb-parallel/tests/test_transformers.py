@@ -131,3 +131,53 @@ def test_expert_parallel_model_of_transformers(tmp_path):
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             assert_close(name, got[name], value)
+
+
+def _adapted():
+    from mb_layers import add_lora
+    from mb_layers.transformers import swap_blocks
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=16,
+        hidden_size=16,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = Qwen2MoeForCausalLM(config)
+    for layer in swap_blocks(model).values():
+        for part in (layer.experts, layer.shared_expert):
+            add_lora(part, rank=2, alpha=4)
+            for adapter in part.parametrizations.parameters():
+                torch.nn.init.normal_(adapter)
+    return model
+
+
+def _save_adapters(rank: int, ranks: int, folder: str) -> None:
+    from mb_layers.transformers import save_adapters
+    from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
+
+    for name, ep, zero_stage in (("experts", 2, 0), ("shards", 1, 3)):
+        model, mesh = _adapted(), ParallelDims(dp_shard=2, ep=ep).build("cpu")
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=model.model.layers, zero_stage=zero_stage)
+        save_adapters(model, f"{folder}/{name}")
+
+
+def test_adapters_of_a_spread_model_are_saved_whole(tmp_path):
+    from mb_layers.transformers import adapters_by_expert
+    from safetensors.torch import load_file
+
+    expected, _ = adapters_by_expert(_adapted())
+    run_ranks(_save_adapters, 2, str(tmp_path))
+    for name in ("experts", "shards"):
+        saved = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys()
+        for place, tensor in expected.items():
+            assert torch.equal(saved[place], tensor), (name, place)

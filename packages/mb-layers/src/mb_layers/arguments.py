@@ -83,5 +83,8 @@ def as_mask(mask: Any, shape: Sequence[int], *, name: str = "mask") -> Tensor:
 
 def several_names(names: Any) -> None:
     """Check names of weights: a string would be taken for one name a letter."""
-    if not isinstance(names, tuple | list | set | frozenset):
-        raise ValueError(f"expected names to be a tuple of names of weights, got {names!r}")
+    listed = isinstance(names, tuple | list | set | frozenset)
+    if not listed or not names or len({*names}) < len(names):
+        raise ValueError(
+            f"expected names to be a tuple of names of weights, each once, got {names!r}"
+        )

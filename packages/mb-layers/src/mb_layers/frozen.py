@@ -99,6 +99,14 @@ class FrozenWeight(Tensor):
         plain[index] = value
         self.copy_(plain)
 
+    def storage(self) -> Any:
+        """Say why there is none: safetensors, and so `save_pretrained`, ask for it."""
+        raise ValueError(
+            f"expected a tensor with memory of its own shape, got {self!r}, which has codes and "
+            "scales; pass save_pretrained a state_dict with weight.decoded() in its place, or save "
+            "the adapters alone; torch.save takes it as it is"
+        )
+
     def share_memory_(self) -> Self:
         """Move codes and scales to memory that processes share."""
         self.codes.share_memory_()
@@ -137,6 +145,8 @@ def _count_write(*parts: Tensor) -> None:
 def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("w1", "w2")) -> None:
     """Keep stacked weights [E, R, C] frozen, in 4 or 8 bits; do it before adapters are put on.
 
+    The experts' gradients reach no such weight, whatever its `requires_grad`.
+
     `torch.save` keeps codes and scales. `save_pretrained` writes plain memory, of which such a
     weight has none: pass it a `state_dict` with `weight.decoded()` in the place of each
     `FrozenWeight`, or save the adapters alone.
@@ -158,10 +168,13 @@ def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("
             "build the layer without it"
         )
     for name in names:
-        if name not in experts._parameters:
+        if experts._parameters.get(name) is None:
+            held = (
+                name for name, parameter in experts._parameters.items() if parameter is not None
+            )
             raise ValueError(
                 f"expected a parameter {name!r} to freeze, got {type(experts).__name__} with "
-                f"{', '.join(experts._parameters) or 'none'}; freeze before add_lora"
+                f"{', '.join(held) or 'none'}; freeze before add_lora"
             )
     frozen = {name: FrozenWeight.of(experts.get_parameter(name), bits) for name in names}
     for name, weight in frozen.items():

@@ -48,8 +48,12 @@ class RecordedRouting:
         The passes of `generate` are the prompt and then one token each: the routing of the whole
         sequence but for its last token, which no layer has seen.
 
+        Beam search puts its sequences in another order between these passes, so that theirs do not
+        make up sequences.
+
         Raises:
-            ValueError: no layer ran, or one ran several times in one pass of the model.
+            ValueError: no layer ran, one ran several times in one pass of the model, or passes had
+                different numbers of sequences.
         """
         if self.repeated:
             raise ValueError(
@@ -62,6 +66,14 @@ class RecordedRouting:
                 "expected MoE layers to run inside record_routing(model), none did; a model that "
                 "was compiled before has no hooks: record one that is not compiled"
             )
+        for name, passes in self.passes.items():
+            batches = {tuple(ids.shape[:-2]) for ids in passes}
+            if len(batches) > 1:
+                raise ValueError(
+                    "expected passes of the same sequences, which are joined along S, got batches "
+                    f"of {', '.join(map(str, sorted(batches)))} in {name!r}; record each batch in "
+                    "a context of its own, or take `passes`"
+                )
         return {name: torch.cat(ids, dim=-2) for name, ids in self.passes.items()}
 
 
@@ -146,9 +158,10 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
 def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Generator[None]:
     """Send tokens to the given experts in every pass of the model while the context is open.
 
-    The backward pass belongs inside too: layers that are recomputed there outside of the context
-    raise an error, for they would choose anew. A copy of the model that is made inside (an average
-    of the weights, say) chooses for itself.
+    The backward pass belongs inside too, into the context of its own pass if there are several:
+    layers that are recomputed there outside of it raise an error, for they would choose anew, or
+    get other ids. Reentrant checkpoints are refused, for they could not tell. A copy of the model
+    that is made inside (an average of the weights, say) chooses for itself.
 
     Args:
         model: its MoE layers are called with x [..., D].
@@ -161,10 +174,17 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Gen
             by the router. A layer that runs several times gets the same ids each time.
 
     Raises:
-        ValueError: no ids, ids of other layers, of another shape, or of no expert, or tokens left
-            to a router that chooses tokens for experts.
+        ValueError: no ids, ids of other layers, of another shape, or of no expert, tokens left to a
+            router that chooses tokens for experts, or a second context of the same layers inside.
     """
     layers = moe_layers(model)
+    for name, layer in layers.items():
+        hooks = layer._forward_pre_hooks.values()
+        if any(isinstance(hook, _Forced) and hook.ids is not None for hook in hooks):
+            raise ValueError(
+                f"expected one replay_routing at a time, got {name!r} inside another one, whose "
+                "passes would be recomputed with these ids; leave that before this one opens"
+            )
     by_name = _by_name(expert_ids, layers)
     forced = [_Forced(name, layer, by_name[name]) for name, layer in layers.items()]
     try:
@@ -214,17 +234,18 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
         raise ValueError(
             f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"
         )
-    return ids.int() if ids.dtype in (torch.uint16, torch.uint32) else ids
+    return ids.long() if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
 
 
 class _Forced:
-    """A hook that calls a layer with `routing`, and once closed refuses to recompute that call."""
+    """Hooks that call a layer with `routing`, and refuse to recompute that call with other ids."""
 
     def __init__(self, name: str, layer: MoELayer, ids: Tensor) -> None:
         self.name = name
         self.ids: Tensor | None = ids
         self.some_are_free = bool((ids < 0).all(dim=-1).any())
         self.id = layer.register_forward_pre_hook(self, with_kwargs=True).id
+        self.id_of_mark = layer.register_forward_hook(self.mark).id
 
     def close(self) -> None:
         self.ids = None
@@ -247,7 +268,16 @@ class _Forced:
         if not torch.compiler.is_compiling():
             layer._forward_pre_hooks.pop(self.id, None)
             layer._forward_pre_hooks_with_kwargs.pop(self.id, None)
+            layer._forward_hooks.pop(self.id_of_mark, None)
         return None
+
+    def mark(self, layer: MoELayer, args: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
+        """Let the backward pass find out whether it recomputed this call with these ids."""
+        # What a compiled graph recomputes by itself has its own ids.
+        if self.ids is None or torch.compiler.is_compiling() or not output.y.requires_grad:
+            return output
+        number = torch.tensor(id(self), device="cpu")  # reading it waits for no GPU
+        return output._replace(y=_OfContext.apply(output.y, number, self))
 
     def _routing(
         self, layer: MoELayer, x: Tensor, *, mask: Tensor | None = None, **_: Any
@@ -259,7 +289,8 @@ class _Forced:
                 f"expected expert ids of shape {shape} for {self.name!r}, got "
                 f"{tuple(self.ids.shape)}"
             )
-        routing = self.ids.to(x.device, torch.int32).reshape(shape)
+        # Clamped first: int32 would make an expert of a number below -2**31.
+        routing = self.ids.clamp(min=-1).to(x.device, torch.int32).reshape(shape)
         if not self.some_are_free:
             return routing
         # As the layer does: some routers look at all real tokens, and padding may be NaN. The layer
@@ -270,6 +301,40 @@ class _Forced:
         _check_by_token(self.name, own)
         is_free = (routing < 0).all(dim=-1, keepdim=True)
         return torch.where(is_free, own.expert_ids_TK.view(shape), routing)
+
+
+class _OfContext(torch.autograd.Function):
+    """The identity, which knows the context of its call and saves that context's number.
+
+    A checkpoint saves the number anew when it recomputes the call: that of the context open then.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, number: Tensor, forced: _Forced) -> Tensor:
+        return y.detach()  # no view for autograd, so that the caller may write into it
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, _Forced], output: Tensor) -> None:
+        _, number, ctx.forced = inputs
+        ctx.save_for_backward(number)
+        ctx.is_remade = in_backward()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
+        if ctx.is_remade:  # a reentrant checkpoint runs the backward pass of what it recomputed
+            raise ValueError(
+                "expected checkpoints with use_reentrant=False inside replay_routing, got one with "
+                f"True of {ctx.forced.name!r}, which cannot tell whether it recomputes the pass of "
+                "this context"
+            )
+        (number,) = ctx.saved_tensors
+        if int(number) != id(ctx.forced):
+            raise ValueError(
+                "expected the backward pass of each pass of the model inside its own "
+                f"replay_routing, got {ctx.forced.name!r} recomputed inside another one, with the "
+                "experts of other tokens; call loss.backward() before the next context opens"
+            )
+        return grad, None, None
 
 
 def _same_draws_again(layer: MoELayer, device: torch.device) -> AbstractContextManager[None]:

@@ -258,7 +258,9 @@ def _config(given: Arguments, layer: Layer, dispatcher: TokenDispatcher | None) 
         saved_bits = given.quantize_rematerialize_num_bits
     shared_width = None
     if given.shared_expert:
-        shared_width = given.shared_expert_hidden_size or given.ffn_hidden_size
+        shared_width = given.shared_expert_hidden_size
+        if shared_width is None:
+            shared_width = given.ffn_hidden_size
     stds = {
         "init_method_std": _normal_std(given.init_method),
         "output_init_std": _normal_std(given.output_layer_init_method),

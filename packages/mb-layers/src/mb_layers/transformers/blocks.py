@@ -81,7 +81,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         "load_balancing_loss_weight": top_k * (getattr(config, "router_aux_loss_coef", None) or 0),
         "init_method_std": config.initializer_range,
     }
-    shared: Any = next((m for m in map(block._modules.get, _SHARED) if m is not None), None)
+    shared: Any = next((m for m in map(block._modules.get, SHARED_EXPERTS) if m is not None), None)
     if shared is not None:
         fields["shared_expert_hidden_size"] = shared.down_proj.in_features
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
@@ -137,7 +137,7 @@ def _names(config: MoEConfig) -> Collection[str]:
 _ROUTERS = ("gate.weight", "router.weight", "router.gate.weight", "gate.wg.weight")
 _FLAT_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias")
 _BIAS_OF_ROWS = "gate.moe_statics.e_score_correction_bias"  # [1, E]
-_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
 
 
 def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
@@ -173,7 +173,7 @@ def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
         rules.append(Rule("experts.w2", w2, _stack, _unstack))
     if config.shared_expert_hidden_size is not None:
-        shared = called(_SHARED, ".gate_proj.weight")
+        shared = called(SHARED_EXPERTS, ".gate_proj.weight")
         pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
         rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
         down = (f"{shared}.down_proj.weight",)

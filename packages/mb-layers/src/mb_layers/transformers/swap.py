@@ -11,11 +11,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from mb_layers.arguments import described
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in
@@ -93,8 +94,9 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     goes on with the rest of the model alone.
 
     Args:
-        model: a transformers model (or any module that holds such blocks and is called itself). Not
-            its `.model`: the head that calls this one passes on no `aux_loss`.
+        model: a transformers model (or any module that holds such blocks, is called itself, and
+            returns its outputs by name). Not its `.model`: the head that calls this one passes on
+            no `aux_loss`.
         overrides: fields of `MoEConfig`, for every block.
 
     Returns:
@@ -215,12 +217,13 @@ class _LossOfForward:
                 "expected balancing losses with gradients, but reentrant checkpointing loses "
                 'them; pass gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
-        if isinstance(outputs, tuple):
+        if isinstance(outputs, tuple | list | Tensor):  # a layer of a model returns a tensor
             if not aux_loss.requires_grad:
                 return
             raise ValueError(
-                "expected a model that returns its outputs by name, got a tuple, which has no "
-                "place for the balancing loss; train with return_dict=True"
+                f"expected a model that returns its outputs by name, got {described(outputs)} from "
+                f"{type(model).__name__}, which has no place for the balancing loss; swap the "
+                "blocks of the whole model, and train it with return_dict=True"
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
@@ -257,12 +260,32 @@ def _emptied(block: nn.Module) -> nn.Module:
     """The block with its weights on the meta device."""
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            empty = _Emptied(parameter.detach().to("meta"), parameter.requires_grad)
             module.register_parameter(name, empty)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to("meta"))
     return block
+
+
+class _Emptied(nn.Parameter):
+    """A weight that is the layer's now. Freezing it by its old name would freeze nothing."""
+
+    @property
+    def requires_grad(self) -> bool:
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        raise ValueError(
+            "expected requires_grad to be set on the weights of a swapped block's `.moe` "
+            "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
+            "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
+        )
+
+    def requires_grad_(self, mode: bool = True) -> Self:
+        self.requires_grad = mode
+        return self
 
 
 def _load_block_names(

@@ -42,11 +42,7 @@ def use(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     }
-    others = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__.removeprefix("Mb") in _FORWARDS  # Mb: by a call before this one
-    }
+    others = {name: m for name, m in model.named_modules() if _theirs(m) in _FORWARDS}
     moved = {**hooked, **others}
     if not moved:
         if any(isinstance(module, MoELayer) for module in model.modules()):
@@ -72,7 +68,13 @@ def use(model: nn.Module) -> list[str]:
         module.__class__ = _moved(type(module))
         if "_old_forward" in vars(module):  # what a hook of accelerate's calls, for a device_map
             module._old_forward = MethodType(type(module).forward, module)
-    return [name for name, _ in model.named_modules() if name in moved]
+    modules = model.named_modules()
+    return [name for name, m in modules if name in moved and _theirs(m) not in _BLOCKS]
+
+
+def _theirs(module: nn.Module) -> str:
+    """The name of the module's class in transformers, moved by a call before this one or not."""
+    return type(module).__name__.removeprefix("Mb")
 
 
 @functools.cache
@@ -124,20 +126,26 @@ def _experts(
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama-4: routing weights scale the experts' inputs; the block holds router and experts."""
-    num_experts = self.num_experts
+    """Llama-4's block: routing weights scale the experts' inputs.
+
+    It calls the experts and leaves their weights to them, for PEFT may have wrapped them.
+    """
     x_TD = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TD)
     ids_TK = logits_TE.topk(self.top_k, dim=1).indices
     weights_TK1 = scores_TE.gather(1, ids_TK)[..., None]
     rows_ND = (x_TD[:, None] * weights_TK1).flatten(0, 1)
-    w1 = to_plain(self.experts.gate_up_proj, num_experts).mT
-    w2 = to_plain(self.experts.down_proj, num_experts).mT
-    ids_N1 = ids_TK.reshape(-1, 1)
-    ones_N1 = torch.ones_like(ids_N1, dtype=torch.float32)
-    y_ND = _experts(rows_ND, w1, w2, ids_N1, ones_N1, self.experts.act_fn)
+    y_ND = self.experts(rows_ND, ids_TK.reshape(-1, 1))
     routed_TD = y_ND.unflatten(0, (-1, self.top_k)).sum(dim=1)
     return self.shared_expert(x_TD) + routed_TD.to(x_TD.dtype), logits_TE
+
+
+def _llama4_experts(self: Any, rows_ND: Tensor, ids_N1: Tensor) -> Tensor:
+    """Llama-4's experts, called by its block with a row for each of a token's experts."""
+    w1 = to_plain(self.gate_up_proj, self.num_experts).mT
+    w2 = to_plain(self.down_proj, self.num_experts).mT
+    ones_N1 = torch.ones_like(ids_N1, dtype=torch.float32)
+    return _experts(rows_ND, w1, w2, ids_N1, ones_N1, self.act_fn)
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -166,8 +174,9 @@ def _longcat(
     return y_TD.to(hidden_states.dtype)
 
 
-_FORWARDS: dict[str, Any] = {
-    "Llama4TextMoe": _llama4,
+_BLOCKS: dict[str, Any] = {"Llama4TextMoe": _llama4}  # calls its experts in our way
+_FORWARDS: dict[str, Any] = _BLOCKS | {
+    "Llama4TextExperts": _llama4_experts,
     "DbrxExperts": _dbrx,
     "LongcatFlashExperts": _longcat,
 }

@@ -58,8 +58,9 @@ def check_splits(experts: Experts, placement: Placement, name: str) -> None:
     """
     shards = placement.width_shards
     adapted = len(list(experts.modules())) > 1
-    if any(isinstance(w, FrozenWeight) for w in experts.parameters()) or (adapted and shards > 1):
-        held = "adapters where ranks share an expert" if adapted else "weights frozen in bits"
+    frozen = any(isinstance(w, FrozenWeight) for w in experts.parameters())
+    if frozen or (adapted and shards > 1):
+        held = "weights frozen in bits" if frozen else "adapters where ranks share an expert"
         raise ValueError(
             f"Expected plain experts in {name} to spread over {placement.ranks} ranks, got {held}. "
             "Lower ep, or merge_lora first."

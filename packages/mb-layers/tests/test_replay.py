@@ -319,7 +319,7 @@ def test_ids_may_be_arrays() -> None:
     array = ids.numpy().astype(np.uint16)
     array.flags.writeable = False
     by_name = dict(zip(("layers.0.layer", "layers.1.layer"), array.swapaxes(0, 1), strict=True))
-    integers = (np.int8, np.uint64)
+    integers = (np.int8, np.uint8, np.uint64)
     for given in (array, by_name, torch.from_numpy(array.copy()), *map(array.astype, integers)):
         with replay_routing(model, given):
             assert_close("y", model(x), expected)

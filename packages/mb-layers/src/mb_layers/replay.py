@@ -234,7 +234,8 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
         raise ValueError(
             f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"
         )
-    return ids.long() if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
+    # Of what has no sign torch compares little, and clamps -1 to its largest number.
+    return ids if ids.dtype.is_signed or ids.dtype is torch.bool else ids.long()
 
 
 class _Forced:

@@ -112,9 +112,22 @@ def test_a_penalty_on_a_gradient_has_the_gradient_of_one_process():
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
 
 
+class _NormOfTransformers(torch.nn.Module):
+    """An RMS norm whose epsilon has another name than torch's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 0.1
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
 NORMS = {
     "rms": (lambda W: torch.nn.RMSNorm(W), True),
     "rms, no weight": (lambda W: torch.nn.RMSNorm(W, eps=0.1, elementwise_affine=False), True),
+    "rms, of transformers": (_NormOfTransformers, True),
     "layer": (lambda W: torch.nn.LayerNorm(W), False),
     "layer, no bias": (lambda W: torch.nn.LayerNorm(W, bias=False), False),
     "layer, no weight": (lambda W: torch.nn.LayerNorm(W, elementwise_affine=False), False),
@@ -237,6 +250,8 @@ REFUSED = {
         {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
     "norm": (lambda: torch.nn.RMSNorm(3), {"": SplitNorm(rms=True)},
         r"the model: Expected tp = 2 to divide the width of a norm, got 3 in weight"),
+    "no norm": (lambda: torch.nn.Linear(4, 4), {"": SplitNorm(rms=True)},
+        r"the model: Expected a norm with eps or variance_epsilon, got Linear with neither"),
     "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
         r"the model: Expected an embedding with padding_idx=None, got 0"),
     "frequencies": (lambda: torch.nn.Embedding(4, 4, scale_grad_by_freq=True),

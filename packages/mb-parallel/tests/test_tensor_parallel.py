@@ -178,6 +178,24 @@ def test_a_norm_over_the_width_of_all_ranks(dtype, tolerance):
                 torch.testing.assert_close(got, grad, rtol=tolerance, atol=tolerance, msg=name)
 
 
+def _of_other_seeds(rank, world_size):
+    """What ranks with weights of their own all hold afterwards, and an optimizer made before."""
+    torch.manual_seed(rank)
+    layers = {"tokens": torch.nn.Embedding(4, 6), "up": torch.nn.Linear(6, 4)}
+    model = torch.nn.ModuleDict(layers)
+    early = torch.optim.SGD(model.parameters())
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    parallelize_tensors(model, mesh, {"tokens": Replicated(), "up": ColumnParallel()})
+    with pytest.raises(ValueError, match="the model has now, got some that were replaced"):
+        early.step()
+    return model["tokens"].weight.detach()
+
+
+def test_what_all_ranks_hold_is_the_first_ones():
+    first, second = run_ranks(_of_other_seeds, 2)
+    assert torch.equal(first, second)
+
+
 def _masks(rank, world_size, sequence_parallel):
     mesh = ParallelDims(tp=world_size).build("cpu")
     parts = {name: torch.nn.Dropout(0.5) for name in ("stream", "heads")}

@@ -47,9 +47,9 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several, unwrapped
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
-from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
+from mb_parallel.gradient_sync import REPLICAS, keep_apart, replacing, watch
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
-from mb_parallel.replicas import refuse_spread, replicate
+from mb_parallel.replicas import equal_shards, refuse_spread, replicate
 
 _STAGE = "_mb_zero_stage"
 
@@ -82,7 +82,8 @@ def apply_data_parallel(
 
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
-            mesh's "tp" or "ep" already; fp32 for training.
+            mesh's "tp" or "ep" already; fp32 for training. With `dp_replicate` > 1 each sharded
+            group takes the first one's weights, if they are not on the meta device.
         mesh: if it is of one process, nothing is done, and computing in `compute_dtype` is left to
             the model (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
@@ -125,20 +126,22 @@ def apply_data_parallel(
         if zero_stage > 0:
             from mb_parallel.fsdp_units import shard_units
 
-            shard_units(
-                model,
-                mesh,
-                blocks=blocks,
-                compute_dtype=compute_dtype,
-                keep_fp32=keep_fp32,
-                in_training=in_training,
-                reshard=zero_stage == 3,
-                cast_inputs=cast_inputs,
-            )
+            with replacing(model):
+                shard_units(
+                    model,
+                    mesh,
+                    blocks=blocks,
+                    compute_dtype=compute_dtype,
+                    keep_fp32=keep_fp32,
+                    in_training=in_training,
+                    reshard=zero_stage == 3,
+                    cast_inputs=cast_inputs,
+                )
     if zero_stage == 0:
         inner = _inner(model)
         setattr(inner, REPLICAS, replicate(inner, mesh))  # which watches it
     else:
+        equal_shards(model, mesh)
         watch(_sharded(model))
     setattr(model, _STAGE, zero_stage)
     keep_sizes(mesh, model)

@@ -14,7 +14,6 @@ from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, shard, to_local
 from mb_parallel.tensor_parallel.styles import Region, Style, own
 
-
 # What a norm's attribute is called: by torch, and by transformers.
 _EPSILONS = ("eps", "variance_epsilon")
 

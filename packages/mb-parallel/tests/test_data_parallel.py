@@ -899,21 +899,43 @@ def refused_by_one(rank, world_size):
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
     if rank == 0:  # which has a model of its own, too
         apply_data_parallel(build(), ParallelMesh(ParallelDims(), *[None] * 3), blocks=[])
-    for wrong in ("blocks", "dtypes"):
+    for wrong in ("blocks", "device"):
         model, mine = nn.Sequential(nn.Linear(WIDTH, WIDTH)), rank == 1
-        if mine and wrong == "dtypes":
-            model[0].bias.data = model[0].bias.data.bfloat16()
+        if mine and wrong == "device":
+            model.to("meta")
         blocks = [nn.Linear(1, 1)] if mine and wrong == "blocks" else list(model)
         with pytest.raises(ValueError, match="Expected") as refused:
-            apply_data_parallel(model, mesh, blocks=blocks)
+            apply_data_parallel(model, mesh, blocks=blocks, zero_stage=0)
         said.append(str(refused.value))
     return said
 
 
 def test_what_one_rank_refuses_all_refuse():
-    for blocks, dtypes in run_ranks(refused_by_one, 2, timeout_s=30.0):
+    for blocks, device in run_ranks(refused_by_one, 2, timeout_s=30.0):
         assert "blocks to be submodules of the model, got a Linear" in blocks
-        assert "torch.bfloat16 and torch.float32 in Linear" in dtypes
+        assert "got the meta device's 0.weight" in device
+
+
+def disagreeing(rank, world_size):
+    """What each rank is told if one has another stage, and if one has a layer more."""
+    said = []
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    for other in ("stage", "layer"):
+        model, mine = build(), rank == 1
+        if mine and other == "layer":
+            model.append(nn.Linear(1, 1))
+        stage = 3 if mine and other == "stage" else 0
+        with pytest.raises(ValueError, match="Expected what apply_data_parallel is given") as told:
+            apply_data_parallel(model, mesh, blocks=list(model), zero_stage=stage)
+        said.append(str(told.value))
+    return said
+
+
+def test_ranks_that_disagree_all_say_so():
+    first, second = run_ranks(disagreeing, 2, timeout_s=30.0)
+    assert first == second
+    assert "rank 0: zero_stage = 0\n  rank 1: zero_stage = 3" in first[0]
+    assert "3.weight = ((1, 1), torch.float32, 'trains')" in first[1]
 
 
 def test_one_process_is_left_alone():

@@ -558,6 +558,25 @@ def test_replicas_have_the_first_ranks_weights_and_summed_gradients():
     assert all(torch.equal(grad, torch.full((1, WIDTH), 3.0)) for grad in sums)
 
 
+def groups_of_other_seeds(rank, world_size, ep):
+    """A model's weights, whole, of a rank whose own were others than every other rank's."""
+    model = build()
+    for parameter in model.parameters():
+        parameter.data += rank
+    mesh = ParallelDims(dp_replicate=2, dp_shard=2, ep=ep).build("cpu")
+    parallelize_experts(model, mesh)
+    apply_data_parallel(model, mesh, blocks=list(model), zero_stage=3)
+    return [full(p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_sharded_groups_start_with_the_first_ones_weights(ep):
+    first, *others = run_ranks(groups_of_other_seeds, 4, ep)
+    for weights in others:
+        for weight, expected in zip(weights, first, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+
+
 def changed_replicas(rank, world_size):
     """Gradients of all ranks' sums, of models that something was done to: what each rank has, and
     what it should have."""
@@ -853,27 +872,70 @@ def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
         assert without[1] != without[0]
 
 
+def steps_of_an_early_optimizer(rank, world_size, zero_stage):
+    """What optimizers say that have the parameters from before the model was spread."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    model(torch.full((2, WIDTH), 0.5)).sum().backward()  # so that the old ones have gradients
+    ours, theirs = SGD(model.parameters()), torch.optim.SGD(model.parameters())
+    parallelize_experts(model, mesh)
+    apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+    model.zero_grad()
+    model(torch.full((2, WIDTH), 0.5)).sum().backward()
+    for step in (ours.step, theirs.step, lambda: clip_and_step(ours, mesh=mesh)):
+        with pytest.raises(ValueError, match="the model has now, got some that were replaced"):
+            step()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    clip_and_step(optimizer, mesh=mesh)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_an_optimizer_that_was_made_before_is_refused(zero_stage):
+    run_ranks(steps_of_an_early_optimizer, 2, zero_stage)
+
+
 def refused_by_one(rank, world_size):
     """What each rank is told of arguments, and of a model, that one of them gives."""
     said = []
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
     if rank == 0:  # which has a model of its own, too
         apply_data_parallel(build(), ParallelMesh(ParallelDims(), *[None] * 3), blocks=[])
-    for wrong in ("blocks", "dtypes"):
+    for wrong in ("blocks", "device"):
         model, mine = nn.Sequential(nn.Linear(WIDTH, WIDTH)), rank == 1
-        if mine and wrong == "dtypes":
-            model[0].bias.data = model[0].bias.data.bfloat16()
+        if mine and wrong == "device":
+            model.to("meta")
         blocks = [nn.Linear(1, 1)] if mine and wrong == "blocks" else list(model)
         with pytest.raises(ValueError, match="Expected") as refused:
-            apply_data_parallel(model, mesh, blocks=blocks)
+            apply_data_parallel(model, mesh, blocks=blocks, zero_stage=0)
         said.append(str(refused.value))
     return said
 
 
 def test_what_one_rank_refuses_all_refuse():
-    for blocks, dtypes in run_ranks(refused_by_one, 2, timeout_s=30.0):
+    for blocks, device in run_ranks(refused_by_one, 2, timeout_s=30.0):
         assert "blocks to be submodules of the model, got a Linear" in blocks
-        assert "torch.bfloat16 and torch.float32 in Linear" in dtypes
+        assert "got the meta device's 0.weight" in device
+
+
+def disagreeing(rank, world_size):
+    """What each rank is told if one has another stage, and if one has a layer more."""
+    said = []
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    for other in ("stage", "layer"):
+        model, mine = build(), rank == 1
+        if mine and other == "layer":
+            model.append(nn.Linear(1, 1))
+        stage = 3 if mine and other == "stage" else 0
+        with pytest.raises(ValueError, match="Expected what apply_data_parallel is given") as told:
+            apply_data_parallel(model, mesh, blocks=list(model), zero_stage=stage)
+        said.append(str(told.value))
+    return said
+
+
+def test_ranks_that_disagree_all_say_so():
+    first, second = run_ranks(disagreeing, 2, timeout_s=30.0)
+    assert first == second
+    assert "rank 0: zero_stage = 0\n  rank 1: zero_stage = 3" in first[0]
+    assert "3.weight = ((1, 1), torch.float32, 'trains')" in first[1]
 
 
 def test_one_process_is_left_alone():

@@ -112,9 +112,22 @@ def test_a_penalty_on_a_gradient_has_the_gradient_of_one_process():
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
 
 
+class _NormOfTransformers(torch.nn.Module):
+    """An RMS norm whose epsilon has another name than torch's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 0.1
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
 NORMS = {
     "rms": (lambda W: torch.nn.RMSNorm(W), True),
     "rms, no weight": (lambda W: torch.nn.RMSNorm(W, eps=0.1, elementwise_affine=False), True),
+    "rms, of transformers": (_NormOfTransformers, True),
     "layer": (lambda W: torch.nn.LayerNorm(W), False),
     "layer, no bias": (lambda W: torch.nn.LayerNorm(W, bias=False), False),
     "layer, no weight": (lambda W: torch.nn.LayerNorm(W, elementwise_affine=False), False),
@@ -163,6 +176,24 @@ def test_a_norm_over_the_width_of_all_ranks(dtype, tolerance):
         for results in by_rank:
             for got, grad in zip(results[name][1], grads, strict=True):
                 torch.testing.assert_close(got, grad, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def _of_other_seeds(rank, world_size):
+    """What ranks with weights of their own all hold afterwards, and an optimizer made before."""
+    torch.manual_seed(rank)
+    layers = {"tokens": torch.nn.Embedding(4, 6), "up": torch.nn.Linear(6, 4)}
+    model = torch.nn.ModuleDict(layers)
+    early = torch.optim.SGD(model.parameters())
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    parallelize_tensors(model, mesh, {"tokens": Replicated(), "up": ColumnParallel()})
+    with pytest.raises(ValueError, match="the model has now, got some that were replaced"):
+        early.step()
+    return model["tokens"].weight.detach()
+
+
+def test_what_all_ranks_hold_is_the_first_ones():
+    first, second = run_ranks(_of_other_seeds, 2)
+    assert torch.equal(first, second)
 
 
 def _masks(rank, world_size, sequence_parallel):
@@ -237,6 +268,8 @@ REFUSED = {
         {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
     "norm": (lambda: torch.nn.RMSNorm(3), {"": SplitNorm(rms=True)},
         r"the model: Expected tp = 2 to divide the width of a norm, got 3 in weight"),
+    "no norm": (lambda: torch.nn.Linear(4, 4), {"": SplitNorm(rms=True)},
+        r"the model: Expected a norm with eps or variance_epsilon, got Linear with neither"),
     "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
         r"the model: Expected an embedding with padding_idx=None, got 0"),
     "frequencies": (lambda: torch.nn.Embedding(4, 4, scale_grad_by_freq=True),

@@ -1,8 +1,21 @@
-"""transformers' models on two processes: its own expert parallelism with our experts, FSDP2."""
+"""transformers' models on two processes: its own expert parallelism, FSDP2, and ours."""
 
 import pytest
 import torch
 from mb_kernels.testing import assert_close
+from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
+from mb_parallel.tensor_parallel import (
+    ColumnParallel,
+    ExpertLayer,
+    JoinOutput,
+    ParallelInput,
+    PartialGradients,
+    Replicated,
+    RowParallel,
+    SequenceParallel,
+    SplitSequence,
+    parallelize_tensors,
+)
 from mb_parallel.testing import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -32,12 +45,12 @@ def _save(folder: str):
     return model
 
 
-def _through(model) -> dict[str, torch.Tensor]:
+def _through(model, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Logits without and with gradients, and every gradient."""
-    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        result = {"inference": model(input_ids=ids).logits}
-    out = model(input_ids=ids, labels=ids)
+        result = {"inference": model(input_ids=ids, **inputs).logits}
+    out = model(input_ids=ids, labels=ids, **inputs)
     out.loss.backward()
     result["logits"] = out.logits.detach()
     for name, parameter in model.named_parameters():
@@ -161,7 +174,6 @@ def _adapted():
 
 def _save_adapters(rank: int, ranks: int, folder: str) -> None:
     from mb_layers.transformers import save_adapters
-    from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
 
     for name, ep, zero_stage in (("experts", 2, 0), ("shards", 1, 3)):
         model, mesh = _adapted(), ParallelDims(dp_shard=2, ep=ep).build("cpu")
@@ -181,3 +193,45 @@ def test_adapters_of_a_spread_model_are_saved_whole(tmp_path):
         assert saved.keys() == expected.keys()
         for place, tensor in expected.items():
             assert torch.equal(saved[place], tensor), (name, place)
+
+
+def _tensor_parallel(rank: int, ranks: int, folder: str, sequence_parallel: bool):
+    """Qwen3-MoE with swapped blocks, its attention split by heads."""
+    from mb_layers.transformers import swap_blocks
+    from transformers import AutoModelForCausalLM
+
+    # "sdpa" needs no mask, which transformers would make for a rank's part of the sequence.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    swap_blocks(model.train())  # with the balancing loss
+    mesh = ParallelDims(tp=ranks, ep=ranks).build("cpu")
+    attention = "model.layers.*.self_attn"
+    plan = {
+        "model.embed_tokens": SplitSequence(),
+        "model.layers.*.*_layernorm": SequenceParallel(),
+        attention: ParallelInput(),
+        f"{attention}.[qkv]_proj": ColumnParallel(units=2, unit="key-value heads", enter=False),
+        f"{attention}.[qk]_norm": PartialGradients(),
+        f"{attention}.o_proj": RowParallel(),
+        "model.layers.*.mlp.moe": ExpertLayer(),
+        "model.norm": JoinOutput(),
+        "lm_head": Replicated(),
+    }
+    parallelize_tensors(model, mesh, plan, sequence_parallel=sequence_parallel)
+    parallelize_experts(model, mesh)
+    apply_data_parallel(model, mesh, blocks=model.model.layers)
+    return _through(model, position_ids=torch.arange(10)[None])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_model_of_transformers(tmp_path, sequence_parallel):
+    from mb_layers.transformers import swap_blocks
+
+    model = _save(str(tmp_path))
+    swap_blocks(model)
+    expected = _through(model, position_ids=torch.arange(10)[None])
+    for got in run_ranks(_tensor_parallel, 2, str(tmp_path), sequence_parallel):
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(name, got[name], value)

@@ -36,7 +36,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,10 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several, unwrapped
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
-from mb_parallel.gradient_sync import REPLICAS, keep_apart, watch
+from mb_parallel.gradient_sync import REPLICAS, keep_apart, replacing, watch
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
-from mb_parallel.replicas import refuse_spread, replicate
+from mb_parallel.replicas import equal_shards, refuse_spread, replicate
+from mb_parallel.world import check_same
 
 _STAGE = "_mb_zero_stage"
 
@@ -82,7 +83,8 @@ def apply_data_parallel(
 
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
-            mesh's "tp" or "ep" already; fp32 for training.
+            mesh's "tp" or "ep" already; fp32 for training. With `dp_replicate` > 1 each sharded
+            group takes the first one's weights, if they are not on the meta device.
         mesh: if it is of one process, nothing is done, and computing in `compute_dtype` is left to
             the model (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
@@ -103,11 +105,12 @@ def apply_data_parallel(
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
-            or one for several, blocks that are not in the model, a mesh of other sizes than in an
-            earlier call for the model, a model that is sharded already or has replicas, one in a
-            wrapper such as DistributedDataParallel, parameters of several dtypes that train in one
-            unit, in stage 0 DTensors over data-parallel ranks or weights on the meta device, or
-            experts with working copies or, where ep, cp or tp > 1, without `parallelize_experts`.
+            or one for several, blocks that are not in the model, arguments or parameters that
+            differ between data-parallel ranks, a mesh of other sizes than in an earlier call for
+            the model, a model that is sharded already or has replicas, one in a wrapper such as
+            DistributedDataParallel, parameters of several dtypes that train in one unit, in stage 0
+            DTensors over data-parallel ranks or weights on the meta device, or experts with working
+            copies or, where ep, cp or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -119,26 +122,39 @@ def apply_data_parallel(
                 "Expected zero_stage 1, 2 or 3 for a stage of a pipeline, whose schedules run "
                 f"several backward passes a step, got 0 with pp = {mesh.pp_size}."
             )
-        if mesh.dims.dp * mesh.dims.tp == 1:
-            return
+    if mesh.dims.dp * mesh.dims.tp == 1:
+        return
+    with refused_alike(mesh):
+        if (dp := mesh.axis("dp")) is not None:
+            modules = {"blocks": blocks, "keep_fp32": keep_fp32, "in_training": in_training}
+            alike = _alike(
+                model,
+                modules,
+                zero_stage=zero_stage,
+                compute_dtype=compute_dtype,
+                cast_inputs=cast_inputs,
+            )
+            check_same(alike, "what apply_data_parallel is given", group=dp.get_group())
         _refuse_model(model, mesh, zero_stage)
         if zero_stage > 0:
             from mb_parallel.fsdp_units import shard_units
 
-            shard_units(
-                model,
-                mesh,
-                blocks=blocks,
-                compute_dtype=compute_dtype,
-                keep_fp32=keep_fp32,
-                in_training=in_training,
-                reshard=zero_stage == 3,
-                cast_inputs=cast_inputs,
-            )
+            with replacing(model):
+                shard_units(
+                    model,
+                    mesh,
+                    blocks=blocks,
+                    compute_dtype=compute_dtype,
+                    keep_fp32=keep_fp32,
+                    in_training=in_training,
+                    reshard=zero_stage == 3,
+                    cast_inputs=cast_inputs,
+                )
     if zero_stage == 0:
         inner = _inner(model)
         setattr(inner, REPLICAS, replicate(inner, mesh))  # which watches it
     else:
+        equal_shards(model, mesh)
         watch(_sharded(model))
     setattr(model, _STAGE, zero_stage)
     keep_sizes(mesh, model)
@@ -165,6 +181,20 @@ def _refuse_arguments(
                     f"Expected {name} to be submodules of the model, got {got}. What no block owns "
                     "is sharded too, so blocks may be empty."
                 )
+
+
+def _alike(
+    model: nn.Module, modules: Mapping[str, Iterable[nn.Module]], **arguments: Any
+) -> dict[str, Any]:
+    """What ranks that hold a model together have in common; else they would wait for each other."""
+    names = {module: name for name, module in model.named_modules()}
+    alike = dict(arguments)
+    for what, given in modules.items():
+        alike[what] = [names.get(module, "elsewhere") for module in given]
+    for name, parameter in model.named_parameters():
+        trains = "trains" if parameter.requires_grad else "frozen"
+        alike[name] = (tuple(parameter.shape), parameter.dtype, trains)
+    return alike
 
 
 def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None:

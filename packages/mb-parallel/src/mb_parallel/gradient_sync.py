@@ -6,13 +6,17 @@ leave them to be added to the next step's.
 
 Gathered weights stay until the next backward, those of an evaluation too. If a step came before it,
 passes would go on with the weights from before the step.
+
+What shards a model replaces its parameters. An optimizer that was made before has the old ones, and
+would train nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from mb_parallel.engines import is_fsdp
 
 _APART = "_mb_gradients_apart"  # on a model, as `keep_apart` sets it
 REPLICAS = "_mb_replicas"  # on a model, its `Replicas`
+_REPLACED = "_mb_replaced"  # on a parameter that is no model's any more
 _UNITS = "_mb_fsdp_units"  # on a model, as `watch` found them: no unit is made or lost later
 # Parameters bear no mark: `to` and `load_state_dict(assign=True)` put others in their place.
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -39,6 +44,18 @@ def watch(model: nn.Module) -> None:
     # To find them took 0.4 ms for 48 layers (of one CPU core), and a step asks four times.
     setattr(model, _UNITS, [unit for unit in model.modules() if is_fsdp(unit)])
     _WATCHED.add(model)
+
+
+@contextmanager
+def replacing(model: nn.Module) -> Generator[None]:
+    """Within, parameters of a model may be replaced: steps on the old ones are refused then."""
+    before = list(model.parameters())
+    yield
+    kept = set(map(id, model.parameters()))
+    for parameter in before:
+        if id(parameter) not in kept:
+            setattr(parameter, _REPLACED, True)
+            _watch_torch()
 
 
 def keep_apart(model: nn.Module, apart: bool) -> None:
@@ -76,6 +93,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    refuse_replaced(_parameters(optimizer))
     # A closure computes gradients first, those of the last micro-batch perhaps.
     if not any(map(callable, (*args, *kwargs.values()))):
         refuse_apart(_parameters(optimizer))
@@ -84,6 +102,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
     for model in _models(_parameters(optimizer)):
         free_gathered(model)
+
+
+def refuse_replaced(parameters: Iterable[Tensor]) -> None:
+    """Check that no parameter was replaced after the optimizer was made.
+
+    Raises:
+        ValueError: some were.
+    """
+    if any(hasattr(parameter, _REPLACED) for parameter in parameters):
+        raise ValueError(
+            "Expected the parameters that the model has now, got some that were replaced and would "
+            "not train. Make the optimizer after parallelize_tensors, parallelize_experts and "
+            "apply_data_parallel."
+        )
 
 
 def refuse_apart(parameters: Iterable[Tensor]) -> None:

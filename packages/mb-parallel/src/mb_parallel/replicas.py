@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ import torch.distributed as dist
 from mb_kernels.uncompiled import uncompiled
 from mb_layers import Experts
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 from mb_parallel.engines import is_dtensor
 from mb_parallel.gradient_sync import keep_apart, watch
 from mb_parallel.mesh import ParallelMesh
-from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like
+from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like, take_first
 
 # Numbers that are put together for one collective, and copied for it: 128 MiB in fp32.
 _BUCKET = 2**25
@@ -187,14 +186,8 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
         mesh: of several ranks.
     """
     groups_of = _groups_of(model, mesh)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            for weight in _plain(local(parameter).detach()):
-                first = weight.contiguous()
-                for group in groups_of(parameter):
-                    # As bytes: gloo does not know 8-bit floats.
-                    dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=0)
-                weight.copy_(first)
+    for parameter in model.parameters():
+        take_first(parameter, groups_of(parameter))
     replicas = Replicas(mesh)
     replicas.follow(model)
     model.register_forward_pre_hook(replicas.follow)
@@ -222,25 +215,36 @@ def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
             )
 
 
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """What a tensor is made of: codes and scales, or itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in _plain(getattr(tensor, name))]
+def equal_shards(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Let groups of ranks that share a sharded model start with the first group's weights.
+
+    FSDP2 adds up their gradients alone, so that groups that begin apart would stay apart.
+    """
+    groups_of = _groups_of(model, mesh, experts=("edp_replicate",), others=("dp_replicate",))
+    for parameter in model.parameters():
+        take_first(parameter, groups_of(parameter))
 
 
-def _groups_of(model: nn.Module, mesh: ParallelMesh) -> Callable[[Tensor], _Groups]:
-    """Says over which groups a parameter of the model is the same; none for one rank."""
+def _groups_of(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    experts: Sequence[str] = ("edp_replicate", "edp_shard"),
+    others: Sequence[str] = ("dp",),
+) -> Callable[[Tensor], _Groups]:
+    """Says over which groups a parameter of the model is the same; none for one rank.
 
-    def along(*names: str) -> _Groups:
+    Args:
+        experts, others: the axes that these groups lie along, for both kinds of parameters.
+    """
+
+    def along(names: Sequence[str]) -> _Groups:
         axes = (mesh.axis(name) for name in names)
         return tuple(axis.get_group() for axis in axes if axis is not None)
 
-    of_experts, of_others = along("edp_replicate", "edp_shard"), along("dp")
+    of_experts, of_others = along(experts), along(others)
     # Every step asks, and to go through all parameters would take the host more than twice as long.
-    experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
-    return lambda parameter: of_experts if id(parameter) in experts else of_others
+    held = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    return lambda parameter: of_experts if id(parameter) in held else of_others
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

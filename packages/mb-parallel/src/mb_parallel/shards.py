@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mb_parallel.engines import is_dtensor, is_under_way
 
@@ -163,6 +164,30 @@ def one_for_same_ranks(groups: Iterable[tuple[dist.ProcessGroup, ...]]) -> list[
         for group in dict.fromkeys(group for mine in groups for group in mine)
     }
     return [tuple(one[group] for group in mine) for mine in groups]
+
+
+@torch.no_grad()
+def take_first(parameter: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Write the first rank's weights into this rank's shard, group by group.
+
+    Nothing happens on the meta device.
+    """
+    if parameter.is_meta or not groups:
+        return
+    for weight in _plain(local(parameter).detach()):
+        first = weight.contiguous()
+        for group in groups:
+            # As bytes: gloo does not know 8-bit floats.
+            dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=0)
+        weight.copy_(first)
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """What a tensor is made of: codes and scales, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain(getattr(tensor, name))]
 
 
 def all_reduce_together(

@@ -34,6 +34,7 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import is_surrounded, surround
+from mb_parallel.gradient_sync import replacing
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 from mb_parallel.tensor_parallel.experts import (
     check_sequence_parallel,
@@ -151,13 +152,16 @@ def parallelize_experts(
             everywhere, max_tokens=max_tokens, equal_tokens=equal_tokens, timeout_s=timeout_s
         )
         spreading = _Spreading(ep, meshes, buffers, rows, keep_rows, equal_tokens, chunks)
-        for name, layer in layers.items():
-            top_k = layer.config.top_k
-            bounded = row_policy != "worst" or layer.config.capacity_factor is not None
-            chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            held = spreading.spread(layer, name, chosen)
-            pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
-            told[f"{held} by {chosen}{pieces}, {why}"] += 1
+        with replacing(model):
+            for name, layer in layers.items():
+                top_k = layer.config.top_k
+                bounded = row_policy != "worst" or layer.config.capacity_factor is not None
+                chosen, why = choose_dispatcher(
+                    dispatcher, top_k, ep.size(), problem, bounded=bounded
+                )
+                held = spreading.spread(layer, name, chosen)
+                pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
+                told[f"{held} by {chosen}{pieces}, {why}"] += 1
     for name, layer in layers.items():
         surround(layer, mesh, name, in_parts[name], equal_tokens)
     keep_sizes(mesh, model)

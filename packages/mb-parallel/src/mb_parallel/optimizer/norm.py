@@ -19,7 +19,7 @@ from mb_kernels.uncompiled import uncompiled_step
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0, several_optimizers, tensors
-from mb_parallel.gradient_sync import refuse_apart
+from mb_parallel.gradient_sync import refuse_apart, refuse_replaced
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.shards import (
@@ -209,9 +209,9 @@ def clip_and_step(
         scaler: the loss was multiplied by its scale. It is told whether the step overflowed.
 
     Raises:
-        ValueError: no optimizer, or one that cannot skip a step on the device; a parameter of two;
-            parameters of which none has a gradient; another scaler; `max_norm` is below 0 or no
-            number.
+        ValueError: no optimizer, or one that cannot skip a step on the device; a parameter of two,
+            or one that was replaced; parameters of which none has a gradient; another scaler;
+            `max_norm` is below 0 or no number.
     """
     at_least_0(max_norm=max_norm)
     if not isinstance(scaler, GradScaler | None):
@@ -232,13 +232,14 @@ def clip_and_step(
             "Expected each parameter in one optimizer, got some in two, which would step twice. "
             "Give each optimizer parameters of its own."
         )
+    refuse_replaced(parameters)
     refuse_apart(parameters)
     trained = [p for p in parameters if p.requires_grad]
     if trained and all(p.grad is None for p in trained):
         raise ValueError(
             "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
-            "and make the optimizer after what replaces parameters: parallelize_tensors, "
-            "parallelize_experts, apply_data_parallel."
+            "and make the optimizer after what replaces parameters (swap_blocks, load_state_dict "
+            "with assign=True)."
         )
     norm = _joint_norm(_grads(parameters), mesh, uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)

@@ -13,11 +13,15 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from mb_layers import Experts
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mb_parallel.arguments import one_module
 from mb_parallel.engines import is_dtensor, is_fsdp
+from mb_parallel.gradient_sync import replacing
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
+from mb_parallel.shards import take_first
 from mb_parallel.tensor_parallel.adapt import adapt, is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
@@ -33,9 +37,9 @@ def parallelize_tensors(
     global shapes. The others stay plain tensors, with equal values and gradients on all tp ranks.
     A parameter that two modules share (a tied head) stays shared.
 
-    Call it before `parallelize_experts` and `apply_data_parallel`. All tp ranks see the same batch,
-    and each computes the loss. Every gradient is then complete, except those of experts, see
-    `ExpertLayer`.
+    Call it before `parallelize_experts` and `apply_data_parallel`, on all tp ranks together, which
+    take the first one's values of what they all hold. All tp ranks see the same batch, and each
+    computes the loss. Every gradient is then complete, except those of experts, see `ExpertLayer`.
 
     Args:
         model: with the same weights on every tp rank. It may lack modules of the plan, as a
@@ -70,17 +74,18 @@ def parallelize_tensors(
     shared = _shared_parameters(model)
     covered: set[nn.Module] = set()
     styles: dict[nn.Module, list[Style]] = {}
-    for pattern, entry in plan.items():
-        for module in [module for module, name in names.items() if _matches(name, pattern)]:
-            try:
-                style = _style(entry, module, pattern)
-                _refuse_second(module, styles.setdefault(module, []), style)
-                style.apply(module, region)
-            except ValueError as error:
-                raise ValueError(f"{names[module] or 'the model'}: {error}") from error
-            styles[module].append(style)
-            covered.update(style.covers(module))
-    _share_again(shared, names, region)
+    with replacing(model):
+        for pattern, entry in plan.items():
+            for module in [module for module, name in names.items() if _matches(name, pattern)]:
+                try:
+                    style = _style(entry, module, pattern)
+                    _refuse_second(module, styles.setdefault(module, []), style)
+                    style.apply(module, region)
+                except ValueError as error:
+                    raise ValueError(f"{names[module] or 'the model'}: {error}") from error
+                styles[module].append(style)
+                covered.update(style.covers(module))
+        _share_again(shared, names, region)
     loose = [
         f"{names[module]}.{name}".removeprefix(".")
         for module in model.modules()
@@ -94,7 +99,19 @@ def parallelize_tensors(
             "style for each: SequenceParallel() for what works token by token, PartialGradients() "
             "for what each rank computes a part with, Replicated() for what all compute alike."
         )
+    _equal(model, tp.get_group())
     keep_sizes(mesh, model)
+
+
+def _equal(model: nn.Module, group: ProcessGroup) -> None:
+    """Let all ranks have the first one's values of what they all hold; experts are still to cut.
+
+    Each rank's stream would be another one, if embeddings differed.
+    """
+    of_experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    for parameter in model.parameters():
+        if not is_dtensor(parameter) and parameter not in of_experts:
+            take_first(parameter, [group])
 
 
 def _matches(name: str, pattern: str) -> bool:

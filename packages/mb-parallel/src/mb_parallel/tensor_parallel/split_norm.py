@@ -14,6 +14,9 @@ from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, shard, to_local
 from mb_parallel.tensor_parallel.styles import Region, Style, own
 
+# What a norm's attribute is called: by torch, and by transformers.
+_EPSILONS = ("eps", "variance_epsilon")
+
 
 @dataclass(frozen=True)
 class SplitNorm(Style):
@@ -25,19 +28,27 @@ class SplitNorm(Style):
 
     Args:
         rms: whether it is an RMS norm. Its module is like those of torch: with `weight`, which may
-            be None, perhaps a `bias`, and `eps`, where None is the input's dtype's epsilon.
+            be None, perhaps a `bias`, and `eps`, where None is the input's dtype's epsilon. It may
+            be called `variance_epsilon`, as in transformers.
     """
 
     rms: bool
 
     def apply(self, module: nn.Module, region: Region) -> None:
         names = own(module, "weight", "bias")
+        epsilon = next((name for name in _EPSILONS if hasattr(module, name)), None)
+        if epsilon is None:
+            raise ValueError(
+                f"Expected a norm with {' or '.join(_EPSILONS)}, got {type(module).__name__} with "
+                "neither. Give it one of them."
+            )
         for name in names:
             shard(module, name, 0, region.mesh, what="width of a norm")
         normed = _rms_normed if self.rms else _layer_normed
 
         def forward(module: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
-            eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+            eps = getattr(module, epsilon)
+            eps = torch.finfo(x.dtype).eps if eps is None else eps
             y = normed(x.to(torch.promote_types(x.dtype, torch.float32)), eps, region.group)
             if module.weight is not None:
                 y = y * module.weight.to(x.dtype)
@@ -45,7 +56,8 @@ class SplitNorm(Style):
                 y = y + module.bias.to(x.dtype)
             return y.to(x.dtype)
 
-        adapt(module, region.adapted, self, views=dict.fromkeys(names, to_local), forward=forward)
+        how, views = (self, epsilon), dict.fromkeys(names, to_local)
+        adapt(module, region.adapted, how, views=views, forward=forward)
 
 
 def _rms_normed(x: Tensor, eps: float, group: ProcessGroup) -> Tensor:

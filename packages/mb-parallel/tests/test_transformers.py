@@ -59,17 +59,7 @@ def _through(model, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     return result
 
 
-def _keep_swapped_state() -> None:
-    """FSDP2 cuts a shared expert, a stack of one, into all of it and nothing."""
-    from mb_layers.transformers import swap_blocks
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_state_dict,
-        set_state_dict,
-    )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def _qwen2_moe():
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     torch.manual_seed(0)
@@ -85,7 +75,22 @@ def _keep_swapped_state() -> None:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    model = Qwen2MoeForCausalLM(config)
+    return Qwen2MoeForCausalLM(config)
+
+
+def _keep_swapped_state() -> None:
+    """FSDP2 cuts a shared expert, a stack of one, into all of it and nothing."""
+    from mb_layers.transformers import swap_blocks
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_state_dict,
+        set_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _qwen2_moe()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     swap_blocks(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -149,21 +154,8 @@ def test_expert_parallel_model_of_transformers(tmp_path):
 def _adapted():
     from mb_layers import add_lora
     from mb_layers.transformers import swap_blocks
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        vocab_size=16,
-        hidden_size=16,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = Qwen2MoeForCausalLM(config)
+    model = _qwen2_moe()
     for layer in swap_blocks(model).values():
         for part in (layer.experts, layer.shared_expert):
             add_lora(part, rank=2, alpha=4)

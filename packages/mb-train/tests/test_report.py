@@ -183,17 +183,22 @@ def test_the_picture_has_the_numbers_of_the_log(tmp_path):
     assert drawn == {"training": [[9, 4], [10, 3]], "validation": [[9, 4], [10, 3.5]]}
 
 
-@pytest.mark.parametrize("norms", [(0.95, 0.99), (0.7, 1.3), (0.3, 4.0), (2e-3, 5e3), (1.0, 1.0)])
-def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
-    """In full: of gradient norms within a tenth, `1e+00` stood beside each line."""
+def axis_of_gradients(folder, norms):
+    """As it is drawn, of a run with these norms."""
     events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
     for (_, event), norm in zip(events, norms, strict=True):
         event["grad_norm"] = norm
-    write(tmp_path, ("start", {"iteration": 0}), *events)
-    curves = read_curves(tmp_path)
+    write(folder, ("start", {"iteration": 0}), *events)
+    curves = read_curves(folder)
     figure = figure_of(panels_of([curves]), [curves], 10.0)
     FigureCanvasAgg(figure).draw()
-    axis = next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
+    return next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
+
+
+@pytest.mark.parametrize("norms", [(0.95, 0.99), (0.7, 1.3), (0.3, 4.0), (2e-3, 5e3), (1.0, 1.0)])
+def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
+    """In full: of gradient norms within a tenth, `1e+00` stood beside each line."""
+    axis = axis_of_gradients(tmp_path, norms)
     low, high = axis.get_ylim()
     places = [*axis.get_yticks(), *axis.get_yticks(minor=True)]
     labels = [tick.get_text() for which in (False, True) for tick in axis.get_yticklabels(which)]
@@ -208,14 +213,7 @@ def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
 @pytest.mark.parametrize("norms", [(4e4, 2e5), (1e6, 1e6), (1e-9, 3e13)], ids=str)
 def test_of_large_gradients_the_axis_keeps_its_name(tmp_path, norms):
     """Numbers like 10,000,000 pushed it off the picture."""
-    events = [interval(i, [4.0], [1.0]) for i in (1, 2)]
-    for (_, event), norm in zip(events, norms, strict=True):
-        event["grad_norm"] = norm
-    write(tmp_path, ("start", {"iteration": 0}), *events)
-    curves = read_curves(tmp_path)
-    figure = figure_of(panels_of([curves]), [curves], 10.0)
-    FigureCanvasAgg(figure).draw()
-    axis = next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
+    axis = axis_of_gradients(tmp_path, norms)
     low, high = axis.get_ylim()
     numbers = [
         tick.label1 for tick in axis.yaxis.get_major_ticks() if low <= tick.get_loc() <= high

@@ -70,6 +70,26 @@ def test_a_run_moves_between_the_gpu_and_the_cpu(tokens, tmp_path):
     assert tiny_run.losses(parts) == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
 
+def test_offloaded_moments_train_as_others_and_are_saved(tokens, tmp_path, capsys):
+    """To the bit, one half or all of them, saved beside the training, and after it goes on."""
+    same = f"--attention-dropout 0 --hidden-dropout 0 --device {DEVICE} --save-interval 2"
+    assert main(tiny_run.flags(tokens, tmp_path / "here", same)) == 0
+    offload = f"{same} --optimizer-cpu-offload --async-save"
+    for share in ("0.5", "1"):
+        run = tmp_path / f"share {share}"
+        flags = tiny_run.flags(tokens, run, f"{offload} --optimizer-offload-fraction {share}")
+        assert main([*flags, "--exit-interval", "5"]) == 0
+        assert "exp_avg on the host" in capsys.readouterr().out
+        assert main(["--load", str(run), "--device", DEVICE]) == 0
+        assert "exp_avg on the host" in capsys.readouterr().out
+        assert tiny_run.losses(run) == tiny_run.losses(tmp_path / "here")
+        weights, expected = (
+            load_trained(one, "cpu", torch.float32).model.state_dict()
+            for one in (run, tmp_path / "here")
+        )
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
 def test_products_in_8_bits_train_as_on_the_cpu(tokens, tmp_path):
     """As they are, compiled, and in graphs; a GPU that has no such products is refused at once."""
     same = "--attention-dropout 0 --hidden-dropout 0 --moe-shared-expert-intermediate-size 48"

@@ -191,7 +191,8 @@ def test_aligned_tensors_move_in_16_bytes():
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
-def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
+@pytest.mark.parametrize("on_host", [False, True], ids=["", "moments-on-host"])
+def test_kernel_matches_reference_on_a_gpu(moment, grad, shift, on_host):
     from mb_kernels import reference
 
     generator = torch.Generator("cuda").manual_seed(5)
@@ -214,6 +215,8 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
         lists = [[x.clone() for x in tensors] for tensors in (weights, grads, m, v, copies)]
         if shift:
             lists = [[torch.cat((x[:1], x))[1:] for x in tensors] for tensors in lists]
+        if on_host:
+            lists[2:4] = [[x.cpu().pin_memory() for x in moments] for moments in lists[2:4]]
         steps = [torch.tensor(4.0, device="cuda") for _ in weights]
         step(*lists, steps, **options, **flags)
         results.append((*lists, steps))
@@ -221,6 +224,44 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
         for a, b in zip(ours, theirs, strict=True):
             tolerance = 1e-6 if a.dtype is torch.float32 else torch.finfo(a.dtype).eps
             torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_moments_on_the_host_are_whole_when_the_call_returns():
+    # The kernel writes them behind the host's back: without a wait these were zeros.
+    size = 2**26
+    weight, grad = torch.zeros(2, size, device="cuda")
+    grad.fill_(2.0)
+    m, v = (torch.zeros(size, pin_memory=True) for _ in range(2))
+    flags = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+    mb_kernels.adamw_step(
+        [weight], [grad], [m], [v], [None], [torch.zeros((), device="cuda")],
+        lr=1e-3, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.0,
+        **{name: flag.cuda() for name, flag in flags.items()},
+    )  # fmt: skip
+    assert bool((m == 1.0).all())
+    assert bool((v == 1.0).all())
+
+
+@pytest.mark.gpu
+def test_moments_on_the_host_are_pinned_and_not_for_graphs():
+    weight, m, v = (torch.zeros(4, 6, device=device) for device in ("cuda", "cpu", "cpu"))
+    one, zero, step = (torch.full((), value, device="cuda") for value in (1.0, 0.0, 0.0))
+
+    def take_step(m, v):
+        mb_kernels.adamw_step(
+            [weight], [weight.clone()], [m], [v], [None], [step],
+            lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_scale=one, found_inf=zero,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: .* or in pinned host memory.*got .* cpu"):
+        take_step(m, v)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(ValueError, match="expected moments on the GPU while a CUDA graph"),
+    ):
+        take_step(m.pin_memory(), v.pin_memory())
 
 
 @pytest.mark.parametrize(

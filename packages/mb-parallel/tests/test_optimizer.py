@@ -29,11 +29,18 @@ from mb_parallel.optimizer import (
     zeros_in_grad,
 )
 from mb_parallel.optimizer.muon import newton_schulz
+from mb_parallel.shards import local
+from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 OURS = {
     "adamw": lambda ps: AdamW(ps, weight_decay=0.1),
@@ -855,6 +862,9 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: AdamW(p, state_dtype=torch.float16), "state_dtype"),
         (lambda p: AdamW(p, betas=(0.9, 1.0)), "betas"),
         (lambda p: AdamW(p, eps=0.0), "eps.* above 0, got 0.0"),
+        (lambda p: AdamW(p, offload_fraction=1.5), "from 0 to 1, got offload_fraction=1.5"),
+        (lambda p: AdamW(p, offload_fraction=float("nan")), "from 0 to 1, got .*=nan"),
+        (lambda p: AdamW(p, offload_fraction="all"), "from 0 to 1, got .*='all'"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))]), "float64"),
         (lambda p: Muon([{"params": p, "muon": True}]), r"matrices in fp32.*\(3,\)"),
         (lambda p: Muon([{"params": p, "muon": True, "fused": (3, 1)}]), r"3 \+ 1.*\(5, 7\)"),
@@ -969,6 +979,112 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("fraction", "offloaded"),
+    [(0, ""), (0.1, "de"), (0.5, "bcde"), (0.9, "bcde"), (1, "abcde")],
+)
+def test_no_more_than_a_share_of_the_moments_is_offloaded(fraction, offloaded):
+    sizes = {"a": 50, "b": 10, "c": 30, "d": 2, "e": 3}
+    parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    first, *rest = parameters.values()
+    optimizer = AdamW([{"params": [first]}], offload_fraction=fraction)
+    optimizer.add_param_group({"params": rest})
+    for one in (optimizer, deepcopy(optimizer)):
+        given = dict(zip(sizes, (p for g in one.param_groups for p in g["params"]), strict=True))
+        there = {name for name, p in given.items() if one.on_host(p, "exp_avg")}
+        assert there == set(offloaded)
+        assert there == {name for name, p in given.items() if one.on_host(p, "exp_avg_sq")}
+        assert not any(one.on_host(p, "step") for p in given.values())
+
+
+def _trained(parameters, optimizer, begin=0, steps=4):
+    for step in range(begin, begin + steps):
+        _set_grads(parameters, step)
+        for p in parameters:
+            p.grad = p.grad.to(p.device)
+        clip_and_step(optimizer, max_norm=2.0)
+    return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_offloaded_moments_train_as_others_and_stay_where_they_are(state_dtype, halves, fraction):
+    def made(share):
+        parameters = [nn.Parameter(p.detach().cuda()) for p in _parameters(((50, 7), (0, 4), (3,)))]
+        if halves:
+            parameters = [nn.Parameter(p.detach().bfloat16()) for p in parameters]
+        return parameters, AdamW(parameters, state_dtype=state_dtype, offload_fraction=share)
+
+    (here, plain), (there, offloaded) = made(0.0), made(fraction)
+    before = describe(offloaded)
+    assert "exp_avg on the host" in before
+    for a, b in zip(_trained(here, plain), _trained(there, offloaded), strict=True):
+        assert torch.equal(a, b)
+    assert describe(offloaded) == before
+    # Saved by either and loaded by the other, each by torch's own and by its state dicts by name.
+    saved = deepcopy(offloaded.state_dict()), deepcopy(plain.state_dict())
+    expected = _trained(here, plain, 4)
+    for optimizer, parameters, state in ((plain, here, saved[0]), (offloaded, there, saved[1])):
+        own = [p.detach().clone() for p in there]
+        for p, weight in zip(parameters, own, strict=True):
+            p.data.copy_(weight)
+        torch.autograd.graph.increment_version(parameters)
+        optimizer.load_state_dict(state)
+    for a, b in zip(_trained(there, offloaded, 4), expected, strict=True):
+        assert torch.equal(a, b)
+    for p in there:
+        for key, value in offloaded.state[p].items():
+            away = offloaded.on_host(p, key)
+            assert (value.is_pinned(), value.device.type) == (away, "cpu" if away else "cuda"), key
+
+
+def _saved_and_loaded(rank, ranks, fraction):
+    """Weights of a sharded module, trained on from its state dict, loaded into another."""
+    torch.manual_seed(1)
+    weights = [nn.Linear(6, 5).cuda() for _ in range(2)]
+    mesh = init_device_mesh("cuda", (ranks,))
+    for module in weights:
+        module.load_state_dict(weights[0].state_dict())
+        fully_shard(module, mesh=mesh)
+    optimizers = [AdamW(m.parameters(), offload_fraction=share) for m, share in
+                  zip(weights, (fraction, 1.0 - fraction), strict=True)]  # fmt: skip
+    x = torch.arange(24.0, device="cuda").view(4, 6).sin()
+
+    def step(module, optimizer):
+        module(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for full in (True, False):
+        step(weights[0], optimizers[0])
+        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+        state = get_optimizer_state_dict(weights[0], optimizers[0], options=options)
+        set_optimizer_state_dict(weights[1], optimizers[1], state, options=options)
+        set_model_state_dict(
+            weights[1], get_model_state_dict(weights[0], options=options), options=options
+        )
+    for module, optimizer in zip(weights, optimizers, strict=True):
+        step(module, optimizer)
+    placed = [
+        local(state["exp_avg"]).is_pinned() or not local(state["exp_avg"]).numel()
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+    ]
+    return [[p.full_tensor().cpu() for p in module.parameters()] for module in weights], placed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_offloaded_moments_of_shards_are_saved_and_loaded_by_torch(fraction):
+    ranks = min(2, torch.cuda.device_count())
+    for weights, placed in run_ranks(_saved_and_loaded, ranks, fraction, device_type="cuda"):
+        for a, b in zip(*weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert placed == [fraction == 1.0] * 2 + [fraction == 0.0] * 2
 
 
 @pytest.mark.gpu

@@ -41,6 +41,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe-1b-7b",
         {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
     ),
+    "olmoe-1b-7b-offload": (
+        "olmoe-1b-7b",
+        {
+            "num_layers": 2,
+            "micro_batch_size": 4,
+            "global_batch_size": 8,
+            "optimizer_cpu_offload": True,
+        },
+    ),
     "deepseek-v2-lite": (
         "deepseek-v2-lite",
         {"num_layers": 4, "micro_batch_size": 4, "global_batch_size": 8},

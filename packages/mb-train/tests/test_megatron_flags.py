@@ -189,9 +189,9 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             r"SIGTERM",
         ),
         (
-            "--offload-optimizer-states --delay-offload-until-cuda-graph --reset-lr-state "
+            "--cpu-optimizer --delay-offload-until-cuda-graph --reset-lr-state "
             "--activation-func-fp8-input-store --optimizer-cuda-graph",
-            r"--offload-optimizer-states .*--zero-stage\. --delay-offload-until-cuda-graph .*"
+            r"--cpu-optimizer .*--optimizer-cpu-offload.*--delay-offload-until-cuda-graph .*"
             r"--reset-lr-state .*--no-load-optim.*--activation-func-fp8-input-store .*-bits, of",
         ),
         (
@@ -321,6 +321,12 @@ def test_older_spellings_mean_what_they_meant():
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp32",
             {"optimizer_state_dtype": "bf16"},
         ),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-"
+            "optimizer --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads",
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        ),
+        ("--offload-optimizer-states", {"optimizer_cpu_offload": True}),
         ("--recompute-modules core_attn layernorm moe_act", {"moe_recompute": True}),
         ("--recompute-modules mlp shared_experts", {}),
         (

@@ -412,6 +412,29 @@ def test_moments_in_16_bit_are_half_as_large():
     assert found.checkpoint == 8 * found.parameters
 
 
+def test_offloaded_moments_are_the_hosts_and_take_their_time_over_the_link(capsys):
+    more = {"moe_num_experts": 4, "optimizer_cpu_offload": True}
+    whole, half, none = (
+        sizes(config_of(**more, optimizer_offload_fraction=share), 64, 1, "H200")
+        for share in (1.0, 0.5, 0.0)
+    )
+    state = 8 * whole.parameters
+    assert [found.optimizer for found in (whole, half, none)] == [0, state // 2, state]
+    assert [found.offloaded for found in (whole, half, none)] == [state, state // 2, 0]
+    assert none == sizes(config_of(moe_num_experts=4), 64, 1, "H200")
+    assert none.memory - whole.memory == pytest.approx(1.05 * state)
+    link, memory = 0.61 * 64e9, 0.75 * 4.8e12  # bytes a second, of the latter both ways
+    for found, share in ((whole, 1.0), (half, 0.5)):
+        longer = share * state * (1 / link - 2 / memory)
+        assert found.step_s - none.step_s == pytest.approx(longer)
+    on_cpu = sizes(config_of(**more), 64, 1, "CPU")
+    assert (on_cpu.optimizer, on_cpu.offloaded) == (state, 0)
+    words = ["plan", "--recipe", "dmoe-125m", "--gpus", "1", "--gpu", "H200"]
+    for flags, said in ((["--optimizer-cpu-offload"], 1), ([], 0)):
+        assert main([*words, *flags]) == 0
+        assert capsys.readouterr().out.count("host memory ") == said
+
+
 def test_matrices_of_muon_have_one_number_of_state_the_others_two():
     config = config_of(moe_num_experts=4, optimizer="muon", optimizer_state_dtype="bf16")
     model = GPT(transformer_config(config, 64))

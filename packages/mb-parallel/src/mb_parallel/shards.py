@@ -60,10 +60,18 @@ def local_grad(parameter: Tensor) -> Tensor:
     return shard
 
 
-def zeros_like(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros sharded like `parameter`; torch's own for the meta device would import SymPy."""
+def zeros_like(
+    parameter: Tensor, dtype: torch.dtype | None = None, *, on_host: bool = False
+) -> Tensor:
+    """Zeros sharded like `parameter`; torch's own for the meta device would import SymPy.
+
+    Args:
+        on_host: in memory of the host, pinned beside a GPU, so that kernels there reach it.
+    """
     if parameter.is_meta:
         return parameter.new_zeros(parameter.shape, dtype=dtype)
+    if on_host:
+        return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda)
     return torch.zeros_like(parameter, dtype=dtype)
 
 

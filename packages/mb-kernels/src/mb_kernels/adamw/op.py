@@ -45,7 +45,9 @@ def adamw_step(
     Args:
         weights: fp32 (fp64 runs the reference), all on one device.
         grads: of their shapes; fp32, bf16 or fp16. Left as they are.
-        exp_avgs, exp_avg_sqs: the moments m and v, fp32 or bf16.
+        exp_avgs, exp_avg_sqs: the moments m and v, fp32 or bf16. Beside a GPU they may lie in
+            pinned memory of the host, which the kernel reads and writes where it is, at the speed
+            of the link between them. The call then waits for the GPU, as the host may read them.
         copies: bf16 or fp16 of the same shape, or None: the weight to compute with.
         steps: fp32 scalars, t of every weight before this step.
         lr, betas, eps, weight_decay: AdamW's. A change compiles nothing.
@@ -55,7 +57,8 @@ def adamw_step(
     Raises:
         ValueError: lists of unequal length; a tensor of another shape, dtype, device or order of
             elements in memory than its weight's; weights of several dtypes or devices; one tensor
-            several times among those that are written.
+            several times among those that are written; moments in host memory that is not pinned,
+            or in any while a CUDA graph is captured, which cannot wait.
     """
     lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
     if any(len(other) != len(weights) for other in lists):
@@ -73,6 +76,12 @@ def adamw_step(
                 f"first; got {weight.dtype} on {weight.device}. Step each kind by itself."
             )
         checks.require_scalar("steps", steps[index], weight)
+    on_host = any(moment.device != weights[0].device for moment in (*exp_avgs, *exp_avg_sqs))
+    if on_host and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "expected moments on the GPU while a CUDA graph is captured; got some in host memory, "
+            "for which the host has to wait. Step outside of the graph."
+        )
     _check_apart(
         weights=weights, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, copies=copies, steps=steps
     )
@@ -93,6 +102,8 @@ def adamw_step(
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
+        if on_host:  # what the host reads is not in the order of the stream
+            torch.cuda.current_stream().synchronize()
 
 
 _WEIGHTS = (torch.float32, torch.float64)
@@ -126,10 +137,13 @@ def _check(
             raise ValueError(
                 f"{name}[{index}]: expected {' or '.join(map(str, dtypes))}; got {tensor.dtype}."
             )
-        if tensor.device != weight.device or tensor.shape != weight.shape:
+        is_moment = tensor is m or tensor is v
+        here = tensor.device == weight.device or (is_moment and _within_reach(weight, tensor))
+        if not here or tensor.shape != weight.shape:
+            pinned = ", or in pinned host memory" if is_moment and weight.is_cuda else ""
             raise ValueError(
-                f"{name}[{index}]: expected {tuple(weight.shape)} on {weight.device}, as its "
-                f"weight; got {tuple(tensor.shape)} on {tensor.device}."
+                f"{name}[{index}]: expected {tuple(weight.shape)} on {weight.device}{pinned}, as "
+                f"its weight; got {tuple(tensor.shape)} on {tensor.device}."
             )
         if not _same_order(weight, tensor):
             raise ValueError(
@@ -137,6 +151,12 @@ def _check(
                 f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight), "
                 "or replace the weight, if it has gaps in memory, by weight.contiguous()."
             )
+
+
+def _within_reach(weight: Tensor, other: Tensor) -> bool:
+    """Whether a kernel beside the weight, on a GPU, can read and write what the host holds."""
+    on_host = weight.is_cuda and other.device.type == "cpu"
+    return on_host and (other.is_pinned() or not other.numel())  # torch pins no memory for none
 
 
 def _check_apart(**written: Sequence[Tensor | None]) -> None:

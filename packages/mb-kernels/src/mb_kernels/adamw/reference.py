@@ -51,7 +51,7 @@ def adamw_step(
     together = zip(weights, grads, exp_avgs, exp_avg_sqs, copies, rates, strict=True)
     for weight, grad, exp_avg, exp_avg_sq, copy, (size, root, t) in together:
         grad = grad.to(weight.dtype) / grad_scale.to(weight.dtype)
-        first, second = exp_avg.to(weight.dtype), exp_avg_sq.to(weight.dtype)
+        first, second = exp_avg.to(weight), exp_avg_sq.to(weight)
         first = first + (grad - first) * (1 - betas[0])
         second = second * betas[1] + grad * grad * (1 - betas[1])
         if exp_avg.dtype is torch.bfloat16:

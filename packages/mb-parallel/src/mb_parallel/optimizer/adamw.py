@@ -15,6 +15,7 @@ afterwards. The arithmetic and the kernel are `mb_kernels.adamw_step`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,8 @@ from mb_parallel.optimizer.unwritten import Unwritten
 from mb_parallel.optimizer.working_copies import HALVES, WorkingCopies
 from mb_parallel.shards import local, local_grad, on_meta, zeros_like
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class AdamW(ShardedOptimizer):
     """AdamW with torch's numbers (to 1e-6), fp32 masters and moments, and one pass a step.
@@ -38,6 +41,10 @@ class AdamW(ShardedOptimizer):
             before any step.
         state_dtype: of both moments. bf16 halves their bytes and rounds stochastically.
         working_copies: 16-bit copies of fp32 parameters, written in the same pass.
+        offload_fraction: share of the moments that lies in pinned memory of the host, from 0 to 1:
+            those of as many parameters, in their order, as do not exceed it. The kernel reads and
+            writes them there, so a step takes as long as they take over the link, and the host
+            waits for its end. CPU tensors stay where they are.
         group_defaults: for subclasses: what their groups hold besides, and its defaults.
 
     State: `exp_avg`, `exp_avg_sq`, `step`, torch's names; `master` for 16-bit parameters.
@@ -62,6 +69,7 @@ class AdamW(ShardedOptimizer):
         *,
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
+        offload_fraction: float = 0.0,
         group_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
@@ -71,7 +79,15 @@ class AdamW(ShardedOptimizer):
                 "Expected working_copies to be what hold_working_copies returned, got "
                 f"{type(working_copies).__name__}."
             )
+        if not (isinstance(offload_fraction, Real) and 0 <= offload_fraction <= 1):
+            raise ValueError(
+                "Expected a share of the moments from 0 to 1, got "
+                f"offload_fraction={offload_fraction!r}."
+            )
         self.state_dtype = state_dtype
+        self.offload_fraction = offload_fraction
+        self._offloaded: set[Tensor] = set()
+        self._numbers = self._numbers_offloaded = 0
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -89,12 +105,23 @@ class AdamW(ShardedOptimizer):
                     f"Expected parameters in fp32, bf16 or fp16, got {parameter.dtype}."
                 )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            numbers = local(parameter).numel()
+            self._numbers += numbers
+            if 0 < self._numbers_offloaded + numbers <= self.offload_fraction * self._numbers:
+                self._numbers_offloaded += numbers
+                self._offloaded.add(parameter)
+
+    def on_host(self, parameter: Tensor, key: str) -> bool:
+        return key in _MOMENTS and parameter in self._offloaded
+
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": zeros_like(parameter, self.state_dtype),
-            "exp_avg_sq": zeros_like(parameter, self.state_dtype),
-        }
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        for key in _MOMENTS:
+            on_host = self.on_host(parameter, key)
+            state[key] = zeros_like(parameter, self.state_dtype, on_host=on_host)
         if parameter.dtype in HALVES:
             state["master"] = parameter.detach().float()
             if not parameter.is_meta:  # which only plans it

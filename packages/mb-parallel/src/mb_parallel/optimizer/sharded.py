@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
 from mb_parallel.gradient_sync import drop_apart, refuse_apart
-from mb_parallel.shards import local, on_meta
+from mb_parallel.shards import local, on_meta, zeros_like
 
 # Without torch's decorator, which imports the compiler only to tell it to keep out.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -40,6 +40,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Fresh state of a parameter."""
         raise NotImplementedError
+
+    def on_host(self, parameter: Tensor, key: str) -> bool:
+        """Whether this tensor of a parameter's state is in the host's memory, wherever it is."""
+        return False
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
@@ -135,7 +139,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def look(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._checked(adapted))
-            return loaded
+            # Torch would first copy a parameter's state to where that is, in its dtype.
+            ids = {id_ for group in loaded["param_groups"] for id_ in group["params"]}
+            others = {key: value for key, value in loaded["state"].items() if key not in ids}
+            return {**loaded, "state": others}
 
         # Behind the caller's hooks that adapt it, as to another order, before those that read it.
         before = self.register_load_state_dict_pre_hook(look)
@@ -163,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**state_dict, "param_groups": given}
 
     def _take_over(self, state_dict: Mapping[str, Any], own: Set[int]) -> None:
-        """Put state in the place of what torch made of it."""
+        """Take state that torch was not shown."""
         saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         for id_, parameter in zip(saved, mine, strict=True):
@@ -181,7 +188,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for key, value in values.items():
             if isinstance(value, Tensor):
                 dtype = planned.get(key, value).dtype
-                state[key] = value.to(parameter.device, dtype, copy=id(value) not in own)
+                copy = id(value) not in own
+                if copy and self.on_host(parameter, key):
+                    state[key] = zeros_like(parameter, dtype, on_host=True).copy_(value)
+                elif not self.on_host(parameter, key):
+                    state[key] = value.to(parameter.device, dtype, copy=copy)
         lacking = [key for key in planned if state.get(key) is None]
         fresh = self.make_state(parameter) if lacking else {}
         return state | {key: fresh[key] for key in lacking}
@@ -229,11 +240,13 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         count("weights", parameter)
         state = optimizer.state.get(parameter)
-        if not state and isinstance(optimizer, ShardedOptimizer):
+        ours = isinstance(optimizer, ShardedOptimizer)
+        if not state and ours:
             state = optimizer.planned_state(parameter)
         for kind, value in (state or {}).items():
             if isinstance(value, Tensor):
-                count(kind, value)
+                away = ours and parameter.is_cuda and optimizer.on_host(parameter, kind)
+                count(f"{kind} on the host" if away else kind, value)
     lines = [f"{type(optimizer).__name__} on this rank:"]
     for kind, sizes in kinds.items():
         parts = [f"{n / 1e9:.3f} GB {str(d).removeprefix('torch.')}" for d, n in sizes.items()]

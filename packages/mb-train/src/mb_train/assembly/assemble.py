@@ -126,6 +126,8 @@ def assemble(
         said.append("--moe-rebalance-interval: nothing to share out, all ranks hold all experts")
     if config.compile and device.type != "cuda":
         said.append("--compile: no effect without a GPU")
+    if config.optimizer_cpu_offload and device.type != "cuda":
+        said.append("--optimizer-cpu-offload: no effect without a GPU")
     return Assembled(parts, executor, total, copies, said, working_copies)
 
 

@@ -50,7 +50,12 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> ShardedOptimizer:
             "scale": config.muon_extra_scale_factor,
         }
         return Muon(groups, **rates, working_copies=model.working_copies)
-    return AdamW(groups, **rates, working_copies=model.working_copies)
+    return AdamW(
+        groups,
+        **rates,
+        working_copies=model.working_copies,
+        offload_fraction=config.offload_fraction,
+    )
 
 
 def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[dict[str, Any]]:

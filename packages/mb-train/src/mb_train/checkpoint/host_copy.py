@@ -1,5 +1,7 @@
 """Copies of a GPU's tensors in ordinary host memory, by way of small pinned buffers.
 
+What lies in the host's memory already is copied by the same threads.
+
 A GPU copies several times faster into memory that is pinned. To pin it takes 0.8 s for 1 GB, and
 the launches of other threads wait meanwhile (benchmarks/results/2026-11-25-two-h100s.md): so a few
 buffers are pinned once, and emptied by threads of the host.
@@ -20,7 +22,7 @@ _BUFFER_BYTES = 2**25
 
 
 class HostCopier:
-    """Copies from one GPU to the host.
+    """Copies from one GPU to the host, and within it.
 
     Args:
         threads: that copy at the same time, each with a buffer and a stream of its own.
@@ -37,7 +39,7 @@ class HostCopier:
         return copied
 
     def fill(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy tensors of the GPU, as they are for the caller's stream, and wait for it.
+        """Copy tensors, those of the GPU as they are for the caller's stream, and wait for it.
 
         Args:
             pairs: of a tensor and memory of the host, such as its `torch.empty_like(device="cpu")`.
@@ -48,11 +50,15 @@ class HostCopier:
         pieces = [piece for pair in pairs for piece in pieces_of(*pair, _BUFFER_BYTES)]
         if not pieces:
             return
-        ready = torch.cuda.current_stream(pieces[0][0].device).record_event()
+        on_gpu = next((source.device for source, _ in pieces if source.is_cuda), None)
+        ready = None if on_gpu is None else torch.cuda.current_stream(on_gpu).record_event()
         for _ in self._pool.map(self._copy_piece, *zip(*pieces, strict=True), repeat(ready)):
             pass
 
-    def _copy_piece(self, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
+    def _copy_piece(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is None or not source.is_cuda:
+            target.copy_(source)
+            return
         own = self._own
         if not hasattr(own, "stream"):
             with allocating():

@@ -44,7 +44,7 @@ class Snapshots:
         """
         shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
         here = fits_on_device(shards.values()) if self._on_device is None else self._on_device
-        away = {name: shard for name, shard in shards.items() if shard.is_cuda and not here}
+        away = {name: shard for name, shard in shards.items() if not (shard.is_cuda and here)}
         with allocating():
             host = {name: self._memory_for(name, shard) for name, shard in away.items()}
             clones = {n: torch.empty_like(shard) for n, shard in shards.items() if n not in away}

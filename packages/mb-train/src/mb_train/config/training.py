@@ -11,6 +11,7 @@ from mb_train.config.field import (
     POSITIVE,
     SCALE,
     SEED,
+    SHARE,
     flag,
     whole,
 )
@@ -171,6 +172,14 @@ class TrainingFields:
         "dtype of the optimizer's moments (ours)", "fp32", choices=("fp32", "bf16"),
         on_load="said", needs=_ADAMS,
     )  # fmt: skip
+    optimizer_cpu_offload: bool = flag(
+        "keep Adam's moments in pinned memory of the host, and read and write them there; weights "
+        "stay on the GPU", False, also=("--offload-optimizer-states",),
+    )  # fmt: skip
+    optimizer_offload_fraction: float = flag(
+        "share of the moments that is kept there, of whole parameters", 1.0, bounds=SHARE,
+        needs=("optimizer_cpu_offload",),
+    )  # fmt: skip
     exit_interval: int | None = flag(
         "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own",
         zero_is_none=True,
@@ -215,6 +224,11 @@ class TrainingFields:
         """Whether the length of training is given in sequences."""
         return self.train_samples is not None
 
+    @property
+    def offload_fraction(self) -> float:
+        """Share of the optimizer's moments in the host's memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
     def batch_size(self, data_parallel: int) -> int:
         """Sequences per step on `data_parallel` ranks, ramp-up apart.
 
@@ -236,6 +250,11 @@ class TrainingFields:
         if (self.train_iters is None) == (self.train_samples is None):
             got = "neither" if self.train_iters is None else "both"
             raise ValueError(f"Expected one of --train-iters and --train-samples, got {got}.")
+        if self.optimizer_cpu_offload and self.optimizer != "adam":
+            raise ValueError(
+                "Expected --optimizer adam with --optimizer-cpu-offload, whose moments a kernel "
+                f"updates where they lie, got {self.optimizer}. Leave one out, or see --zero-stage."
+            )
         self.batch_size(1)
         if self.by_samples and self.global_batch_size is None:
             raise ValueError("Expected --global-batch-size with --train-samples, got none.")

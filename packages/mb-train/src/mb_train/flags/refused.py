@@ -91,9 +91,8 @@ _REASONS: Mapping[str, str] = {
     "say --context-parallel-size, which exchanges heads as DeepSpeed-Ulysses does": """
         --ds-sequence-parallel-size --force-ds-sequence-parallel --context-parallel-algo
     """,
-    "the optimizer stays on the GPUs: see --zero-stage": """
-        --optimizer-cpu-offload --optimizer-offload-* --cpu-optimizer --cpu_torch_adam
-        --remote-device --use-pin-memory --offload-optimizer-states
+    "say --optimizer-cpu-offload, of Adam's moments": """
+        --cpu-optimizer --cpu_torch_adam --remote-device --use-pin-memory
     """,
     "activations stay on the GPUs: see --recompute-granularity": """
         --cpu-offloading* --no-cpu-offloading-activations --fine-grained-activation-offloading

@@ -265,7 +265,7 @@ _ANSWERS: Mapping[str, str] = {
     "--distributed-timeout-minutes holds for the whole run": """
         --distributed-timeout-seconds-after-init=1
     """,
-    "the optimizer stays on the GPUs": """
+    "a kernel of the GPU updates moments in the host's memory, and nothing is copied": """
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params
     """,

@@ -48,6 +48,7 @@ class Sizes:
         parameters: of the whole model; active: without the experts that a token does not visit,
             in the mean.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
+        offloaded: bytes of the optimizer besides, of a rank, in the host's memory.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
         checkpoint: bytes of one, of all ranks together.
         step_tokens, step_flops: of all ranks together.
@@ -59,6 +60,7 @@ class Sizes:
     weights: int
     gradients: int
     optimizer: int
+    offloaded: int
     activations: int
     gradients_at_loss: int
     checkpoint: int
@@ -68,7 +70,7 @@ class Sizes:
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank, all in all."""
+        """Bytes of a rank, all in all, without those in the host's memory."""
         passing = max(self.gradients, self.gradients_at_loss + self.activations)
         return int((self.weights + self.optimizer + passing) * _SLACK)
 
@@ -127,13 +129,16 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
     activations += loss_bytes(work, config, dims, width)
     demand = _demand(work, config, dims, parts, micro_batches)
+    held_state = sum(part.state_bytes * part.sharded for part in held)
+    offloaded = held_state * config.offload_fraction if on_gpu else 0
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
         weights=int(4 * sum(part.sharded for part in held) + cast),
         gradients=gradients(micro_batches),
-        optimizer=int(sum(part.state_bytes * part.sharded for part in held)),
+        optimizer=int(held_state - offloaded),
+        offloaded=int(offloaded),
         activations=int(activations),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),
@@ -172,15 +177,18 @@ class _Part:
         """Of each parameter after so many; beside a copy in its dtype until several add up."""
         return 2 if self.copied and micro_batches == 1 else 4
 
-    def traffic(self, micro_batches: int) -> float:
-        """Bytes that a step moves for them, products apart."""
+    def traffic(self, micro_batches: int, offload_fraction: float) -> Demand:
+        """What a step moves for them, products apart."""
         gradient = self.gradient_bytes(micro_batches)
+        away = self.state_bytes * offload_fraction
+        here = self.state_bytes - away
         # Read and written: weights and state; read: the gradient, by the norm and by the optimizer.
-        step = 2 * 4 + 2 * self.state_bytes + 2 * gradient + 2 * self.copied
+        step = 2 * 4 + 2 * here + 2 * gradient + 2 * self.copied
         # Of each micro-batch: the weights are cast, the gradients too, and added to a sum in fp32.
         adding = 10 if micro_batches > 1 else 0
         each = adding if self.copied else 6 + 8
-        return step * self.sharded + each * self.here * micro_batches
+        moved = step * self.sharded + each * self.here * micro_batches
+        return Demand(moved=moved, linked=away * self.sharded)
 
 
 def _fullest_rank(task: Task, config: TrainConfig, dims: ParallelDims) -> list[nn.Module]:
@@ -282,7 +290,7 @@ def _demand(
             2 * logits * samples / ranks,
             sentences=not of_gpt,
         ),
-        *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+        *(part.traffic(micro_batches, config.offload_fraction) + part.turning for part in parts),
         rounding(
             *(work, dims),
             micro_batch=whole(config.micro_batch_size),

@@ -29,6 +29,9 @@ _PRODUCTS = 0.71
 _CAUSAL, _BIDIRECTIONAL, _WITH_DROPOUT = 0.5, 0.2, 0.66
 # The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
 _BANDWIDTH = 0.75
+# That pass over moments in the host's memory, read and written at the same time: 39.3 of 64 GB/s
+# each way (benchmarks/results/2026-11-27-h200.md).
+_LINK = 0.61
 # How often what blocks keep passes through the memory beside the products, there and as gradients;
 # and the logits, written and read by three products and twice by the loss. Fitted to the measured
 # steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
@@ -43,17 +46,25 @@ class Demand:
     Attributes:
         products: FLOPs of large products.
         moved: bytes through the memory, beside these.
+        linked: bytes to the host's memory, and as many from there.
     """
 
     products: float = 0.0
     moved: float = 0.0
+    linked: float = 0.0
 
     def __add__(self, other: Demand) -> Demand:
-        return Demand(products=self.products + other.products, moved=self.moved + other.moved)
+        return Demand(
+            products=self.products + other.products,
+            moved=self.moved + other.moved,
+            linked=self.linked + other.linked,
+        )
 
     def shared(self, ranks: int) -> Demand:
         """The share of one of so many ranks."""
-        return Demand(products=self.products / ranks, moved=self.moved / ranks)
+        return Demand(
+            products=self.products / ranks, moved=self.moved / ranks, linked=self.linked / ranks
+        )
 
     def seconds(self, device: str) -> float | None:
         """Seconds on a GPU of this name; None if its data sheet is not known."""
@@ -61,7 +72,8 @@ class Demand:
         if sheet is None:
             return None
         moved_s = self.moved / (_BANDWIDTH * 1e12 * sheet.bandwidth_tb)
-        return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s
+        linked_s = self.linked / (_LINK * 1e9 * sheet.link_gb)
+        return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s + linked_s
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

@@ -26,6 +26,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
         f"activations {found.activations / GIB:.1f}",
         *_too_much(found.memory / GIB, device),
+        *_of_the_host(found.offloaded / GIB),
         f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
         f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
     ]
@@ -65,6 +66,17 @@ def _too_much(needed_gib: float, device: str) -> list[str]:
     return [f"              warning: {device} has {sheet.memory_gib:.0f} GiB. {LESS_MEMORY}."]
 
 
+def _of_the_host(offloaded_gib: float) -> list[str]:
+    """A line of what the host holds of the optimizer, if anything."""
+    if not offloaded_gib:
+        return []
+    # torch pins memory in sizes that are powers of two.
+    return [
+        f"host memory   {offloaded_gib:.1f} GiB per rank, pinned, of the optimizer: up to twice as "
+        "much where tensors have other sizes than powers of two"
+    ]
+
+
 def _duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:,.0f} seconds"
@@ -75,13 +87,16 @@ def memory_warning(
     config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
 ) -> str | None:
     """A line to say at the start if the run will not fit into this rank's memory, else None."""
-    needed = sizes(config, vocab_size, ranks, name).memory
+    found = sizes(config, vocab_size, ranks, name)
+    of_host = host_memory() // max(ranks_on_host(), 1), "available memory"
+    needs = [(found.memory, *of_host)]
     if device.type == "cuda":
-        there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
-    else:
-        there, what = host_memory() // max(ranks_on_host(), 1), "available memory"
-    if needed <= there:
+        free = torch.cuda.mem_get_info(device)[0], "free GPU memory"
+        needs = [(found.memory, *free), (found.offloaded, *of_host)]
+    short = [(needed, there, what) for needed, there, what in needs if needed > there]
+    if not short:
         return None
+    needed, there, what = short[0]
     return (
         f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
         f"{there / GIB:.1f} GiB of {what}. {LESS_MEMORY}; mb-train plan shows what takes how much."

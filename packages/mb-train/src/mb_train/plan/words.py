@@ -14,7 +14,10 @@ from mb_train.schedule import BatchSizes, train_iterations, train_samples
 
 GIB = 2**30
 # What takes less, for whoever has too little.
-LESS_MEMORY = "Lower --micro-batch-size, add --recompute-granularity full, or take more ranks"
+LESS_MEMORY = (
+    "Lower --micro-batch-size, add --recompute-granularity full or, on a GPU, "
+    "--optimizer-cpu-offload, or take more ranks"
+)
 
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:

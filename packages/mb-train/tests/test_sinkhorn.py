@@ -9,6 +9,7 @@ from mb_layers import SinkhornRouter
 from mb_layers.moe import MoELayer
 from mb_parallel.recompute import apply_recompute
 from mb_train.cli import main
+from mb_train.convert import export_model, read_model, write_run
 from mb_train.flags.command_line import parse, resolve
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.models.segments import Segments
@@ -223,6 +224,27 @@ def test_a_recomputed_pass_chooses_the_same_experts(what):
     plain, again = grads
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     assert math.isfinite(sum(grad.abs().sum() for grad in plain.values()))
+
+
+def test_a_model_is_written_as_the_one_that_chooses_by_the_same_scores(tmp_path):
+    words = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12 --swiglu "
+    words += "--disable-bias-linear --position-embedding-type rope --normalization RMSNorm "
+    words += "--qk-layernorm --qk-layernorm-over width --init-method-std 0.3 --tokenizer null:39"
+    config = resolve(parse([*RUN, *words.split(), *SINKHORN]))
+    torch.manual_seed(0)
+    model = whole_model(config, vocab_size=40)
+    write_run(tmp_path / "run", config, model.state_dict(), say=lambda line: None)
+    told = []
+    export_model(tmp_path / "run", tmp_path / "written", say=told.append)
+    assert any("chosen by Sinkhorn's balance in training; elsewhere by" in line for line in told)
+    back, weights = read_model(tmp_path / "written", tokenizer="null:39")
+    assert (back.moe_router_type, back.moe_renormalize) == ("topk", False)
+    again = whole_model(back, vocab_size=40)
+    again.load_state_dict(dict(weights))
+    x_BS = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = [m.eval().logits(x_BS) for m in (model, again)]
+    torch.testing.assert_close(*logits)
 
 
 def test_a_run_goes_on_with_another_choice_and_says_so(tmp_path, capsys):

@@ -79,6 +79,8 @@ SINKS = (
 )
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 UNTIED = "--untie-embeddings-and-output-weights"
+# Without sequence and context parallelism, where a rank balances its own part of a sequence.
+SINKHORN = "--moe-router-type sinkhorn --moe-router-score-function sigmoid --micro-batch-size 2"
 # Evaluated in between without them.
 FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.
@@ -86,6 +88,7 @@ ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
+    "sinkhorn": SINKHORN,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -139,6 +142,19 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "further pp2": (2, f"{PP} 2 {FURTHER}", True),
+    "sinkhorn tp2": (2, f"{TP} 2 {SINKHORN}", True),
+    "sinkhorn ep2 gather, recompute full": (
+        2,
+        f"{EP} 2 {GATHER} --recompute-granularity full {SINKHORN}",
+        True,
+    ),
+    "sinkhorn ep2 exchange, places changed": (2, f"{EP} 2 {A2A} {PLACES} {SINKHORN}", True),
+    "sinkhorn ep2 fixed, selective": (
+        2,
+        f"{EP} 2 --moe-dispatcher fixed --moe-capacity-factor 4 --recompute-granularity selective "
+        f"{SINKHORN}",
+        True,
+    ),
     "dp4": (4, "", True),
     "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
@@ -154,6 +170,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
+    "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),
+    "sinkhorn tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKHORN}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 pp2 ep2, places changed": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP} {PLACES}", True),
     "zero3, places changed": (4, f"{EP} 2 --zero-stage 3 {A2A} {PLACES}", True),

@@ -325,6 +325,34 @@ def test_sinkhorn_is_rows_and_columns_scaled_in_turn() -> None:
     assert_close("mass", got, mass / mass.sum(dim=1, keepdim=True), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("iterations", [1, 8, 200])
+def test_sinkhorn_tells_small_logits_apart_however_often_it_scales(iterations: int) -> None:
+    """Sums of columns are T / E: in logarithms they would grow with each iteration."""
+    router = SinkhornRouter(MoEConfig(**SIZES), iterations=iterations)
+    logits = 0.02 * torch.randn(900, 5)
+    got = router.choice(logits, logits, None).double()
+    wanted = router.choice(logits.double(), logits.double(), None)
+    assert (got - wanted).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("std", [0.02, 0.5, 2.0])
+def test_sinkhorn_chooses_as_a_loop_until_nothing_moves(std: float) -> None:
+    """The loop of Megatron Core: until the experts' scales move by less than 1e-4 on average."""
+    router = SinkhornRouter(MoEConfig(**SIZES | {"num_experts": 16}))
+    logits = std * (torch.randn(700, 16) + torch.randn(16)) / math.sqrt(2)
+    mass = logits.double().exp()
+    scale, moved = torch.ones(16, dtype=torch.float64), 1.0
+    while moved > 1e-4:
+        tokens_scale = 1 / (mass * scale).sum(dim=1, keepdim=True) / 700
+        before, scale = scale, 1 / (mass * tokens_scale).sum(dim=0) / 16
+        moved = (scale - before).abs().mean().item()
+    got = router.choice(logits, logits, None).topk(2).indices.sort().values
+    wanted = (mass * scale).topk(2).indices.sort().values
+    by_score = logits.topk(2).indices.sort().values
+    assert (got != wanted).any(dim=1).sum() <= 1
+    assert (by_score != wanted).any(dim=1).sum() > 100
+
+
 def test_noise_widens_with_its_weight_and_learns() -> None:
     layer = build(NoisyTopKRouter)
     x = tokens(5000)

@@ -368,6 +368,13 @@ def _routed(rank, mesh):
         parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
         compiled = torch.compile(whole["moe"].router, fullgraph=True, backend="eager")
         assert torch.isfinite(compiled(x_BSD.flatten(0, 1)).logits_TE).all()
+    # Each rank balances the tokens that it has.
+    torch.manual_seed(0)
+    alone = dMoE(config, router=SinkhornRouter(config))
+    whole = torch.nn.ModuleDict({"moe": copy.deepcopy(alone)})
+    parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+    parallelize_experts(whole, mesh, sequence_parallel=True)
+    torch.testing.assert_close(whole["moe"](x_BSD[:, run]).y, alone(x_BSD[:, run]).y)
 
 
 def _joined(rank, mesh):

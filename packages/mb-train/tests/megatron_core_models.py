@@ -47,6 +47,15 @@ SIGMOID = {
 }  # fmt: skip
 # What is ours of it: groups are scored by their best, the loss counts the best of all.
 OURS = SIGMOID | {"moe_router_group_score_top": 1, "moe_balance_by": "scores"}
+# Experts chosen by Sinkhorn's balance, beside what Core passes over there.
+SINKHORN = MIXTURE | {
+    "moe_top_k": 1, "moe_renormalize": False, "moe_router_score_function": "sigmoid",
+    "moe_router_type": "sinkhorn", "moe_loss_weight": 0.0,
+}  # fmt: skip
+SINKHORN_ARGS = MIXTURE_ARGS | {
+    "moe_router_topk": 1, "moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": 0.0,
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 2,
+}  # fmt: skip
 # Weights on the experts' input, which goes with dropping the first beyond a capacity alone.
 ON_INPUT = MIXTURE | {
     "moe_drop_policy": "position", "moe_capacity_factor": 0.0, "moe_weights_on_input": True

@@ -46,6 +46,12 @@ _LATENT = """--distributed-timeout-minutes 60 --context-parallel-size 1
     --log-interval 1 --tensorboard-dir boards --bf16 --exit-interval 50
     --train-iters 50"""
 
+_SINKHORN = f"""{_SMALL} --num-layers 12 --micro-batch-size 4 --timing-log-level 0
+    --attention-softmax-in-fp32 --bf16 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 1 --expert-model-parallel-size 2 --sequence-parallel
+    --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1
+    --disable-bias-linear --no-bias-gelu-fusion"""
+
 _AMD = """--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu
     --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0
     --normalization RMSNorm --train-iters 10
@@ -152,6 +158,35 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --make-vocab-size-divisible-by 64 --num-experts 8 --moe-layer-freq ([0]*3+[1]*5)
             --q-lora-rank 256 --kv-lora-rank 128 --rotary-scaling-factor 1.0 --eval-iters 10
             --logging-level 10""",
+        ),
+        (
+            "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer", "gpt",
+            f"""{_SINKHORN} --distributed-backend nccl2 --train-iters 100 --save-interval 50
+            --use-distributed-optimizer --ckpt-fully-parallel-load
+            --use-checkpoint-opt_param-scheduler --dist-ckpt-optim-fully-reshardable
+            --dist-ckpt-strictness log_all --ckpt-assume-constant-structure --async-save
+            --use-persistent-ckpt-worker --verify-integrity""",
+        ),
+        (
+            "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_"
+            "instances", "gpt",
+            f"""{_SINKHORN} --train-iters 100 --save-interval 50 --use-distributed-optimizer
+            --ckpt-fully-parallel-load --use-checkpoint-opt_param-scheduler
+            --dist-ckpt-strictness log_all --ckpt-assume-constant-structure
+            --num-distributed-optimizer-instances 2 --async-save --use-persistent-ckpt-worker""",
+        ),
+        (
+            "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_groupedGEMM", "gpt",
+            f"""{_SINKHORN} --train-iters 100 --save-interval 50 --moe-grouped-gemm
+            --use-checkpoint-opt_param-scheduler""",
+        ),
+        (
+            "gpt3_mcore_te_tp2_pp1_te_8experts2parallel_overlap_grad_reduce_param_gather_"
+            "groupedGEMM", "gpt",
+            f"""{_SINKHORN} --train-iters 50 --save-interval 10000 --no-ckpt-fully-parallel-save
+            --moe-grouped-gemm --use-distributed-optimizer --overlap-grad-reduce
+            --overlap-param-gather --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness log_all
+            --attention-backend unfused""",
         ),
         (
             "train_llama2.sh", "gpt",

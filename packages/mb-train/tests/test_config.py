@@ -298,6 +298,7 @@ def test_every_choice_of_a_model_reaches_it():
         "attention_dropout": (0.2, "attention_dropout"), "hidden_dropout": (0.4, "hidden_dropout"),
         "norm_placement": ("both", "norms"), "fp32_residual_connection": (True, "fp32_residual"),
         "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
+        "moe_router_type": ("sinkhorn", "router"),
         "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
         "softmax_type": ("learnable", "softmax"),
     }  # fmt: skip

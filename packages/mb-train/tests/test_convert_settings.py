@@ -337,6 +337,7 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
+    trained["moe_router_type"] = "sinkhorn"  # in training; its scores are the architecture's
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
     one = {"moe_shared_expert_intermediate_size": 16, "rotary_percent": 0.5, "moe_first_k_dense": 1}
     biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

@@ -50,7 +50,7 @@ ONE_BY_ONE = [
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE), len(OTHERS)) == (17, 11, 13, 15)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE), len(OTHERS)) == (17, 11, 13, 19)
     page = Path(mb_train.__file__).parents[2] / "docs" / "configuration.md"
     assert "17 of 17 and 11 of 11, and thirteen for Megatron Core" in page.read_text("utf-8")
 
@@ -130,6 +130,21 @@ def test_a_llama_of_megatron_core_in_fp8_is_the_run_it_is():
     assert "--apply-layernorm-1p (norms have no weight decay" in note
     model = transformer_config(config, 128_256)
     assert all(map(model.in_fp8, range(32)))
+
+
+def test_experts_of_a_script_are_chosen_by_sinkhorns_balance():
+    scripts = [words for _, words in OTHERS.values() if "sinkhorn" in words]
+    assert len(scripts) == 4
+    for words in scripts:
+        command = parse(words)
+        config = resolve(command)
+        assert (config.moe_router_type, config.moe_top_k, config.moe_loss_weight) == (
+            "sinkhorn",
+            1,
+            0.0,
+        )
+        assert (config.moe_router_score_function, config.moe_renormalize) == ("sigmoid", False)
+        assert transformer_config(config, 50_304).router == "sinkhorn"
 
 
 def test_experts_in_parts_are_shared_by_as_many_ranks():
@@ -274,6 +289,9 @@ FAMILIES = {
     "gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph": f"{_LATENT_SIZES} "
     "--tensor-model-parallel-size 1 --no-sequence-parallel --pipeline-model-parallel-size 1 "
     "--make-vocab-size-divisible-by 64",
+    "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_groupedGEMM": "--num-experts 4 "
+    "--tensor-model-parallel-size 1 --no-sequence-parallel --expert-model-parallel-size 1 "
+    "--seq-length 16 --max-position-embeddings 16",
     "train_t5_220m_distributed.sh": "--decoder-num-layers 1 --kv-channels 16 --ffn-hidden-size 32 "
     "--encoder-seq-length 64 --decoder-seq-length 32 --max-position-embeddings 64",
 }

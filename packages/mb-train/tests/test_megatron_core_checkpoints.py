@@ -21,6 +21,8 @@ from megatron_core_models import (
     ON_INPUT_ARGS,
     OURS,
     SIGMOID,
+    SINKHORN,
+    SINKHORN_ARGS,
     SINKS,
     SINKS_ARGS,
     VOCAB,
@@ -104,6 +106,12 @@ def change_each(folder, change):
         (LLAMA | ON_INPUT, LLAMA | ON_INPUT_ARGS, {}),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4}),
         (BIASED, BIASED_ARGS, {"experts": "numbered"}),
+        (LLAMA | SINKHORN, LLAMA | SINKHORN_ARGS, {"tp": 2, "ep": 2}),
+        (
+            LLAMA | SINKHORN | {"moe_top_k": 2, "moe_router_score_function": "softmax"},
+            LLAMA | SINKHORN_ARGS | {"moe_router_topk": 2, "moe_router_pre_softmax": False},
+            {},
+        ),
         (
             LLAMA | BIASED | SINKS
             | {"window_size": 5, "activation": "swiglu(alpha=1.702, offset=1.0, limit=7.0)"},
@@ -195,7 +203,14 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "no Sinkhorn"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            r"--moe-aux-loss-coeff 0.0 with --moe-router-load-balancing-type sinkhorn, .* got 0.01",
+        ),
+        (
+            SINKHORN_ARGS | {"moe_router_enable_expert_bias": True},
+            "--moe-router-type topk with --moe-router-enable-expert-bias",
+        ),
         ({"moe_layer_freq": [0, 1, 1, 0]}, r"--moe-layer-freq .*\[0, 1, 1, 0\]"),
         ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size to be"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),

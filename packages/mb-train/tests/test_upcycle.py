@@ -55,6 +55,7 @@ def outputs_of(run):
         ({}, ["--moe-first-k-dense", "1", "--moe-top-k", "3", "--moe-output-bias"]),
         ({"model": "bert"}, ["--moe-top-k", "2", "--moe-router-enable-expert-bias"]),
         ({"model": "t5", "decoder_seq_length": S}, ["--moe-top-k", "2"]),
+        ({}, ["--moe-router-type", "sinkhorn"]),
     ],
     ids=str,
 )

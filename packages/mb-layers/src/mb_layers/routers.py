@@ -88,11 +88,16 @@ class SinkhornRouter(Router):
     """In training the choice is by logits balanced over the batch (S-BASE, arXiv 2202.01169).
 
     exp(logits) is scaled by rows and columns, in turn, until tokens have equal mass and experts
-    too. In eval mode the choice is by the scores.
+    too. In eval mode the choice is by the scores. As with expert choice, what a token gets depends
+    on the other tokens of the batch in training, if only by what an expert's mass is divided by.
 
     Args:
         iterations: how often rows and columns are scaled. A fixed number, so that the host never
-            waits for the device to say whether it was enough. At least 1.
+            waits for the device to say whether it was enough. At least 1. Megatron Core goes on
+            until the scales move by less than 1e-4, which with large logits they may never do. Of
+            4096 tokens with two of 64 experts as many have the same after 8 iterations as there,
+            within 0.1 %, for logits of a standard deviation up to 2, within 1 % for 3 and within
+            0.1 % after 16 (independent, of low rank, clustered, or with favourites).
     """
 
     def __init__(
@@ -120,6 +125,9 @@ class SinkhornRouter(Router):
             row_T = torch.logsumexp(log_TE - column_E, dim=1, keepdim=True)
             row_T = row_T.masked_fill(row_T == float("-inf"), 0)
             column_E = torch.logsumexp(log_TE - row_T, dim=0)
+            # One number for all experts changes no choice, and would grow by log(T / E) each time,
+            # until fp32 tells small logits no longer apart.
+            column_E = column_E - column_E.mean()
         return log_TE - column_E  # a row's own scale changes no choice
 
 

@@ -68,6 +68,11 @@ class MoEFields:
         "weight of the router's z-loss, a mean over the layers (ours)", 0.0, bounds=AT_LEAST_0,
         on_load="said", layer="z_loss_weight", in_training=True,
     )  # fmt: skip
+    moe_router_type: str = flag(
+        "how a token's experts are chosen: its best by score, or in training by logits that "
+        "Sinkhorn's iteration balances over the tokens of a rank's micro-batch (ours)",
+        "topk", choices=("topk", "sinkhorn"), on_load="said", in_training=True,
+    )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
         layer="score_function",
@@ -212,3 +217,13 @@ class MoEFields:
                 f"Expected --moe-top-k of at most --moe-num-experts{both}, got {self.moe_top_k} "
                 f"and {experts + zero}: a token can choose an expert only once."
             )
+        by_score = {
+            "--moe-router-group-topk": self.moe_router_group_topk is not None,
+            "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
+        }
+        for words in (words for words, given in by_score.items() if given):
+            if experts is not None and self.moe_router_type == "sinkhorn":
+                raise ValueError(
+                    f"Expected --moe-router-type topk with {words}, which bears on a choice by "
+                    "score, got sinkhorn. Leave one of the two out."
+                )

@@ -25,7 +25,9 @@ from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.layer_patterns import spelled_out
 from mb_train.flags.megatron_defaults import (
+    beside_sinkhorn,
     defaults_beside,
+    is_by_sinkhorn,
     lone_expert,
     other_muon,
     remarks_on,
@@ -111,7 +113,9 @@ def parse(
     if "activation" in beside:
         values.pop(NO_FUSED_GELU, None)  # it has an effect
     others = [*other_muon(typed, values), *lone_expert(typed, values)]
+    by_sinkhorn = is_by_sinkhorn(values)
     values, of_every_layer, notes, meaningless = understood(values)
+    wrong += beside_sinkhorn(beside, values, of_every_layer) if by_sinkhorn else []
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
     named = values.pop("recipe", None)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+from mb_train.config.field import flag_name
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
+BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
 _FIRST_NESTEROV = "--muon-use-nesterov"
 # Transformer Engine's GELU is the approximation by tanh.
@@ -62,6 +64,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
       could choose there.
     - Muon in a whole script: its momentum is plain and the factor of its steps 1. With
       `--muon-use-nesterov`, as Core spelled it at first, the momentum is 0.9, as it was then.
+    - Sinkhorn's balance by `--moe-router-load-balancing-type`: a token's expert is weighed by its
+      sigmoid, several by their probabilities, whose sum is not 1. Where their number is left to a
+      recipe or to `--load`, the scores are, too.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
       the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
       Transformer Engine does where a flag asks for its activation.
@@ -81,7 +86,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
             found["muon_momentum"] = 0.9
     if _is_dense(values):
         return found
-    if "--moe-router-load-balancing-type" in typed:
+    if BALANCING in typed:
         found["moe_loss_weight"] = 0.0
     chosen = values.get("moe_router_enable_expert_bias") or values.get("moe_router_group_topk")
     if chosen and "--moe-aux-loss-coeff" in typed:
@@ -94,9 +99,12 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
     top_k = _core_top_k(typed, values)
+    if top_k is not None:
+        found["moe_top_k"] = top_k
+    if is_by_sinkhorn(values):
+        return found | _sinkhorn_weights(typed, values)
     if top_k is None:
         return found
-    found["moe_top_k"] = top_k
     if top_k > 1:
         sigmoid = values.get("moe_router_score_function") == "sigmoid"
         found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in typed
@@ -109,13 +117,16 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     """What is said of the `defaults_beside` certain flags that no flag or file overrules."""
     unsaid = {name: value for name, value in beside.items() if name not in values}
     notes = []
-    if "moe_loss_weight" in unsaid:
+    sinkhorn = values.get("moe_router_type") == "sinkhorn"
+    if "moe_loss_weight" in unsaid and not sinkhorn:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     if "moe_balance_by" in unsaid and values.get("moe_loss_weight"):
         notes.append(
             "the load-balancing loss counts the best experts by score, without bias and groups, as "
             "in Megatron since 2025"
         )
+    if sinkhorn and unsaid.get("moe_router_score_function") == "sigmoid":
+        notes.append("an expert's weight is its sigmoid beside Sinkhorn's balance, as in Megatron")
     if "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in unsaid:
@@ -170,6 +181,45 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     return 2 if cores and "moe_top_k" not in values else None
 
 
+def is_by_sinkhorn(values: Mapping[str, Any]) -> bool:
+    """Whether Megatron's flag, among what was typed, has Sinkhorn's balance choose the experts."""
+    asked_for = values.get(BALANCING) in ("sinkhorn", ["sinkhorn"]) and not _is_dense(values)
+    return asked_for and values.get("moe_router_type", "sinkhorn") == "sinkhorn"
+
+
+def _sinkhorn_weights(typed: Container[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """How Megatron weighs the experts that Sinkhorn's balance chooses."""
+    top_k = values.get("moe_top_k", _core_top_k(typed, values))
+    if top_k is None and _is_whole(values):
+        top_k = 1
+    found: dict[str, Any] = {"moe_renormalize": False}
+    if top_k is not None:
+        found["moe_router_score_function"] = "sigmoid" if top_k == 1 else "softmax"
+    return found
+
+
+def beside_sinkhorn(
+    beside: Mapping[str, Any], values: Mapping[str, Any], of_every_layer: Container[str]
+) -> list[str]:
+    """What is wrong beside Megatron's flag for Sinkhorn's balance, where `is_by_sinkhorn`.
+
+    Args:
+        beside: the defaults there.
+        values, of_every_layer: what was typed, see `translated.Understood`.
+    """
+    wanted = {"moe_router_topk_scaling_factor": 1.0, **beside}
+    names = ["moe_router_score_function", "moe_router_topk_scaling_factor"]
+    found = [(flag_name(name), wanted.get(name), values.get(name)) for name in names]
+    if "moe_loss_weight" in of_every_layer:
+        found.append(("--moe-aux-loss-coeff", 0.0, values["moe_loss_weight"]))
+    return [
+        f"Expected {flag} {there} with {BALANCING} sinkhorn, beside which Megatron has no other, "
+        f"got {here}. Leave it out, or say --moe-router-type sinkhorn in place of {BALANCING}."
+        for flag, there, here in found
+        if None not in (there, here) and here != there
+    ]
+
+
 def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """Remarks on a whole script with Muon that leaves to Megatron what is otherwise here."""
     if values.get("optimizer") != "muon" or not _is_whole(values):
@@ -191,6 +241,7 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
 def lone_expert(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """A remark on one expert for a token where Megatron would weigh it by 1, or ask for a flag."""
     alone = _core_top_k(typed, values) == 1 and "moe_renormalize" not in values
+    alone = alone and not is_by_sinkhorn(values)
     scores = "--moe-router-pre-softmax" in typed
     if not alone or scores or values.get("moe_router_score_function") == "sigmoid":
         return []

@@ -49,13 +49,15 @@ def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
 _MOMENTS: Mapping[str, Mapping[str, Any]] = {
     dtype: {"optimizer_state_dtype": dtype} for dtype in ("fp32", "bf16")
 }
+_BY_SCORE = {"moe_router_type": "topk"}  # also where a run of Sinkhorn's goes on
 # Flag -> those of its values that have a meaning here, and the fields that they set.
 _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--moe-router-load-balancing-type": {
-        "aux_loss": {"moe_balance_over": "micro_batch"},
-        "seq_aux_loss": {"moe_balance_over": "sequence"},
-        "global_aux_loss": {"moe_balance_over": "global_batch"},
-        "none": {"moe_loss_weight": 0.0},
+        "aux_loss": {"moe_balance_over": "micro_batch", **_BY_SCORE},
+        "seq_aux_loss": {"moe_balance_over": "sequence", **_BY_SCORE},
+        "global_aux_loss": {"moe_balance_over": "global_batch", **_BY_SCORE},
+        "none": {"moe_loss_weight": 0.0, **_BY_SCORE},
+        "sinkhorn": {"moe_router_type": "sinkhorn"},
     },
     "--moe-token-dispatcher-type": {
         "allgather": {"moe_dispatcher": "all_gather"},
@@ -101,7 +103,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--muon-scalar-optimizer": {"adam": {}},
 }
 _INSTEAD: Mapping[str, str] = {
-    "--moe-router-load-balancing-type": " There is no Sinkhorn in a run.",
     "--outer-dp-sharding-strategy": " Replicas share nothing: leave "
     "--num-distributed-optimizer-instances out for none.",
     "--attention-sink-k": " --softmax-type learnable gives each head a sink.",
@@ -208,11 +209,10 @@ def understood(said: Mapping[str, Any]) -> Understood:
             wrong.append(str(error))
             continue
         sums_layers = name in OF_EVERY_LAYER
-        for field, value in meant.items():
-            if sums_layers and field not in values:
-                of_every_layer.append(field)
-            if field in said and (said[field] != value or sums_layers):
-                notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
+        of_every_layer += [field for field in meant if sums_layers and field not in values]
+        lost = [f for f in meant if f in said and (said[f] != meant[f] or sums_layers)]
+        effect = "no" if len(lost) == len(meant) else "less"
+        notes += [f"{effect} effect beside {flag_name(f)} {said[f]}: {name}" for f in lost]
         values = {**meant, **values}
     overriding = [name for name in settled if name in OVERRIDING.split()]
     if overriding and said.get("use_checkpoint_opt_param_scheduler"):

@@ -18,6 +18,7 @@ _CHOICES = {
     "qk_norm": ("none", "head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
+    "router": ("topk", "sinkhorn"),
 }
 
 
@@ -109,6 +110,8 @@ class TransformerConfig:
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
+        router: a token's experts are its best by score ("topk"), or in training those of
+            `mb_layers.SinkhornRouter` ("sinkhorn").
     """
 
     num_layers: int
@@ -148,6 +151,7 @@ class TransformerConfig:
     mtp_loss_weight: float = 0.1
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] | None = None
+    router: str = "topk"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from mb_kernels.activation import activate, activate_gated, is_glu
-from mb_layers import MoE, dMoE
+from mb_layers import MoE, SinkhornRouter, dMoE
 from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext
@@ -104,7 +104,8 @@ class Block(nn.Module):
             moe = config.moe
             if moe.fp8 != config.in_fp8(layer):
                 moe = replace(moe, fp8=not moe.fp8)
-            self.mlp = (dMoE if moe.capacity_factor is None else MoE)(moe)
+            router = SinkhornRouter(moe) if config.router == "sinkhorn" else None
+            self.mlp = (dMoE if moe.capacity_factor is None else MoE)(moe, router=router)
         self.dropout = nn.Dropout(config.hidden_dropout)
         for module in self.modules():
             if isinstance(module, Linear):

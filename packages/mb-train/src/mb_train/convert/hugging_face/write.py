@@ -72,6 +72,8 @@ def export_model(
     say(f"{found.name} with {count:,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
+    if config.moe_num_experts is not None and config.moe_router_type == "sinkhorn":
+        say("its experts were chosen by Sinkhorn's balance in training; elsewhere by their scores")
     if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")

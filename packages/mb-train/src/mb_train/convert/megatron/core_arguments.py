@@ -41,6 +41,11 @@ _TRANSLATED = (
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "quick_geglu",
     "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
+# Arguments about a choice by score, which Sinkhorn's balance passes over.
+_OF_SCORES = (
+    "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_pre_softmax",
+)  # fmt: skip
 # Arguments that are on unless a flag of another name turns them off.
 _TURNED_OFF = {
     "add_bias_linear": megatron_defaults.NO_BIAS,
@@ -69,6 +74,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
         given.pop("moe_token_drop_policy", None)
     _refuse(given, names)
+    if _by_sinkhorn(given):
+        given = {name: value for name, value in given.items() if name not in _OF_SCORES}
     said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
     for f in (*dataclasses.fields(Network), *dataclasses.fields(MoEFields)):
         flags = (flag_name(f.name), *spec(f).also)
@@ -79,13 +86,15 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     said |= _of_layers(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
     typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]
-    wrong = megatron_defaults.summed_logits(typed, said)
-    beside = megatron_defaults.defaults_beside(typed, said)
     for flag in (flag_name(name) for name in _TRANSLATED if flag_name(name) in typed):
         value = given[_argument(flag)]
         words = list(map(str, value if isinstance(value, list) else [value]))
         said[flag] = words if len(words) > 1 else words[0]
+    wrong = megatron_defaults.summed_logits(typed, said)
+    beside = megatron_defaults.defaults_beside(typed, said)
     meant = translated.understood(said)
+    if _by_sinkhorn(given):
+        wrong += megatron_defaults.beside_sinkhorn(beside, meant.values, meant.of_every_layer)
     if wrong := [*wrong, *meant.wrong]:
         raise ValueError(" ".join(wrong))
     fields = {**beside, **meant.values}
@@ -98,6 +107,10 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
 
 def _argument(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
+
+
+def _by_sinkhorn(given: Mapping[str, Any]) -> bool:
+    return given.get(_argument(megatron_defaults.BALANCING)) in ("sinkhorn", ["sinkhorn"])
 
 
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
@@ -118,7 +131,7 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
                 f"{flag_name(name)} {size}."
             )
     softmax = given.get("moe_router_score_function", "softmax") == "softmax"
-    alone = given.get("moe_router_topk") == 1 and softmax
+    alone = given.get("moe_router_topk") == 1 and softmax and not _by_sinkhorn(given)
     if alone and not given.get("moe_router_pre_softmax"):
         raise ValueError(
             "Expected --moe-router-pre-softmax with --moe-router-topk 1: without it an expert's "

@@ -301,6 +301,18 @@ def test_every_nth_layer_has_no_positions(every, layers, in_force):
     assert (other.unrotated, transformer_config(other, 64).rope_layers) == (None, None)
 
 
+def test_a_run_of_before_there_were_gates_is_of_the_same_model():
+    def identity(**change):
+        config = TrainConfig(**RUN | {"position_embedding_type": "rope"}, **change)
+        return config.model_identity(vocab_size=64, tokenizer="")
+
+    kept = identity()
+    for name in ("gates", "sinks"):
+        assert kept.pop(name) is None  # as if it had never been
+    assert identity(no_rope_freq=2) == identity()
+    assert identity(attention_output_gate=True) == identity() | {"gates": True}
+
+
 def test_gates_and_layers_without_positions_are_of_no_t5():
     t5 = RUN | {"model": "t5", "decoder_seq_length": 8}
     with pytest.raises(ValueError, match="another --model than t5 with --attention-output-gate"):

@@ -9,7 +9,6 @@ from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, YARN, theirs, transformers
 
-
 NEARS = ["sliding_attention"] * 3
 
 
@@ -337,7 +336,10 @@ def run_config(**fields):
             {**OLMOE, "no_rope_freq": 1, "qk_layernorm_over": "head"},
             "ExaoneMoeForCausalLM, cannot say its .*--moe-router-score-function softmax",
         ),
-        ({**AFMOE, "window_attn_skip_freq": 4}, "AfmoeForCausalLM, cannot say its --no-rope-freq 2"),
+        (
+            {**AFMOE, "window_attn_skip_freq": 4},
+            "AfmoeForCausalLM, cannot say its --no-rope-freq 2",
+        ),
         ({**AFMOE, "no_rope_freq": None}, "AfmoeForCausalLM, cannot say its --no-rope-freq None"),
         (
             {**AFMOE, "window_size": None, "no_rope_freq": None},
@@ -347,7 +349,10 @@ def run_config(**fields):
         ({**AFMOE, "add_qkv_bias": True}, "AfmoeForCausalLM, cannot say its --add-qkv-bias True"),
         ({**AFMOE, "moe_renormalize": False}, "Afmoe.* cannot say its --moe-renormalize False"),
         ({"attention_output_gate": True}, "AfmoeFor.* --position-embedding-type learned"),
-        ({"model": "bert", "attention_output_gate": True}, "cannot say its --attention-output-gate"),
+        (
+            {"model": "bert", "attention_output_gate": True},
+            "cannot say its --attention-output-gate",
+        ),
         (
             {**OLMOE, "norm_placement": "both"},
             "Glm4ForCausalLM, cannot say its .*--moe-num-experts",

@@ -1,4 +1,4 @@
-"""Gates of attention's output and layers without positions, against loops and against transformers."""
+"""Gates of attention's output and layers without positions: against loops, and transformers."""
 
 import math
 
@@ -82,7 +82,8 @@ def reference(module, x, config, layer):
                 weights = scores.softmax(0)
                 if module.sinks is not None:
                     weights = torch.cat([scores, module.sinks[h : h + 1]]).softmax(0)[:-1]
-                y = sum(w * mapped("v", h // R, x[b, t]) for w, t in zip(weights, places))
+                values = (mapped("v", h // R, x[b, t]) for t in places)
+                y = sum(w * v for w, v in zip(weights, values, strict=True))
                 gate = mapped("gate", h, x[b, s])
                 heads.append(y / (1 + (-gate).exp()))
             y = module.out.weight @ torch.cat(heads)
@@ -222,16 +223,16 @@ def test_padded_sentences_of_a_bert_are_as_if_alone():
     together, _ = model.encode(tokens_BS, types, ends_BN, valid_BS, kept_T)
     for b, length in enumerate((4, 2)):
         own = (slice(b, b + 1), slice(length))
-        alone, _ = model.encode(
-            tokens_BS[own], types[own], torch.tensor([[length]]), valid_BS[own]
-        )
+        alone, _ = model.encode(tokens_BS[own], types[own], torch.tensor([[length]]), valid_BS[own])
         torch.testing.assert_close(together[own], alone)
 
 
 def test_where_they_cannot_be_is_said():
     with pytest.raises(ValueError, match="no gates, and positions alike in all layers, for a T5"):
         T5(config_of(rope_layers=None), decoder_layers=1)
-    with pytest.raises(ValueError, match="for a T5, got output_gate False and rope_layers .True,"):
+    with pytest.raises(
+        ValueError, match=r"for a T5, got output_gate False and rope_layers \(True,"
+    ):
         T5(config_of(output_gate=False), decoder_layers=1)
     with pytest.raises(ValueError, match="one flag per layer in rope_layers, 4, got 2"):
         config_of(rope_layers=(True, False))

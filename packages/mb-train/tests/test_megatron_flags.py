@@ -98,13 +98,19 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--num-layers 5 --window-attn-skip-freq [1,0]*2",
             r"--window-attn-skip-freq to be of --num-layers 5, got \[1,0\]\*2, which is of 4",
         ),
-        ("--no-rope-freq [1,0]*2", r"--no-rope-freq to be no positions in every n-th .* got \[1,0\]"),
+        (
+            "--no-rope-freq [1,0]*2",
+            r"--no-rope-freq to be no positions in every n-th .* got \[1,0\]",
+        ),
         (
             "--num-layers 5 --no-rope-freq ([0]*3+[1])*2",
             r"--no-rope-freq to be of --num-layers 5, got .*, which is of 8",
         ),
         ("--rotary-base-per-layer 1 2", r"--rotary-base-per-layer cannot .* have --rotary-base,"),
-        ("--head-wise-attn-gate", r"cannot .* came before, its gate that of --attention-output-gate"),
+        (
+            "--head-wise-attn-gate",
+            r"cannot .* came before, its gate that of --attention-output-gate",
+        ),
         ("--use-gated-attention", r"cannot be honoured: say --attention-output-gate"),
         ("--deepspeed --optimizer lion", r"--deepspeed cannot .* Argument --optimizer: invalid"),
         (

@@ -69,7 +69,7 @@ class AttentionFields:
     )  # fmt: skip
     attention_output_gate: bool = flag(
         "multiply what attention returns by the sigmoid of a further map of its input, as "
-        "Qwen3-Next", False, on_load="model",
+        "Qwen3-Next", False, on_load="model", in_force="gates",
     )  # fmt: skip
     attention_scale: float | None = flag(
         "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head's query), with "

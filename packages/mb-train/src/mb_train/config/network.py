@@ -93,6 +93,11 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return size, every if every is not None and every <= whole(self.num_layers) else None
 
     @property
+    def gates(self) -> bool | None:
+        """True if what attention returns has gates, and None if not, as in runs of before."""
+        return self.attention_output_gate or None
+
+    @property
     def sinks(self) -> str | None:
         """Kind of the score more in each sum of attention's softmax, if there is one."""
         return None if self.softmax_type == "vanilla" else self.softmax_type
@@ -104,7 +109,7 @@ class Network(ModelFields, AttentionFields, PositionFields):
 
     @property
     def unrotated(self) -> int | None:
-        """n if every n-th layer has no rotary positions while others may; None if none lacks them."""
+        """n if every n-th layer has no rotary positions; None if all have them, or have others."""
         every, rope = self.no_rope_freq, self.position_embedding_type == "rope"
         return every if rope and every is not None and every <= whole(self.num_layers) else None
 
@@ -233,7 +238,9 @@ def _check_two_stacks(config: Network) -> None:
         f"--no-rope-freq {config.no_rope_freq}": config.no_rope_freq is not None,
     }
     for words in (words for words, given in settings.items() if given and config.model == "t5"):
-        raise ValueError(f"Expected another --model than t5 with {words}. Leave one of the two out.")
+        raise ValueError(
+            f"Expected another --model than t5 with {words}. Leave one of the two out."
+        )
 
 
 def _check_slowing(config: Network) -> None:

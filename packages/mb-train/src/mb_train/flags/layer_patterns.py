@@ -17,8 +17,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
     Raises:
         ValueError: experts in other layers than every n-th behind dense ones; windows in others
-            than all but every n-th; no positions in others than every n-th; a list of other layers than `--num-layers`; a window that
-            reaches behind a token.
+            than all but every n-th; no positions in others than every n-th; a list of other layers
+            than `--num-layers`; a window that reaches behind a token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):

@@ -131,7 +131,7 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
 
 
 def _in_attention(each: Pass, width: int) -> tuple[float, float]:
-    """Numbers of a token in an attention: of its latents, and of its heads as they are projected."""
+    """Numbers of a token in an attention: of its latents, and of its heads as projected."""
     config, latent = each.blocks, each.blocks.latent
     heads = config.num_heads * config.head_size
     if latent is not None:

@@ -1,8 +1,8 @@
 """SmolLM3, EXAONE 4, K-EXAONE and AFMoE (Arcee's Trinity): some layers have no positions.
 
-In SmolLM3 it is every n-th layer. In the others it is those that see all tokens, while layers with
-a window turn queries and keys. AFMoE's attention has a gate; its embeddings may be multiplied, which
-ours are for good when they are read.
+In SmolLM3 every n-th layer has none. In the others layers with a window turn queries and keys, and
+those that see all tokens do not. AFMoE's attention has a gate; its embeddings may be multiplied,
+which ours are for good when they are read.
 """
 
 from __future__ import annotations

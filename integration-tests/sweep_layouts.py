@@ -5,10 +5,10 @@
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, norms, windows, sinks, modules for further tokens), in fp32, fp16 or bf16, with
-products in FP8 or without, an optimizer, and a layout of two or four ranks
-(data, tensor, sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage,
-recompute; those of one size share their processes). Three steps with accumulation, sequences with
+positions, heads, norms, windows, sinks, gates, modules for further tokens), in fp32, fp16 or bf16,
+with products in FP8 or without, an optimizer, and a layout of two or four ranks (data, tensor,
+sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute;
+those of one size share their processes). Three steps with accumulation, sequences with
 unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
 moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
 checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
@@ -148,6 +148,8 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     model += [rng.choice(norms)]
     model += [rng.choice(["", "", "--mtp-num-layers 1", "--mtp-num-layers 2"])]
     model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
+    model += [rng.choice(["", "", "--attention-output-gate"])]
+    model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 

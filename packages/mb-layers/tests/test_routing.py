@@ -325,6 +325,17 @@ def test_sinkhorn_is_rows_and_columns_scaled_in_turn() -> None:
     assert_close("mass", got, mass / mass.sum(dim=1, keepdim=True), dtype=torch.float32)
 
 
+def test_sinkhorn_leaves_out_an_expert_that_is_closed() -> None:
+    layer, x = build(SinkhornRouter, router_bias=True), tokens(40)
+    open_experts = [0, 1, 3, 4]
+    others = build(SinkhornRouter, router_bias=True, num_experts=4)
+    with torch.no_grad():
+        layer.router.bias[2] = -torch.inf
+        others.router.weight.copy_(layer.router.weight[open_experts])
+    ids = layer.router(x).expert_ids_TK
+    assert torch.equal(ids, torch.tensor(open_experts)[others.router(x).expert_ids_TK.long()])
+
+
 def test_noise_widens_with_its_weight_and_learns() -> None:
     layer = build(NoisyTopKRouter)
     x = tokens(5000)

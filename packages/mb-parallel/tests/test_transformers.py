@@ -85,6 +85,7 @@ def _keep_swapped_state() -> None:
         StateDictOptions,
         get_model_state_dict,
         get_state_dict,
+        set_model_state_dict,
         set_state_dict,
     )
     from torch.distributed.device_mesh import init_device_mesh
@@ -108,6 +109,12 @@ def _keep_swapped_state() -> None:
     assert whole.keys() == expected.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, expected[name]), name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), expected[name]), name
     ids = torch.arange(8)[None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 

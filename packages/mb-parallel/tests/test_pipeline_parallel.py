@@ -2,16 +2,15 @@
 
 import gc
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import tiny_gpt
 import torch
+from mb_layers import MoEConfig, dMoE
 from mb_layers.moe import MoELayer
-from mb_parallel import ParallelDims, apply_data_parallel
-from mb_parallel.engines import torch_release
+from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
 from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher, Place
 from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.pipeline_parallel import (
@@ -21,7 +20,7 @@ from mb_parallel.pipeline_parallel import (
     split_layers,
     stage_indices,
 )
-from mb_parallel.pipeline_parallel.engine import Stage
+from mb_parallel.pipeline_parallel.engine import Stage, _use_a_weight_twice
 from mb_parallel.pipeline_parallel.placement import rank_of_stage
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
@@ -357,44 +356,64 @@ def test_a_stage_without_states_for_the_next_is_told_so():
 
 
 class Twice(torch.nn.Module):
-    """A stage that uses its weights twice."""
+    """A stage that uses its weights twice, those of experts too."""
 
     def __init__(self, index):
         super().__init__()
         torch.manual_seed(index)
         self.first, self.last = index == 0, index == 3
         self.layer = torch.nn.Linear(4, 4)
+        sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2}
+        self.experts = dMoE(MoEConfig(**sizes, mlp_bias=True, init_method_std=0.5))
 
     def forward(self, x):
-        x = self.layer(self.layer(x).tanh())
-        return tiny_gpt.Output(x, {"loss": x.square().sum()} if self.last else {}, None, {})
+        aux_loss = 0.0
+        for _ in range(2):
+            out = self.experts(self.layer(x).tanh())
+            x, aux_loss = x + out.y, aux_loss + out.aux_loss
+        losses = {"loss": x.square().sum()} if self.last else {}
+        return tiny_gpt.Output(x, losses, aux_loss, {})
 
 
-def _uses_twice(rank, world_size):
-    mesh = ParallelDims(pp=2).build("cpu")
-    schedule = "interleaved-zero-bubble"
-    indices = stage_indices(schedule, pp_size=2, pp_rank=rank, stages_per_rank=2)
+def _uses_twice(rank, world_size, schedule, dims):
+    mesh = ParallelDims(**dims).build("cpu")
+    indices = stage_indices(schedule, pp_size=2, pp_rank=mesh.pp_rank, stages_per_rank=2)
     stages = [Twice(index) for index in indices]
+    for stage in stages:
+        parallelize_experts(stage, mesh)
+        apply_data_parallel(stage, mesh, blocks=[], zero_stage=1)
     pipeline = Pipeline(stages, mesh, schedule=schedule, first_input="x", hidden_size=4)
-    batches = [{"x": torch.full((1, 2, 4), m + 1.0)} for m in range(2)]
-    pipeline.step(batches)
+    batches = [{"x": torch.linspace(-1, m, 8).view(1, 2, 4)} for m in range(4)]
+    pipeline.step(batches[mesh.dp_rank :: mesh.dp_size])
     whole = [Twice(index) for index in range(4)]
     for batch in batches:
-        x = batch["x"]
+        x, aux_loss = batch["x"], 0.0
         for stage in whole:
-            x = stage(x).x
-        x.square().sum().backward()
+            out = stage(x)
+            x, aux_loss = out.x, aux_loss + out.aux_loss
+        (out.losses["loss"] + aux_loss / len(batches)).backward()
     for index, stage in zip(indices, stages, strict=True):
         for p, alone in zip(stage.parameters(), whole[index].parameters(), strict=True):
-            torch.testing.assert_close(p.grad, alone.grad)
+            torch.testing.assert_close(tiny_gpt.whole(p.grad), alone.grad)
 
 
-def test_weights_used_twice_in_a_schedule_of_halves():
-    """Torch 2.11 counted the gradient through both uses twice, without an error."""
-    old = torch_release() < (2, 13)
-    wanted = pytest.raises(RuntimeError, match="weights that a stage's pass uses once")
-    with wanted if old else nullcontext():
-        run_ranks(_uses_twice, 2)
+@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
+@pytest.mark.parametrize(
+    "dims", [{"pp": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=["pp2", "pp2 dp2 ep2"]
+)
+def test_weights_used_twice_in_a_schedule_of_halves(schedule, dims):
+    """Torch 2.11 counted the gradient through both uses twice, 2.13 freed the experts' graph."""
+    run_ranks(_uses_twice, 4 if "ep" in dims else 2, schedule, dims)
+
+
+def test_the_backward_pass_of_weights_used_once_is_taken_apart():
+    model = tiny_gpt.build(replace(MOE, tied=False))
+    x = model.embedding(torch.arange(8)[None]).detach().requires_grad_()
+    for block in model.stack.blocks.values():
+        assert not _use_a_weight_twice([block(x, None)[0].grad_fn])  # though x is used often
+    assert not _use_a_weight_twice([None])  # of a frozen stage
+    layer = torch.nn.Linear(4, 4)
+    assert _use_a_weight_twice([layer(layer(torch.ones(4))).grad_fn])
 
 
 def test_a_sequence_that_the_tp_ranks_cannot_share_is_refused():

@@ -54,9 +54,12 @@ def _through(model, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     out.loss.backward()
     result["logits"] = out.logits.detach()
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        result[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        result[name] = full(parameter.grad)
     return result
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _qwen2_moe():
@@ -185,6 +188,40 @@ def test_adapters_of_a_spread_model_are_saved_whole(tmp_path):
         assert saved.keys() == expected.keys()
         for place, tensor in expected.items():
             assert torch.equal(saved[place], tensor), (name, place)
+
+
+def _save_and_load_whole(rank: int, ranks: int, folder: str) -> None:
+    from mb_layers.transformers import swap_blocks
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for name, ep, zero_stage in (("experts", 2, 0), ("shards", 1, 3), ("both", 2, 2)):
+        model, mesh = _qwen2_moe(), ParallelDims(dp_shard=2, ep=ep).build("cpu")
+        swap_blocks(model)
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=model.model.layers, zero_stage=zero_stage)
+        whole = get_model_state_dict(model, options=options)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/{name}", state_dict=whole)
+        kept = {n: full(p.detach()) for n, p in model.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        set_model_state_dict(model, _qwen2_moe().state_dict(), options=options)
+        for n, parameter in model.named_parameters():
+            assert torch.equal(full(parameter.detach()), kept[n]), (name, n)
+
+
+def test_a_spread_model_is_saved_whole_and_loaded(tmp_path):
+    expected = _qwen2_moe()
+    run_ranks(_save_and_load_whole, 2, str(tmp_path))
+    for name in ("experts", "shards", "both"):
+        saved = type(expected).from_pretrained(tmp_path / name, dtype=torch.float32)
+        torch.testing.assert_close(saved.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 def _tensor_parallel(rank: int, ranks: int, folder: str, sequence_parallel: bool):

@@ -20,6 +20,7 @@ from mb_layers.arguments import described
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in
+from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import (
     block_rules,
@@ -319,10 +320,19 @@ def _load_block_names(
 
 
 def _sharded_as(tensor: Any, ours: Any) -> Tensor:
-    """A DTensor sharded as ours is: `state_dict` gathered what it had to take apart."""
+    """A DTensor sharded as ours is, of one that `state_dict` had to gather or of a whole tensor.
+
+    torch's `set_model_state_dict` shards the whole ones of a `full_state_dict` by the names of
+    modules, and so none of a block.
+    """
     placements = getattr(ours, "placements", None)
-    if placements is None or getattr(tensor, "placements", placements) == placements:
+    if placements is None or getattr(tensor, "placements", None) == placements:
         return tensor
+    if not is_dtensor(tensor):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        everywhere = [Replicate()] * len(placements)
+        tensor = DTensor.from_local(tensor, ours.device_mesh, everywhere, run_check=False)
     return tensor.redistribute(placements=placements)
 
 

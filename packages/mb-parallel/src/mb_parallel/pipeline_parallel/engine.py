@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from mb_layers.losses import attach_aux_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel.counts import step_counts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
@@ -57,6 +54,9 @@ class Stage(PipelineStage):
         # node does not own the node (before torch 2.13), which is freed with its graph. The node
         # of a view does own what is behind it, so one of these is kept.
         self.graphs: dict[int, list[Any]] = {}
+        # Micro-batches whose backward pass is left whole. Of a weight that is used twice torch's
+        # halves count a gradient twice (before 2.13), or go through a graph that is freed.
+        self.whole: set[int] = set()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes the number of the micro-batch."""
@@ -73,8 +73,7 @@ class Stage(PipelineStage):
         rest = {name: value for name, value in batch.items() if name != passing.first_input}
         received = args[0] if len(args) == 1 else args
         x = batch[passing.first_input] if self.is_first else received
-        with _each_weight_once() if self.in_halves else nullcontext():
-            output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
+        output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
         passing.reported[self.stage_index, "metric"].append(_kept(output.metrics))
         if self.is_last:
             passing.reported[self.stage_index, "loss"].append(_kept(output.losses))
@@ -107,7 +106,9 @@ class Stage(PipelineStage):
 
     def _hold(self, outputs: Iterable[Tensor]) -> None:
         if self.in_halves and torch.is_grad_enabled():
-            self.graphs[self.number] = [x.view_as(x).grad_fn for x in outputs]
+            nodes: list[Any] = [x.view_as(x).grad_fn for x in outputs]
+            self.graphs[self.number] = nodes
+            (self.whole.add if _use_a_weight_twice(nodes) else self.whole.discard)(self.number)
 
     def _own(self, stream: Tensor) -> Tensor:
         """A stream as the schedule needs it: no view if it will be detached."""
@@ -123,12 +124,8 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """See the base class; nothing is left for a second half behind the only micro-batch.
-
-        Halves would fill no idle time there, and leave FSDP2 gradients of two dtypes in 16 bit:
-        those of the second half come behind its hooks, which only another micro-batch sets off.
-        """
-        full_backward = full_backward or self._alone
+        """See the base class; nothing is left for a second half of a pass that is left whole."""
+        full_backward = full_backward or self._left_whole(bwd_chunk_id)
         self._resume(bwd_chunk_id)
         if full_backward:
             self.graphs.pop(bwd_chunk_id, None)
@@ -136,16 +133,21 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class."""
-        if self._alone:
+        if self._left_whole(bwd_chunk_id):
             return None
         self._resume(bwd_chunk_id)
         done = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.graphs.pop(bwd_chunk_id, None)
         return done
 
-    @property
-    def _alone(self) -> bool:
-        return len(self.passing.batches) == 1
+    def _left_whole(self, number: int) -> bool:
+        """Whether a micro-batch's backward pass is not taken apart, also if the schedule would.
+
+        Nor is that of the only one. Halves would fill no idle time there, and leave FSDP2 gradients
+        of two dtypes in 16 bit: those of the second half come behind its hooks, which only another
+        micro-batch sets off.
+        """
+        return len(self.passing.batches) == 1 or number in self.whole
 
     def _resume(self, number: int) -> None:
         for counts in self.counts:
@@ -187,30 +189,17 @@ def _kept(reported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in reported.items()}
 
 
-@contextmanager
-def _each_weight_once() -> Generator[None]:
-    """Within: a module whose weights this pass has used is refused, before torch 2.13.
-
-    The halves of its backward passes count what goes through both uses twice, without an error.
-    """
-    used: set[int] = set()
-
-    def note(module: nn.Module, _: Any) -> None:
-        mine = {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
-        if torch.is_grad_enabled() and not used.isdisjoint(mine):
-            raise ValueError(
-                "Expected weights that a stage's pass uses once, in a schedule of backward passes "
-                f"in halves, got those of a {type(module).__name__} a second time, whose gradient "
-                f"would be wrong with torch {torch.__version__}. Take interleaved-1f1b or torch "
-                "2.13."
-            )
-        used.update(mine)
-
-    if torch_release() >= (2, 13):
-        yield
-        return
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _use_a_weight_twice(nodes: Iterable[Any]) -> bool:
+    """Whether two ops of the graph behind these nodes take the same parameter."""
+    seen = set(nodes) - {None}
+    waiting, used = list(seen), set()
+    while waiting:
+        for behind in {node for node, _ in waiting.pop().next_functions if node is not None}:
+            if isinstance(getattr(behind, "variable", None), nn.Parameter):
+                if behind in used:
+                    return True
+                used.add(behind)
+            elif behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return False

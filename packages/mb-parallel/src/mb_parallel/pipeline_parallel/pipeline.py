@@ -145,7 +145,7 @@ class Pipeline:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """Parameters of this rank that the first stage has too: leave them out of a norm."""
+        """Parameters of this rank that the first stage has too: a norm's `uncounted`."""
         return [copy for tied in self.tied for copy in tied.copies]
 
     def step(

@@ -148,6 +148,8 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     model += [rng.choice(norms)]
     model += [rng.choice(["", "", "--mtp-num-layers 1", "--mtp-num-layers 2"])]
     model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
+    model += [rng.choice(["", "", "--attention-output-gate"])]
+    model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 

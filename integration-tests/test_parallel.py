@@ -77,6 +77,11 @@ SINKS = (
     "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
     f"--moe-mlp-bias --moe-router-bias {HEADS} {GROUPS}"
 )
+# Layer 0 has a window and positions, layer 1 neither; of three, layer 2 has both again.
+GATES = (
+    "--attention-output-gate --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
+    f"--normalization RMSNorm --qk-layernorm --norm-placement both {HEADS} {GROUPS}"
+)
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 UNTIED = "--untie-embeddings-and-output-weights"
 # Without sequence and context parallelism, where a rank balances its own part of a sequence.
@@ -89,6 +94,7 @@ ALONE = {
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
     "sinkhorn": SINKHORN,
+    "gates": GATES,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -108,6 +114,13 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "sinks zero3, recompute": (
         2,
         f"--zero-stage 3 --recompute-granularity selective {SINKS}",
+        True,
+    ),
+    "gates tp2 sp": (2, f"{TP} 2 {SP} {GATES} {DOCUMENTS} {ROWS}", True),
+    "gates pp2": (2, f"{PP} 2 {GATES}", True),
+    "gates cp2 zero3, recompute": (
+        2,
+        f"{CP} 2 --zero-stage 3 --recompute-granularity full {GATES} {DOCUMENTS}",
         True,
     ),
     "pp2 dense": (2, f"{PP} 2", False),
@@ -169,6 +182,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
     "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
+    "gates cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {GATES}", True),
+    "gates tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {GATES} {FURTHER}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),
     "sinkhorn tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKHORN}", True),

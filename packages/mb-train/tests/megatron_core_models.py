@@ -77,6 +77,7 @@ BIASED_ARGS = {
     "moe_aux_loss_coeff": [0.02], "moe_expert_capacity_factor": 1.5,
     "moe_token_drop_policy": "position", "moe_z_loss_coeff": 0.001,
 }  # fmt: skip
+GATES = {"attention_output_gate": True, "no_rope_freq": 2}
 # GPT-OSS's attention and gate.
 SINKS = {
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "swiglu": False,

@@ -223,6 +223,8 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
         ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),
         ({"window_size": 0}, "no --window-size with --multi-latent-attention, got both: 0"),
         ({"softmax_type": "learnable"}, "--softmax-type vanilla with --multi-latent-att"),
+        ({"attention_output_gate": True}, "no --attention-output-gate with --multi-.*, got both"),
+        ({"no_rope_freq": 9}, "no --no-rope-freq with --multi-latent-attention, got both: 9"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -278,6 +280,51 @@ def test_every_nth_layer_sees_all(every, layers, in_force):
     assert [made.window_of(layer) for layer in range(5)] == [3 if near else None for near in layers]
 
 
+@pytest.mark.parametrize(
+    ("every", "layers", "in_force"),
+    [
+        (None, [True] * 5, None),
+        (1, [False] * 5, 1),
+        (2, [True, False, True, False, True], 2),
+        (5, [True] * 4 + [False], 5),
+        (6, [True] * 5, None),
+    ],
+)
+def test_every_nth_layer_has_no_positions(every, layers, in_force):
+    rope = {"num_layers": 5, "position_embedding_type": "rope"}
+    config = TrainConfig(**RUN | rope, no_rope_freq=every)
+    assert list(map(config.has_rope, range(5))) == layers
+    assert config.unrotated == in_force
+    made = transformer_config(config, 64)
+    assert list(map(made.rotates, range(5))) == layers
+    other = TrainConfig(**RUN | {"num_layers": 5}, no_rope_freq=every)
+    assert (other.unrotated, transformer_config(other, 64).rope_layers) == (None, None)
+
+
+def test_a_run_of_before_there_were_gates_is_of_the_same_model():
+    def identity(**change):
+        config = TrainConfig(**RUN | {"position_embedding_type": "rope"}, **change)
+        return config.model_identity(vocab_size=64, tokenizer="")
+
+    kept = identity()
+    for name in ("gates", "sinks"):
+        assert kept.pop(name) is None  # as if it had never been
+    assert identity(no_rope_freq=2) == identity()
+    assert identity(attention_output_gate=True) == identity() | {"gates": True}
+
+
+def test_gates_and_layers_without_positions_are_of_no_t5():
+    t5 = RUN | {"model": "t5", "decoder_seq_length": 8}
+    with pytest.raises(ValueError, match="another --model than t5 with --attention-output-gate"):
+        TrainConfig(**t5, attention_output_gate=True)
+    with pytest.raises(ValueError, match="another --model than t5 with --no-rope-freq 2"):
+        TrainConfig(**t5, position_embedding_type="rope", no_rope_freq=2)
+    with pytest.raises(ValueError, match="--no-rope-freq above 0, got 0"):
+        TrainConfig(**RUN, no_rope_freq=0)
+    bert = RUN | {"model": "bert", "position_embedding_type": "rope"}
+    assert TrainConfig(**bert, attention_output_gate=True, no_rope_freq=2).unrotated == 2
+
+
 def test_windows_and_sinks_are_a_gpts():
     assert TrainConfig(**RUN, window_attn_skip_freq=2).windows is None
     assert TrainConfig(**RUN, window_size=0, window_attn_skip_freq=3).windows == (0, None)
@@ -300,12 +347,12 @@ def test_every_choice_of_a_model_reaches_it():
         "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
         "moe_router_type": ("sinkhorn", "router"),
         "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
-        "softmax_type": ("learnable", "softmax"),
+        "softmax_type": ("learnable", "softmax"), "attention_output_gate": (True, "output_gate"),
     }  # fmt: skip
     others = {
         "normalization": "RMSNorm", "qk_layernorm": True, "use_rope_scaling": True, "swiglu": True,
         "untie_embeddings_and_output_weights": True, "moe_num_experts": 2, "moe_first_k_dense": 1,
-        "window_attn_skip_freq": 2,
+        "window_attn_skip_freq": 2, "no_rope_freq": 2,
     }  # fmt: skip
     said = {name: value for name, (value, _) in values.items()}
     made = transformer_config(TrainConfig(**RUN | said | others), 64)
@@ -320,7 +367,7 @@ def test_every_choice_of_a_model_reaches_it():
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above
-    assert made.window_layers == (True, False)
+    assert made.window_layers == made.rope_layers == (True, False)
     assert every[-1].fp8_spares == (1, 2)
     assert transformer_config(TrainConfig(**RUN), 64).qkv_bias
 

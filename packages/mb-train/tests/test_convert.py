@@ -20,7 +20,7 @@ from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
-NEAR = "sliding_attention"
+NEAR, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
@@ -94,6 +94,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("minimax_m2", {"rope_parameters": {**YARN}, "head_dim": 12, "rotary_dim": None}),
         ("ernie4_5_moe", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+        ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
+        ("afmoe", {"mup_enabled": True, "rope_parameters": {**YARN}}),
     ],
     ids=str,
 )
@@ -173,6 +175,18 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("flex_olmo", {"norm_topk_prob": True, "head_dim": 12}),
         ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 12}),
         ("exaone4", {"sliding_window": 5, "layer_types": [NEAR] * 2}),
+        ("exaone4", {"sliding_window": 5, "layer_types": [NEAR, FULL]}),
+        ("exaone4", {"sliding_window": 5, "layer_types": None, "sliding_window_pattern": 2}),
+        ("exaone4", {"sliding_window": 5, "layer_types": [FULL] * 2}),
+        ("exaone_moe", {"layer_types": [NEAR] * 4, "head_dim": 12, "num_shared_experts": 1}),
+        ("exaone_moe", {"first_k_dense_replace": 4, "layer_types": None, "n_group": 1}),
+        ("exaone_moe", {"mlp_layer_types": ["sparse"] * 4, "norm_topk_prob": False}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0], "head_dim": 12}),
+        ("smollm3", {"no_rope_layers": [0] * 4, "tie_word_embeddings": False}),
+        ("smollm3", {"sliding_window": 5, "use_sliding_window": True, "layer_types": [NEAR] * 4}),
+        ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 2, "num_dense_layers": 0}),
+        ("afmoe", {"layer_types": [NEAR] * 4, "num_dense_layers": 4, "tie_word_embeddings": True}),
+        ("afmoe", {"layer_types": [FULL] * 4, "num_key_value_heads": None, "head_dim": 8}),
     ],
     ids=str,
 )
@@ -253,6 +267,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("qwen3_moe", {}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
+        ("afmoe", {}),
     ],
     ids=str,
 )
@@ -285,6 +300,20 @@ def test_without_a_shared_expert(tmp_path, kind):
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
     ).eval()
+    for other in (load_trained(tmp_path / "run").model, back):
+        torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_embeddings_that_a_class_multiplies_are_ours_multiplied(tmp_path):
+    model, said = theirs("afmoe", mup_enabled=True), []
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
+    assert "its class multiplies embeddings by 6.9282: they are read as these products" in said
+    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    assert not back.config.mup_enabled
     for other in (load_trained(tmp_path / "run").model, back):
         torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
 
@@ -328,6 +357,9 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "olmo3",
         "flex_olmo",
         "exaone4",
+        "exaone_moe",
+        "smollm3",
+        "afmoe",
         "glm4",
     ],
 )
@@ -369,9 +401,6 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
     torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
-NEAR, FULL = "sliding_attention", "full_attention"
-
-
 @pytest.mark.parametrize(
     ("kind", "also", "windows"),
     [
@@ -393,6 +422,9 @@ NEAR, FULL = "sliding_attention", "full_attention"
         ("gpt_oss", {"layer_types": [NEAR] * 3}, (4, None)),
         ("gpt_oss", {"layer_types": [NEAR, NEAR, FULL], "sliding_window": 3}, (2, 3)),
         ("gpt_oss", {"layer_types": [FULL] * 3}, None),
+        ("smollm3", {"use_sliding_window": False, "sliding_window": 5}, None),
+        ("exaone_moe", {}, (4, 3)),
+        ("afmoe", {"layer_types": [NEAR, NEAR, NEAR, FULL]}, (4, 4)),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,6 +9,8 @@ from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, YARN, theirs, transformers
 
+NEARS = ["sliding_attention"] * 3
+
 
 class Asked(dict):
     """A configuration that remembers which of its settings were looked at."""
@@ -194,12 +196,35 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
             "one rope for all layers of config.json, got one each for full_attention",
         ),
-        ("exaone4", {"sliding_window": 5}, "sliding_window of config.json to be None, or in all"),
+        ("exaone4", {"attention_bias": True}, "attention_bias of"),
+        (
+            "exaone4",
+            {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window of config.json to be of all layers or of all but .* got 5 in others",
+        ),
         (
             "exaone4",
             {"sliding_window": 5, "layer_types": None, "sliding_window_pattern": "LG"},
-            "got 5 in some",
+            "got 5 in others",
         ),
+        ("exaone_moe", {"layer_types": ["full_attention", *NEARS]}, "got 5 in others"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types of"),
+        ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func of"),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers of .* got .1, 0, 0, 1"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers of .* each of 4 layers"),
+        ("smollm3", {"no_rope_layers": []}, "no_rope_layers of .* each of 4 layers"),
+        ("smollm3", {"no_rope_layers": 4}, "should not have"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias of"),
+        ("smollm3", {"attention_bias": True}, "attention_bias of"),
+        ("afmoe", {"attention_bias": True}, "attention_bias of"),
+        ("afmoe", {"score_func": "softmax"}, "score_func of"),
+        ("afmoe", {"route_norm": False}, "route_norm of"),
+        ("afmoe", {"n_group": 2}, "n_group of"),
+        ("afmoe", {"num_limited_groups": 2}, "num_limited_groups of"),
+        ("afmoe", {"mup_enabled": True, "tie_word_embeddings": True}, "tie_word_embeddings of"),
+        ("afmoe", {"sliding_window": None}, "got None in others"),
+        ("afmoe", {"layer_types": ["full_attention", *NEARS]}, "got 5 in others"),
+        ("afmoe", {"hidden_act": "gelu"}, "hidden_act of"),
     ],
     ids=str,
 )
@@ -219,6 +244,10 @@ OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over"
 GLM4_MOE = LLAMA | {
     "moe_num_experts": 4, "moe_router_score_function": "sigmoid", "moe_renormalize": True,
     "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 16,
+}  # fmt: skip
+AFMOE = GLM4_MOE | {
+    "attention_output_gate": True, "norm_placement": "both", "qk_layernorm": True,
+    "window_size": 3, "window_attn_skip_freq": 2, "no_rope_freq": 2, "num_layers": 4,
 }  # fmt: skip
 DEEPSEEK = LLAMA | {
     "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "multi_latent_attention": True,
@@ -296,7 +325,33 @@ def run_config(**fields):
         (
             {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "num_layers": 2}
             | {"window_size": 3, "window_attn_skip_freq": 2},
-            "Exaone4ForCausalLM, has no positions in .* got --window-attn-skip-freq 2",
+            "Exaone4ForCausalLM, cannot say its --no-rope-freq None",
+        ),
+        (
+            {**LLAMA, "no_rope_freq": 2, "num_layers": 2, "qk_layernorm": True},
+            "ExaoneMoeForCausalLM, cannot say its --no-rope-freq 2",
+        ),
+        ({**LLAMA, "no_rope_freq": 1, "add_qkv_bias": True}, "SmolLM3.* its --add-qkv-bias True"),
+        (
+            {**OLMOE, "no_rope_freq": 1, "qk_layernorm_over": "head"},
+            "ExaoneMoeForCausalLM, cannot say its .*--moe-router-score-function softmax",
+        ),
+        (
+            {**AFMOE, "window_attn_skip_freq": 4},
+            "AfmoeForCausalLM, cannot say its --no-rope-freq 2",
+        ),
+        ({**AFMOE, "no_rope_freq": None}, "AfmoeForCausalLM, cannot say its --no-rope-freq None"),
+        (
+            {**AFMOE, "window_size": None, "no_rope_freq": None},
+            "AfmoeForCausalLM, cannot say its --no-rope-freq None",
+        ),
+        ({**AFMOE, "norm_placement": None}, "AfmoeFor.* cannot say its --norm-placement before"),
+        ({**AFMOE, "add_qkv_bias": True}, "AfmoeForCausalLM, cannot say its --add-qkv-bias True"),
+        ({**AFMOE, "moe_renormalize": False}, "Afmoe.* cannot say its --moe-renormalize False"),
+        ({"attention_output_gate": True}, "AfmoeFor.* --position-embedding-type learned"),
+        (
+            {"model": "bert", "attention_output_gate": True},
+            "cannot say its --attention-output-gate",
         ),
         (
             {**OLMOE, "norm_placement": "both"},
@@ -348,6 +403,18 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     softmax = {"moe_router_score_function": "softmax", "moe_first_k_dense": 1, "num_layers": 2}
     assert kind(**GLM4_MOE | softmax) == "ernie4_5_moe"
     assert kind(**GLM4_MOE | OLMOE, rotary_percent=0.5) == "minimax_m2"
+    whole = {"window_attn_skip_freq": None, "no_rope_freq": None}
+    assert kind(**AFMOE) == kind(**AFMOE | whole) == "afmoe"
+    assert kind(**AFMOE | {"moe_num_experts": None}) == "afmoe"
+    assert kind(**AFMOE | {"window_size": None, "no_rope_freq": 1}) == "afmoe"
+    other = {"attention_output_gate": False, "norm_placement": None}
+    assert kind(**AFMOE | other) == kind(**AFMOE | whole | other) == "exaone_moe"
+    assert kind(**AFMOE | other | {"window_size": None, "no_rope_freq": 1}) == "exaone_moe"
+    output = {"norm_placement": "output", "qk_layernorm": True}
+    assert kind(**LLAMA, **some, **output, no_rope_freq=2) == "exaone4"
+    assert kind(**LLAMA, no_rope_freq=2, num_layers=2) == "smollm3"
+    assert kind(**LLAMA, **some, no_rope_freq=1) == "smollm3"
+    assert kind(**LLAMA, no_rope_freq=2) == "llama"  # of one layer
     assert kind(**GLM4_MOE) == kind(**GLM4_MOE, **one, num_layers=2) == "glm4_moe"
 
 

@@ -195,16 +195,22 @@ def test_layers_behind_the_last_are_left_out_with_a_word(tmp_path):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
-def test_what_guesses_without_a_layers_number_is_left_out_with_a_word(tmp_path):
-    model = theirs("ernie4_5_moe")
+@pytest.mark.parametrize(
+    ("kind", "guessing"),
+    [
+        ("ernie4_5_moe", ("model.mtp_block.0.self_attn.q_proj", "model.mtp_linear_proj.0")),
+        ("exaone_moe", ("mtp.layers.0.self_attn.q_proj", "mtp.fc")),
+    ],
+)
+def test_what_guesses_without_a_layers_number_is_left_out_with_a_word(tmp_path, kind, guessing):
+    model = theirs(kind)
     model.save_pretrained(tmp_path)
-    guessing = ("mtp_block.0.self_attn.q_proj", "mtp_linear_proj.0")
-    more = {f"model.{name}.weight": torch.ones(2) for name in guessing}
+    more = {f"{name}.weight": torch.ones(2) for name in guessing}
     write_tensors(tmp_path, {**TensorFolder(tmp_path), **more})
     said = []
     read_model(tmp_path, say=said.append)
     assert len(said) == 1
-    assert "mtp_" in said[0]
+    assert "mtp" in said[0]
     assert "left out" in said[0]
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 

@@ -158,6 +158,12 @@ KINDS = {
         "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
         "mscale_all_dim": 1.0,
     },
+    "trinity": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,
+        "norm_placement": "both", "attention_output_gate": True, "window_size": 8,
+        "window_attn_skip_freq": 2, "no_rope_freq": 2,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both"},

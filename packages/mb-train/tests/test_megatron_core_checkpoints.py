@@ -11,6 +11,7 @@ from megatron_core_models import (
     BIASED,
     BIASED_ARGS,
     FURTHER,
+    GATES,
     HIDDEN,
     LATENT,
     LAYERS,
@@ -123,6 +124,19 @@ def change_each(folder, change):
             LLAMA | {"window_size": [3, 0], "window_attn_skip_freq": [1, 1, 1, 0]},
             {},
         ),
+        (LLAMA | GATES, LLAMA | GATES, {"tp": 2, "pp": 2, "chunks": 2}),
+        (
+            LLAMA | GATES | {"add_qkv_bias": True},
+            LLAMA | GATES | {"add_qkv_bias": True, "no_rope_freq": [0, 1, 0, 1]},
+            {},
+        ),
+        (LLAMA | {"no_rope_freq": 1}, LLAMA | {"no_rope_freq": [1] * 4}, {}),
+        (LLAMA | {"no_rope_freq": 5}, LLAMA | {"no_rope_freq": [0] * 4}, {}),
+        (
+            LLAMA | FURTHER | {"attention_output_gate": True, "no_rope_freq": 1},
+            LLAMA | FURTHER | {"attention_output_gate": True, "no_rope_freq": 1},
+            {"tp": 2, "pp": 2},
+        ),
     ],
 )  # fmt: skip
 def test_ranks_are_joined(tmp_path, fields, args, ranks, kind):
@@ -155,7 +169,11 @@ def test_the_command_makes_a_run(tmp_path):
         ({"apply_layernorm_1p": True}, "norms multiply by 1 more than the weights"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"use_mup": True}, "are not scaled by the width"),
-        ({"rotary_base_per_layer": [1e4, 1e6]}, "every layer has the same positions"),
+        ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
+        ({"head_wise_attn_gate": True}, "its gate that of --attention-output-gate"),
+        ({"attention_output_gate": True}, r"attention\.qkv\.weight of .* to be \[128, 32\], got"),
+        (LLAMA | {"no_rope_freq": [1, 0, 0, 0]}, "--no-rope-freq to be no positions in every n-th"),
+        (LLAMA | {"no_rope_freq": [0, 1]}, "--no-rope-freq to be of --num-layers 4, got"),
         ({"softmax_type": "learnable"}, r"missing .* layers\.0\..*core_attention\.softmax_off"),
         ({"window_size": (5, 2)}, r"--window-size to be the tokens before .* got \(5, 2\)"),
         ({"window_size": (5, 0), "window_attn_skip_freq": [0, 1, 1, 0]}, "but every n-th"),
@@ -186,6 +204,12 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         assert config.mtp_num_layers == kept
         numbers = {name.split(".")[1] for name in weights if name.startswith("mtp.")}
         assert numbers == ({"0"} if kept else set())
+    uneven = {"no_rope_freq": 2}, {"window_size": [3, 0], "window_attn_skip_freq": 2}
+    for number, some in enumerate(uneven):
+        there = write(tmp_path / f"uneven-{number}", model, **LLAMA, **FURTHER, **some)
+        with pytest.raises(ValueError, match=r"no modules for .*-freq, got 2: .* leaves them out"):
+            read_megatron(there)
+        assert read_megatron(there, mtp_num_layers=0)[0].mtp_num_layers == 0
     experts = our_model(**LLAMA, **MIXTURE, **FURTHER)
     there = write(tmp_path / "experts", experts, **LLAMA, **MIXTURE_ARGS, **FURTHER)
     config, _ = read_megatron(there, mtp_num_layers=0)

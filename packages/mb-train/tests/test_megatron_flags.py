@@ -98,6 +98,20 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--num-layers 5 --window-attn-skip-freq [1,0]*2",
             r"--window-attn-skip-freq to be of --num-layers 5, got \[1,0\]\*2, which is of 4",
         ),
+        (
+            "--no-rope-freq [1,0]*2",
+            r"--no-rope-freq to be no positions in every n-th .* got \[1,0\]",
+        ),
+        (
+            "--num-layers 5 --no-rope-freq ([0]*3+[1])*2",
+            r"--no-rope-freq to be of --num-layers 5, got .*, which is of 8",
+        ),
+        ("--rotary-base-per-layer 1 2", r"--rotary-base-per-layer cannot .* have --rotary-base,"),
+        (
+            "--head-wise-attn-gate",
+            r"cannot .* came before, its gate that of --attention-output-gate",
+        ),
+        ("--use-gated-attention", r"cannot be honoured: say --attention-output-gate"),
         ("--deepspeed --optimizer lion", r"--deepspeed cannot .* Argument --optimizer: invalid"),
         (
             "--moe-router-load-balancing-type aux_loss global_aux_loss",
@@ -414,6 +428,11 @@ def test_older_spellings_mean_what_they_meant():
         ("--window-attn-skip-freq [1]*5", {"window_attn_skip_freq": 6}),
         ("--window-attn-skip-freq [0]*5", {"window_attn_skip_freq": 1}),
         ("--window-attn-skip-freq [1,0]*3 --window-attn-skip-freq=3", {"window_attn_skip_freq": 3}),
+        ("--attention-output-gate", {"attention_output_gate": True}),
+        ("--no-rope-freq 4", {"no_rope_freq": 4}),
+        ("--no-rope-freq ([0]*3+[1]*1)*3", {"no_rope_freq": 4}),
+        ("--no-rope-freq=[0]*5", {"no_rope_freq": 6}),
+        ("--no-rope-freq [1]*5 --no-rope-freq=3", {"no_rope_freq": 3}),
         ("--eval-iters -1", {"eval_iters": 0}),
         (
             "--exit-interval 0 --exit-duration-in-mins 0 --moe-shared-expert-intermediate-size 0",

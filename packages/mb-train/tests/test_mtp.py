@@ -31,6 +31,9 @@ KINDS = {
     "a window in the first layer": {
         "window_size": 2, "window_attn_skip_freq": 2, "position_embedding_type": "rope",
     },
+    "gates, and no positions in the last layer": {
+        "attention_output_gate": True, "no_rope_freq": 2, "position_embedding_type": "rope",
+    },
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both", "normalization": "RMSNorm"},
     "what norms put out kept": {"norm_placement": "kept"},

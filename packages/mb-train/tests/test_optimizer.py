@@ -77,6 +77,20 @@ def test_muon_takes_the_maps_of_latent_attention_apart():
         assert not torch.equal(before[name], model.get_parameter(name)), name
 
 
+def test_muon_takes_gates_apart_from_their_queries():
+    groups = {"group_query_attention": True, "num_query_groups": 2, "num_attention_heads": 4}
+    config, model = make(optimizer="muon", attention_output_gate=True, **groups)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rows = {
+        names[p]: group["fused"] for group in parameter_groups([model], config) if group["muon"]
+        for p in group["params"]
+    }  # fmt: skip
+    C = model.stack.blocks["0"].attention.head_size
+    assert rows["stack.blocks.0.attention.qkv.weight"] == (2 * C, 2 * C, C, C)
+    weight = model.stack.blocks["0"].attention.qkv.weight
+    assert len(weight) == 2 * (2 + 2 + 1 + 1) * C
+
+
 def test_muon_takes_no_head_of_a_bert():
     config = TrainConfig(**SIZES, model="bert", optimizer="muon")
     model = one_process_task(config, None, vocab_size=61).build_model(compute_dtype=torch.float32)

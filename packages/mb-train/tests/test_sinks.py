@@ -151,6 +151,10 @@ MODELS = {
     "sinks": {"softmax": "learnable"},
     "both": {"window": 3, "window_layers": (False, True), "softmax": "learnable"},
     "off by one": {"window": 2, "softmax": "off-by-one"},
+    "gates and positions": {
+        "window": 3, "window_layers": (True, False), "rope_layers": (True, False),
+        "output_gate": True, "softmax": "learnable",
+    },
 }  # fmt: skip
 
 

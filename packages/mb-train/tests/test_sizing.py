@@ -44,6 +44,10 @@ LATENT = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False,
 }  # fmt: skip
+MODERN = {
+    "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
+    "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
+}  # fmt: skip
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -53,10 +57,9 @@ GPT_OSS = {
 KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
-    "modern": {
-        "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
-        "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
-    },
+    "modern": MODERN,
+    "gates": MODERN | {"attention_output_gate": True, "no_rope_freq": 2},
+    "positions-in-some-layers": MODERN | {"no_rope_freq": 2},
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},
@@ -298,6 +301,19 @@ def test_ranks_share_rounding():
     assert moved(dp_shard=2, ep=2) == 2 * rows + maps + experts / 2
 
 
+@pytest.mark.parametrize("change", [{"attention_output_gate": True}, {"no_rope_freq": 2}], ids=str)
+@pytest.mark.parametrize("groups", [{}, {"num_query_groups": 1}, {"group_query_attention": False}])
+def test_gates_and_layers_without_positions_change_what_is_kept_by_what_is_counted(groups, change):
+    def difference(of):
+        before, after = (config_and_model(MODERN | groups | also) for also in ({}, change))
+        return of(*after) - of(*before)
+
+    def counted(config, work, model):
+        return activations_bytes(work, config, ParallelDims(), 4, on_gpu=False)
+
+    assert difference(counted) == difference(lambda config, _, model: kept_bytes(model, config))
+
+
 @pytest.mark.parametrize("kind", _COUNTED)
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
     config, work, model = config_and_model(KINDS[kind])
@@ -344,6 +360,7 @@ ODD = {
     "latent": LATENT | {"v_head_dim": 7, "moe_num_experts": 3, "moe_first_k_dense": 1},
     "gpt-oss": GPT_OSS | {"num_query_groups": 1, "moe_first_k_dense": 1},
     "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
+    "gates": {"attention_output_gate": True, "add_bias_linear": False, "add_qkv_bias": True},
     "bert": {"model": "bert", "bert_binary_head": False, "post_layernorm": True},
     "t5": T5 | {"decoder_num_layers": 5, "moe_num_experts": 3, "moe_first_k_dense": 2},
     "ict": {"model": "ict", "biencoder_projection_dim": 7, "position_embedding_type": "none"},

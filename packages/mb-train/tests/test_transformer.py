@@ -32,6 +32,12 @@ KINDS = {
         "head_size": 12, "qk_norm": "latent", "rope_scaling": RopeScaling("yarn", 4.0, 8),
         "moe": EXPERTS, "moe_layers": (False, True, True), "tie_embeddings": False,
     },
+    "trinity": {
+        "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2,
+        "qk_norm": "head", "bias": False, "norms": "both", "output_gate": True,
+        "rope_layers": (True, False, True), "window": 2, "window_layers": (True, False, True),
+        "moe": EXPERTS, "moe_layers": (False, True, True),
+    },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
     "kept": {"norms": "kept", "norm": "rmsnorm"},
     "sum": {"norms": "sum"},

@@ -42,6 +42,12 @@ ERNIE = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "num_hidden_layers": 3,
     "initializer_range": 0.2, "pad_token_id": None,
 }  # fmt: skip
+# Layers 0, 1 and 3 have windows and positions, layers 0 is dense.
+EXAONE = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "sliding_window": 5,
+    "num_hidden_layers": 4, "num_shared_experts": 2, "initializer_range": 0.2,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -88,6 +94,12 @@ ALL = {
     ),
     "flex_olmo": ("FlexOlmo", {**EXPERTS, "initializer_range": 0.2, "pad_token_id": None}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "smollm3": (
+        "SmolLM3",
+        {"num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": None},
+    ),
+    "exaone_moe": ("ExaoneMoe", {**EXAONE, "n_group": 2, "topk_group": 1, "pad_token_id": None}),
+    "afmoe": ("Afmoe", {**EXAONE, "route_scale": 2.5, "head_dim": 12}),
     # Experts that are asked for more than the clamp allows.
     "gpt_oss": ("GptOss", GPT_OSS),
 }
@@ -119,11 +131,11 @@ def theirs(kind, **also):
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("router.gate.weight"):  # AFMoE's is zero
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, bias in (*model.named_buffers(), *model.named_parameters()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 bias.normal_(std=0.3)
     return model.eval()
 

@@ -9,7 +9,7 @@ from mb_train.config.field import AT_LEAST_0, GIVEN, OFF, POSITIVE, flag
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFields:
-    """Heads, latents, norms of queries and keys, windows, sinks."""
+    """Heads, latents, norms of queries and keys, gates, windows, sinks."""
 
     num_attention_heads: int | None = flag(
         "attention heads", bounds=POSITIVE, on_load="model", required=True
@@ -66,6 +66,10 @@ class AttentionFields:
     add_qkv_bias: bool = flag(
         "biases for queries, keys and values where the other maps have none", False,
         on_load="model",
+    )  # fmt: skip
+    attention_output_gate: bool = flag(
+        "multiply what attention returns by the sigmoid of a further map of its input, as "
+        "Qwen3-Next", False, on_load="model", in_force="gates",
     )  # fmt: skip
     attention_scale: float | None = flag(
         "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head's query), with "

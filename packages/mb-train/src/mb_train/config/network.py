@@ -93,6 +93,11 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return size, every if every is not None and every <= whole(self.num_layers) else None
 
     @property
+    def gates(self) -> bool | None:
+        """True if what attention returns has gates, and None if not, as in runs of before."""
+        return self.attention_output_gate or None
+
+    @property
     def sinks(self) -> str | None:
         """Kind of the score more in each sum of attention's softmax, if there is one."""
         return None if self.softmax_type == "vanilla" else self.softmax_type
@@ -101,6 +106,16 @@ class Network(ModelFields, AttentionFields, PositionFields):
         """Whether a token of layer `layer`, counted from 0, sees those near before it alone."""
         every = self.window_attn_skip_freq
         return self.window_size is not None and (every is None or (layer + 1) % every != 0)
+
+    @property
+    def unrotated(self) -> int | None:
+        """n if every n-th layer has no rotary positions; None if all have them, or have others."""
+        every, rope = self.no_rope_freq, self.position_embedding_type == "rope"
+        return every if rope and every is not None and every <= whole(self.num_layers) else None
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has rotary positions, if there are any."""
+        return self.no_rope_freq is None or (layer + 1) % self.no_rope_freq != 0
 
     @property
     def rope_scaling(self) -> tuple[Any, ...] | None:
@@ -149,6 +164,7 @@ class Network(ModelFields, AttentionFields, PositionFields):
         _check_latent(self)
         _check_slowing(self)
         _check_softmax(self)
+        _check_two_stacks(self)
         if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
                 f"Expected a gated --activation with --glu, got {self.activation!r}. "
@@ -194,6 +210,8 @@ def _check_latent(config: Network) -> None:
         ),
         "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
         "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
+        "no --attention-output-gate": (not config.attention_output_gate, "both"),
+        "no --no-rope-freq": (config.no_rope_freq is None, f"both: {config.no_rope_freq}"),
     }
     for wanted, (fits, found) in settings.items():
         if not fits:
@@ -211,6 +229,18 @@ def _check_softmax(config: Network) -> None:
     }
     for words in (words for words, given in settings.items() if given and config.model != "gpt"):
         raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")
+
+
+def _check_two_stacks(config: Network) -> None:
+    """Raise ValueError for what attention to an encoder, or layers of two stacks, have not."""
+    settings = {
+        "--attention-output-gate": config.attention_output_gate,
+        f"--no-rope-freq {config.no_rope_freq}": config.no_rope_freq is not None,
+    }
+    for words in (words for words, given in settings.items() if given and config.model == "t5"):
+        raise ValueError(
+            f"Expected another --model than t5 with {words}. Leave one of the two out."
+        )
 
 
 def _check_slowing(config: Network) -> None:

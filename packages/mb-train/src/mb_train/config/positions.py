@@ -30,6 +30,10 @@ class PositionFields:
         "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said",
         needs=("position_embedding_type", "rope"),
     )  # fmt: skip
+    no_rope_freq: int | None = flag(
+        "every n-th layer has no positions; default all have them", bounds=POSITIVE,
+        on_load="said", in_force="unrotated", needs=("position_embedding_type", "rope"),
+    )  # fmt: skip
     rotary_seq_len_interpolation_factor: float | None = flag(
         "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,
         on_load="said", in_force="rope_scaling", instead_of=("use_rope_scaling", "rope_type"),

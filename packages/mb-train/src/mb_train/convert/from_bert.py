@@ -33,7 +33,8 @@ _FLAGS = {
     "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_size": "--ffn-hidden-size",
     "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",
     "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups",
-    "head_size": "--kv-channels", "norms": "--norm-placement",
+    "head_size": "--kv-channels", "norms": "--norm-placement", "rope_layers": "--no-rope-freq",
+    "output_gate": "--attention-output-gate",
 }  # fmt: skip
 
 

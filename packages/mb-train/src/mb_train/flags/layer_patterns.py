@@ -2,6 +2,7 @@
 
 --moe-layer-freq ([0]*3+[1]*24)     --moe-layer-freq=1 --moe-first-k-dense=3
 --window-attn-skip-freq [1,1,0]*4   --window-attn-skip-freq=3
+--no-rope-freq ([0]*3+[1])*4        --no-rope-freq=4
 --window-size 127,0                 --window-size=127
 """
 
@@ -16,8 +17,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
     Raises:
         ValueError: experts in other layers than every n-th behind dense ones; windows in others
-            than all but every n-th; a list of other layers than `--num-layers`; a window that
-            reaches behind a token.
+            than all but every n-th; no positions in others than every n-th; a list of other layers
+            than `--num-layers`; a window that reaches behind a token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):
@@ -62,6 +63,18 @@ def _windows(text: str, words: Sequence[str]) -> list[str]:
     return [f"--window-attn-skip-freq={every}"]
 
 
+def _without_positions(text: str, words: Sequence[str]) -> list[str]:
+    layers = _layers(text)
+    every = every_nth_full([not without for without in layers])
+    if not layers or every is None:
+        raise ValueError(
+            "Expected --no-rope-freq to be no positions in every n-th layer, as ([0]*3+[1])*4, got "
+            f"{text}."
+        )
+    _check_number("--no-rope-freq", text, layers, words)
+    return [f"--no-rope-freq={every}"]
+
+
 def every_nth_full(windows: Sequence[bool]) -> int | None:
     """n if all layers have a window but every n-th; None for other patterns.
 
@@ -87,6 +100,7 @@ def _window(text: str, _: Sequence[str]) -> list[str]:
 _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = {
     "--moe-layer-freq": ("[", _experts),
     "--window-attn-skip-freq": ("[", _windows),
+    "--no-rope-freq": ("[", _without_positions),
     "--window-size": (",", _window),
 }
 

@@ -29,12 +29,13 @@ _REASONS: Mapping[str, str] = {
         --sliding-window --sliding-window-size
     """,
     "say --qk-pos-emb-head-dim": "--qk-rope-head-dim",
-    "attention is a softmax over what came before, without a gate": """
-        --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
+    "attention is a softmax over what came before, its gate that of --attention-output-gate": """
+        --experimental-attention-variant --head-wise-attn-gate
         --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-* --o-groups --o-lora-rank
-        --use-gated-attention --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
+        --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
     """,
+    "say --attention-output-gate": "--use-gated-attention",
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
     "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
@@ -45,7 +46,9 @@ _REASONS: Mapping[str, str] = {
     """,
     "--recipe gpt-oss-20b is that model, with rotations of --rope-type yarn, "
     "--rotary-scaling-factor 32 and --no-yarn-truncate": "--enable-gpt-oss",
-    "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
+    "all layers have --rotary-base, but for those of --no-rope-freq, which have no positions": """
+        --rotary-base-per-layer
+    """,
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,

@@ -150,17 +150,24 @@ class CoreAttention(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention, x_BSD to y_BSD; grouped queries if G < H.
 
-    `qkv`'s rows are [G][R query heads, key, value][C]; with `cross` queries have a map `q` of their
-    own and `kv`'s rows are [G][key, value][C]. `sinks` [H] are in the order of the query heads.
+    `qkv`'s rows are [G][R query heads, key, value][C], with gates [G][R query heads, their R gates,
+    key, value][C]; with `cross` queries have a map `q` of their own, `kv`'s rows are [G][key,
+    value][C], and there are no gates. `sinks` [H] are in the order of the query heads.
 
     Args:
         window: how many tokens before its own a token sees; None: all.
+        rotates: positions turn queries and keys, where the context has rotary ones.
     """
 
     sinks: nn.Parameter | None
 
     def __init__(
-        self, config: TransformerConfig, *, window: int | None = None, cross: bool = False
+        self,
+        config: TransformerConfig,
+        *,
+        window: int | None = None,
+        rotates: bool = True,
+        cross: bool = False,
     ) -> None:
         super().__init__()
         hidden, head = config.hidden_size, config.head_size
@@ -174,8 +181,11 @@ class Attention(nn.Module):
             fused = rows if len(maps) > 1 else ()
             return Linear(hidden, groups * sum(rows), std=config.init_std, bias=bias, fused=fused)
 
+        self.rotates, self.gated = rotates, config.output_gate and not cross
         if cross:
             self.q, self.kv = project(self.per_group), project(1, 1)
+        elif self.gated:
+            self.qkv = project(self.per_group, self.per_group, 1, 1)
         else:
             self.qkv = project(self.per_group, 1, 1)
         self.qk_norm = config.qk_norm
@@ -192,27 +202,34 @@ class Attention(nn.Module):
         self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
-        q, k, v = self._project(x_BSD, context)
+        q, k, v, gate = self._project(x_BSD, context)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
-        if context.rope is not None:
+        if self.rotates and context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if context.cache is not None:
             k, v = context.cache.extend(self, k, v)
         sinks_H = self.sinks
         if self.softmax == "off-by-one":
             sinks_H = q.new_zeros(q.shape[2], dtype=torch.float32)
-        return self.out(self.core(q, k, v, context, sinks_H=sinks_H).flatten(2))
+        y = self.core(q, k, v, context, sinks_H=sinks_H)
+        if gate is not None:
+            y = (y * gate.float().sigmoid()).to(y.dtype)
+        return self.out(y.flatten(2))
 
-    def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BQHC, k_BSGC, v_BSGC."""
+    def _project(
+        self, x_BSD: Tensor, context: BlockContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q_BQHC, k_BSGC, v_BSGC, and the gates of what attention returns [B, Q, H, C]."""
         C, R = self.head_size, self.per_group
         if context.source_BSD is None:
-            qkv = self.qkv(x_BSD).unflatten(2, (-1, R + 2, C))
-            q, k, v = qkv.split([R, 1, 1], dim=3)
-            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+            gates = R if self.gated else 0
+            qkv = self.qkv(x_BSD).unflatten(2, (-1, R + gates + 2, C))
+            q, gate, k, v = qkv.split([R, gates, 1, 1], dim=3)
+            gate = gate.flatten(2, 3) if self.gated else None
+            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gate
         k, v = self.kv(context.source_BSD).unflatten(2, (-1, 2, C)).unbind(3)
-        return self.q(x_BSD).unflatten(2, (-1, C)), k, v
+        return self.q(x_BSD).unflatten(2, (-1, C)), k, v, None
 
     def _normed(self, norm: Norm, x_BSHC: Tensor) -> Tensor:
         if self.qk_norm == "head":

@@ -22,6 +22,10 @@ _CHOICES = {
 }
 
 
+# Fields with a flag for each layer.
+FLAGS_OF_LAYERS = ("moe_layers", "rope_layers", "window_layers")
+
+
 class RopeScaling(NamedTuple):
     """Rotations that are slower by `factor`, for texts longer than those trained on.
 
@@ -89,12 +93,16 @@ class TransformerConfig:
             with latent attention what they are made of ("latent").
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
+        rope_layers: which layers have rotary positions, if there are any, one flag per layer; None
+            means all. The others have no positions at all (arXiv 2501.18795).
         rope_scaling: how rotations are slowed; None: not at all.
         attention_scale: scores are multiplied by it; None means 1 / sqrt(head_size), in latent
             attention times what YaRN asks for.
         window: a token sees so many tokens before its own, one less than what is called a window of
             W keys elsewhere; None: all of them.
         window_layers: which layers see no further, one flag per layer; None means all.
+        output_gate: heads' outputs are multiplied by the sigmoid of a further map of the layer's
+            input, number by number (arXiv 2505.06708).
         softmax: of the scores: "vanilla"; with a score more in the sum, of what has no value, which
             is 0 ("off-by-one") or learned by each head ("learnable", GPT-OSS's sinks).
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
@@ -133,10 +141,12 @@ class TransformerConfig:
     positions: str = "learned"
     rope_base: float = 10_000.0
     rope_fraction: float = 1.0
+    rope_layers: tuple[bool, ...] | None = None
     rope_scaling: RopeScaling | None = None
     attention_scale: float | None = None
     window: int | None = None
     window_layers: tuple[bool, ...] | None = None
+    output_gate: bool = False
     softmax: str = "vanilla"
     bias: bool = True
     qkv_bias: bool | None = None
@@ -165,7 +175,7 @@ class TransformerConfig:
                 f"Expected the key-value heads to divide the heads, got {self.num_kv_heads} and "
                 f"{self.num_heads}."
             )
-        for name in ("moe_layers", "window_layers"):
+        for name in FLAGS_OF_LAYERS:
             flags = getattr(self, name)
             if flags is not None and len(flags) != self.num_layers:
                 raise ValueError(
@@ -196,7 +206,9 @@ class TransformerConfig:
             "num_kv_heads": self.num_heads,
             "positions": "rope",
             "rope_fraction": 1.0,
+            "rope_layers": None,
             "window": None,
+            "output_gate": False,
             "softmax": "vanilla",
         }
         for name, value in wanted.items():
@@ -217,6 +229,11 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`'s feed-forward is a Mixture-of-Experts."""
         return self.moe is not None and (self.moe_layers is None or self.moe_layers[layer])
+
+    def rotates(self, layer: int) -> bool:
+        """Whether positions turn layer `layer`'s queries and keys."""
+        turned = self.rope_layers is None or self.rope_layers[layer]
+        return self.positions == "rope" and turned
 
     def in_fp8(self, layer: int) -> bool:
         """Whether layer `layer` multiplies by its weights in 8-bit floats."""

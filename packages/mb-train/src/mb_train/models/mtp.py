@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import FLAGS_OF_LAYERS, TransformerConfig
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ExpertReports
 from mb_train.models.stack import Stack
@@ -68,7 +68,7 @@ def last_layer(config: TransformerConfig) -> TransformerConfig:
     """That of a stack of one layer like a model's last."""
     one = {
         name: flags if flags is None else flags[-1:]
-        for name in ("moe_layers", "window_layers")
+        for name in FLAGS_OF_LAYERS
         for flags in [getattr(config, name)]
     }
     fp8 = config.in_fp8(config.num_layers - 1)

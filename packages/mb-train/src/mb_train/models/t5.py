@@ -65,6 +65,11 @@ class T5(nn.Module):
     ) -> None:
         super().__init__()
         config.require_plain("a T5")
+        if config.output_gate or config.rope_layers is not None:
+            raise ValueError(
+                "Expected no gates, and positions alike in all layers, for a T5, got output_gate "
+                f"{config.output_gate} and rope_layers {config.rope_layers}."
+            )
         self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype

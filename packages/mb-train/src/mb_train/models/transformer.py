@@ -90,7 +90,9 @@ class Block(nn.Module):
             raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
         self.attention: nn.Module
         if config.latent is None:
-            self.attention = Attention(config, window=config.window_of(layer))
+            self.attention = Attention(
+                config, window=config.window_of(layer), rotates=config.rotates(layer)
+            )
         else:
             self.attention = LatentAttention(config)
         self.norm_cross = Norm(config) if cross else None

@@ -92,7 +92,8 @@ def attention_maps(each: Pass) -> list[Map]:
         down, up = Map(D, latent.kv_rank + latent.rotated), Map(latent.kv_rank, content + values)
         return [*queries, down, up, Map(values, D)]
     keys = config.num_kv_heads * config.head_size
-    maps = [Map(D, heads + 2 * keys), Map(heads, D)]
+    gates = heads if config.output_gate else 0
+    maps = [Map(D, heads + gates + 2 * keys), Map(heads, D)]
     if each.source:
         of_source = Map(D, 2 * keys, share=each.source / each.length)
         maps += [Map(D, heads), of_source, Map(heads, D)]

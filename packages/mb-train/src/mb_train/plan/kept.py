@@ -14,6 +14,7 @@ from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import choose_dispatcher
 
 from mb_train.config import TrainConfig, whole
+from mb_train.models.config import TransformerConfig
 from mb_train.models.workload import Pass, Workload
 
 # Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
@@ -92,8 +93,9 @@ def kept_by_layer(
             inside += _pairs(each)
         experts += each.blocks.hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
+            attention = inside + _as_attended(each.blocks, layer)
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
-            token = around / split + inside / dims.tp + ffn
+            token = around / split + attention / dims.tp + ffn
             tokens = each.tokens / dims.cp
             found.append(Kept(tokens * token, tokens * each.blocks.hidden_size / split))
     return found[: -(-len(found) // dims.pp)]
@@ -109,7 +111,7 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
         around += parts * hidden * (4 - width) // width  # of what goes in
     if config.hidden_dropout:
         around += parts * hidden // width  # masks of a byte
-    latents, inside = _in_attention(each)
+    latents, inside = _in_attention(each, width)
     around += latents
     gated = is_glu(config.activation)
     dense = (4 if gated else 2) * config.ffn_size
@@ -128,22 +130,32 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     return around, inside, dense, experts
 
 
-def _in_attention(each: Pass) -> tuple[float, float]:
-    """Numbers of a token in an attention: of its latents, and of its heads."""
+def _in_attention(each: Pass, width: int) -> tuple[float, float]:
+    """Numbers of a token in an attention: of its latents, and of its heads as projected."""
     config, latent = each.blocks, each.blocks.latent
     heads = config.num_heads * config.head_size
     if latent is not None:
         normed = 2 if config.qk_norm == "latent" else 1
         latents = normed * (latent.kv_rank + (latent.q_rank or 0)) + latent.rotated
         values = config.num_heads * latent.value
-        # Keys and values before the former are rotated, q, k, what attention returns.
-        return latents, config.num_heads * latent.content + values + 2 * heads + values
+        # Keys and values before the former are rotated, what attention returns.
+        return latents, config.num_heads * latent.content + values + values
     kv = config.num_kv_heads * config.head_size
-    rotated = heads + kv if config.positions == "rope" else 0
-    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
+    inside = heads + 2 * kv + heads  # q, k, v, what attention returns
+    if config.output_gate:  # as projected, behind the sigmoid in fp32, and what it lets through
+        inside += heads + heads * 4 // width + heads
     if each.source:
         inside += 2 * heads + 2 * kv * each.source / each.length
     return 0.0, inside
+
+
+def _as_attended(config: TransformerConfig, layer: int) -> float:
+    """Numbers of a token's queries and keys of a layer, where they are not as projected."""
+    heads, groups = config.num_heads, config.num_kv_heads
+    if config.rotates(layer) or config.qk_norm != "none":
+        return (heads + groups) * config.head_size
+    # Queries of several groups, between which were keys and values, are laid side by side.
+    return heads * config.head_size if 1 < groups < heads else 0
 
 
 def _exchanged(each: Pass, dims: ParallelDims) -> float:

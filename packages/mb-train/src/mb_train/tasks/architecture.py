@@ -27,6 +27,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
     with in_flags({"activation": "activation"}):
         parse(config.activation_name)  # or refuse
     near = tuple(map(config.has_window, range(layers)))
+    turned = tuple(map(config.has_rope, range(layers)))
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
@@ -46,12 +47,14 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,
+        rope_layers=None if config.unrotated is None else turned,
         rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),
         norms=config.norms,
         fp32_residual=config.fp32_residual_connection,
         attention_scale=config.attention_scale,
         window=None if config.windows is None else config.window_size,
         window_layers=None if config.windows is None else near,
+        output_gate=config.attention_output_gate,
         softmax=config.softmax_type,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,

@@ -30,6 +30,7 @@ from mb_train.convert.hugging_face import (
     phi3,
     relatives,
     t5,
+    unrotated,
 )
 from mb_train.convert.hugging_face.architecture import Architecture, special_tokens
 from mb_train.convert.hugging_face.config_json import Json
@@ -94,11 +95,16 @@ def _nearest(config: TrainConfig) -> str:
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
+    if config.attention_output_gate:
+        return "afmoe"
     if config.norms == "both":
         return "glm4"
     if config.norms == "output":
         return _nearest_olmo(config)
+    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
     if config.moe_num_experts is None:
+        if config.unrotated is not None:
+            return "exaone_moe" if config.qk_layernorm else "smollm3"
         if config.position_embedding_type == "learned":
             return "gpt2"
         if config.qk_layernorm:
@@ -111,7 +117,9 @@ def _nearest(config: TrainConfig) -> str:
         return "llama" if divides and config.windows is None else "mistral"
     if by_bias and config.moe_router_score_function == "softmax":
         return "ernie4_5_moe"
-    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
+    near = by_bias and config.windows is not None and config.qk_layernorm and not over_width
+    if config.unrotated is not None or near:
+        return "exaone_moe"
     if by_bias:
         return "minimax_m2" if over_width else "glm4_moe"
     if config.qk_layernorm:
@@ -145,6 +153,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
+    **unrotated.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -293,7 +302,24 @@ ARCHITECTURES = {
             "flex_olmo", "FlexOlmoForCausalLM", olmo.flex_olmo_fields, olmo.flex_olmo_config,
             aliases={"num_local_experts": "num_experts"},
         ),
-        _llama_like("exaone4", "Exaone4ForCausalLM", olmo.exaone4_fields, olmo.exaone4_config),
+        _llama_like(
+            "smollm3", "SmolLM3ForCausalLM", unrotated.smollm3_fields, unrotated.smollm3_config
+        ),
+        _llama_like(
+            "exaone4", "Exaone4ForCausalLM", unrotated.exaone4_fields, unrotated.exaone4_config
+        ),
+        _llama_like(
+            "exaone_moe", "ExaoneMoeForCausalLM", unrotated.exaone_moe_fields,
+            unrotated.exaone_moe_config, experts.EXAONE, unrotated.ALIASES,
+            guessing=r"model\.mtp\..*",
+        ),
+        replace(
+            _llama_like(
+                "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
+                experts.AFMOE, unrotated.AFMOE_ALIASES, rules_of=unrotated.afmoe_rules,
+            ),
+            scale=unrotated.afmoe_scale,
+        ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(
             "ernie4_5", "Ernie4_5ForCausalLM", relatives.ernie4_5_fields, None,

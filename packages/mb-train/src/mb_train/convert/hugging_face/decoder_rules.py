@@ -5,7 +5,7 @@ Letters: H query heads, G key-value heads, C width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,12 +30,17 @@ _NORMS = {
 
 
 def decoder_rules(
-    config: TransformerConfig, experts: ExpertRules, *, neighbours: bool = False
+    config: TransformerConfig,
+    experts: ExpertRules,
+    *,
+    neighbours: bool = False,
+    norms: Mapping[str, str] | None = None,
 ) -> list[Rule]:
     """Separate projections, and these experts.
 
     Args:
         neighbours: rotations turn two neighbours, see `rotated_rows`.
+        norms: of a block, ours and theirs; None: as most have them.
     """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
@@ -52,7 +57,7 @@ def decoder_rules(
         places.append((last, f"mtp.{number}.stack.blocks.0.", last + 1 + number))
     for layer, ours, number in places:
         theirs = f"model.layers.{number}."
-        for our, their in _NORMS[config.norms].items():
+        for our, their in (norms or _NORMS[config.norms]).items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
         rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(layer):
@@ -85,15 +90,19 @@ def _attention_rules(
     if config.softmax == "learnable":
         rules.append(Rule(f"{ours}sinks", (f"{theirs}sinks",)))
     H, G = config.num_heads, config.num_kv_heads
+    maps = {"q": H // G, "gate": H // G, "k": 1, "v": 1}  # heads of a group
+    if not config.output_gate:
+        del maps["gate"]
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-        parts = [f"{theirs}{part}_proj.{kind}" for part in "qkv"]
-        rule = fused_rule(f"{ours}qkv.{kind}", parts, G, (H // G, 1, 1))
+        parts = [f"{theirs}{part}_proj.{kind}" for part in maps]
+        rule = fused_rule(f"{ours}qkv.{kind}", parts, G, tuple(maps.values()))
         rules.append(_of_neighbours(rule, config) if neighbours else rule)
     return rules
 
 
 def _of_neighbours(rule: Rule, config: TransformerConfig) -> Rule:
     """The same where the rows of queries and keys are turned two by two."""
+    assert not config.output_gate
     build, split = rule.build, rule.split
     assert build is not None
     assert split is not None

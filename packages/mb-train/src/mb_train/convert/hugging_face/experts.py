@@ -40,8 +40,8 @@ class ExpertNames:
     today: Mapping[str, str] = field(default_factory=dict)
 
     def stacked(self) -> ExpertNames:
-        """The same where the experts of a layer are in one tensor, and the router has one name."""
-        return replace(self, router=LLAMA.router, gate=None, **self.today)
+        """The same where the experts of a layer are in one tensor."""
+        return replace(self, gate=None, **{"router": LLAMA.router, **self.today})
 
 
 LLAMA = ExpertNames()
@@ -68,6 +68,12 @@ HUNYUAN = ExpertNames(
     shared="mlp.shared_mlp",
     bias="mlp.expert_bias",
     today={"bias": "mlp.e_score_correction_bias", "shared": DEEPSEEK.shared},
+)
+
+
+EXAONE = replace(DEEPSEEK, bias="mlp.e_score_correction_bias", today={"bias": LLAMA.bias})
+AFMOE = replace(
+    DEEPSEEK, router="mlp.router.gate", bias="mlp.expert_bias", today={"router": "mlp.router.gate"}
 )
 
 

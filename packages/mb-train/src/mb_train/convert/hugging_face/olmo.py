@@ -1,7 +1,7 @@
-"""OLMo 2 and 3, FlexOlmo and EXAONE 4: the output of each half of a block is normed, not its input.
+"""OLMo 2 and 3, and FlexOlmo: the output of each half of a block is normed, not its input.
 
-OLMo's queries and keys have norms over all heads at once (arXiv 2501.00656), EXAONE's over each
-head (arXiv 2507.11407). FlexOlmo has OLMoE's experts (arXiv 2507.07024).
+Queries and keys have norms over all heads at once (arXiv 2501.00656). FlexOlmo has OLMoE's experts
+(arXiv 2507.07024).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from mb_train.convert.hugging_face.windows import (
     FULL,
     LAYER_TYPES,
     NEAR,
-    all_layers,
     by_type,
     layer_types,
     window_fields,
@@ -40,10 +39,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "flex_olmo": {
         **_DEFAULTS, "rope_theta": 500_000.0, "rms_norm_eps": 1e-6, "num_experts": 7,
         "num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
-    },
-    "exaone4": {
-        **_DEFAULTS, "num_key_value_heads": 32, "sliding_window": _WINDOW,
-        "sliding_window_pattern": 4,
     },
 }  # fmt: skip
 _OUTPUT = {"norm_placement": "output", "qk_layernorm": True}
@@ -82,41 +77,3 @@ def flex_olmo_fields(config: Json) -> dict[str, Any]:
 def flex_olmo_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     return olmoe_config(config)
-
-
-def exaone4_fields(config: Json) -> dict[str, Any]:
-    """Llama's with norms of heads.
-
-    Raises:
-        ValueError: layers without a window beside others, in which nothing is rotated.
-    """
-    pattern = config["sliding_window_pattern"]
-    every = by_type(config, pattern if isinstance(pattern, int) else None)
-    if config["sliding_window"] is not None and (every is None or every < all_layers(config)):
-        raise ValueError(
-            "Expected sliding_window of config.json to be None, or in all layers, got "
-            f"{config['sliding_window']} in some: their class has no positions in the others, and "
-            "this model has something that ours have not."
-        )
-    return (
-        llama_fields(config)
-        | window_fields(config, every)
-        | _OUTPUT
-        | {"qk_layernorm_over": "head"}
-    )
-
-
-def exaone4_config(config: TrainConfig) -> dict[str, Any]:
-    """Back.
-
-    Raises:
-        ValueError: windows in some layers.
-    """
-    if config.windows is not None and config.windows[1] is not None:
-        raise ValueError(
-            "Hugging Face has no architecture for this model: the nearest, Exaone4ForCausalLM, has "
-            "no positions in layers without a window beside others, got --window-attn-skip-freq "
-            f"{config.window_attn_skip_freq}."
-        )
-    said = {LAYER_TYPES: layer_types(config), "sliding_window_pattern": None}
-    return llama_config(config) | said

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mb_data
 import torch
-from mb_layers.state_dicts import Translation
+from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
@@ -41,6 +41,7 @@ from mb_train.tasks.architecture import transformer_config
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
+_TOKENS = "embedding.tokens.weight"  # by our names
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
 _BERT_HEADS = ("lm_head.", "order_head.")  # by our names
 
@@ -95,7 +96,7 @@ def read_model(
         config = dataclasses.replace(config, bert_binary_head=order)
     rules_of = _rules_of(found, config, source, folder)
     rules = rules_of(config, transformer_config(config, vocab_size))
-    embedding = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
+    embedding = next(r.sources[0] for r in rules if r.target == _TOKENS)
     tied = not config.untie_embeddings_and_output_weights
     if tied and HEAD in source and embedding in source:
         if torch.equal(source[HEAD], source[embedding]):
@@ -110,6 +111,9 @@ def read_model(
     if headless:
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
+    if found.scale is not None and (scale := found.scale(found.settled(theirs))) != 1:
+        rules = _scaled(rules, scale)
+        say(f"its class multiplies embeddings by {scale:.6g}: they are read as these products")
     place = {name: number for number, name in enumerate(shapes)}
     rules.sort(key=lambda rule: place.get(rule.target, 0))
     weights = Translation(source, rules, shapes, shared=found.shared)
@@ -157,6 +161,14 @@ def _rules_of(
             f"{least:,} layers or experts in {folder / 'config.json'}."
         )
     return rules_of
+
+
+def _scaled(rules: Sequence[Rule], scale: float) -> list[Rule]:
+    """The same, with the embedding of tokens multiplied by a number."""
+    return [
+        rule._replace(build=lambda rows: rows.float() * scale) if rule.target == _TOKENS else rule
+        for rule in rules
+    ]
 
 
 def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:

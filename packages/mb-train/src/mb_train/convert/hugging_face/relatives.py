@@ -116,19 +116,28 @@ def hy_v3_fields(config: Json) -> dict[str, Any]:
 
 def _dense_layers(config: Json) -> int:
     """How many layers come before those with experts; where the file does not say so, one."""
+    dense = dense_by_kind(config, min(1, config["num_hidden_layers"]))
+    refuse(config, first_k_dense_replace=(dense,))  # their classes pass over it
+    return dense
+
+
+def dense_by_kind(config: Json, default: int) -> int:
+    """The same as `mlp_layer_types` says; `default` where the file leaves that out.
+
+    Raises:
+        ValueError: dense layers behind others, or kinds of other layers.
+    """
     layers, kinds = config["num_hidden_layers"], config.get("mlp_layer_types")
     if kinds is None:
-        dense = min(1, layers)
-    else:
-        dense, sparse = kinds.count("dense"), kinds.count("sparse")
-        # By the alphabet dense ones come first.
-        if not len(kinds) == layers == dense + sparse or kinds != sorted(kinds):
-            raise ValueError(
-                "Expected mlp_layer_types of config.json to be dense for the first of "
-                f"{layers} layers and sparse for the others, got {kinds}: this model has something "
-                "that ours have not."
-            )
-    refuse(config, first_k_dense_replace=(dense,))  # their classes pass over it
+        return default
+    dense, sparse = kinds.count("dense"), kinds.count("sparse")
+    # By the alphabet dense ones come first.
+    if not len(kinds) == layers == dense + sparse or kinds != sorted(kinds):
+        raise ValueError(
+            "Expected mlp_layer_types of config.json to be dense for the first of "
+            f"{layers} layers and sparse for the others, got {kinds}: this model has something "
+            "that ours have not."
+        )
     return dense
 
 

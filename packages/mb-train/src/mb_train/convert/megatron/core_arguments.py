@@ -24,7 +24,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
     "mtp_use_repeated_layer", "rotary_interleaved",
-    "qk_l2_norm", "no_rope_freq", "attention_output_gate", "linear_attention_freq",
+    "qk_l2_norm", "linear_attention_freq",
     "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
@@ -142,7 +142,7 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
 def _of_layers(given: Mapping[str, Any]) -> dict[str, int]:
     """What is said of each layer by a list, or of a window by a pair."""
     layers = ["--num-layers", str(given["num_layers"])]
-    for name in ("moe_layer_freq", "window_attn_skip_freq", "window_size"):
+    for name in ("moe_layer_freq", "window_attn_skip_freq", "window_size", "no_rope_freq"):
         if isinstance(given.get(name), (list, tuple)):
             layers += [flag_name(name), str(given[name])]
     _, _, *words = spelled_out(layers)

@@ -86,6 +86,7 @@ def _read(
     wholes = saved.wholes()
     if modules is not None:
         config, wholes = _with_modules(config, wholes, modules)
+    _check_modules(config)
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
@@ -115,6 +116,24 @@ def _with_modules(
     share = fewer.moe_layers / max(config.moe_layers, 1)
     weights = {n: share * getattr(config, n) for n in ("moe_loss_weight", "moe_z_loss_weight")}
     return replace(fewer, **weights), kept
+
+
+def _check_modules(config: TrainConfig) -> None:
+    """Raise ValueError for modules for further tokens of which Megatron has no rule.
+
+    The number that it gives to their layer, by which the layer is like others or not, has changed
+    with versions and with the pipeline; ours is like the last.
+    """
+    uneven = {
+        "--no-rope-freq": config.unrotated not in (None, 1),
+        "--window-attn-skip-freq": config.windows is not None and config.windows[1] is not None,
+    }
+    for flag in (flag for flag, given in uneven.items() if given and config.mtp_num_layers):
+        raise ValueError(
+            f"Expected no modules for further tokens in a model with {flag}, got "
+            f"{config.mtp_num_layers}: which of the layers they are like depends on Megatron's "
+            "version. --mtp-num-layers 0 leaves them out."
+        )
 
 
 def import_megatron(

@@ -48,6 +48,12 @@ MODERN = {
     "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
     "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
 }  # fmt: skip
+# Every third layer attends.
+STATES = MODERN | {
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -60,6 +66,14 @@ KINDS = {
     "modern": MODERN,
     "gates": MODERN | {"attention_output_gate": True, "no_rope_freq": 2},
     "positions-in-some-layers": MODERN | {"no_rope_freq": 2},
+    "states": STATES,
+    "states-of-one-width": STATES | {
+        "linear_num_value_heads": 2, "linear_value_head_dim": 24, "linear_attention_freq": None,
+    },
+    "states-and-latents": STATES | LATENT | {
+        "linear_key_head_dim": 64, "group_query_attention": False,
+    },
+    "states-in-16-bits": STATES | {"bf16": True, "linear_attention_freq": None},
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},

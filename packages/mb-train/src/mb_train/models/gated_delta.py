@@ -166,9 +166,11 @@ def _chunked(
 
     q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC * C**-0.5, k_BSGC))
     q, k, v, decay, beta = (cut(x.to(numbers)) for x in (q, k, v_BSHV, decay_BSH, beta_BSH))
-    total = decay.cumsum(-1)
-    between = total[..., :, None] - total[..., None, :]
-    into, onward, through = total, total[..., -1:] - total, total[..., -1]
+    # Of a head that fades fast these are large, and their differences, which matter, small.
+    total = decay.double().cumsum(-1)
+    between = (total[..., :, None] - total[..., None, :]).to(numbers)
+    onward = (total[..., -1:] - total).to(numbers)
+    into, through = total.to(numbers), total[..., -1].to(numbers)
     apart = torch.ones(L, L, dtype=torch.bool, device=v.device).triu(1)
     if begins_BS is not None:
         # How many documents have begun in a token's chunk; of none it is the one from before.

@@ -183,7 +183,9 @@ class DeltaGates(nn.Module):
 
     def forward(self, b_BSH: Tensor, a_BSH: Tensor) -> Gates:
         b, a = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (b_BSH, a_BSH))
-        return Gates(-self.A_log.exp() * F.softplus(a + self.dt_bias), b.sigmoid())
+        # softplus, of whose gradient the compiler of torch 2.13 takes the strides for others.
+        steps = torch.logaddexp(a + self.dt_bias, a.new_zeros(()))
+        return Gates(-self.A_log.exp() * steps, b.sigmoid())
 
 
 class DeltaRule(nn.Module):

@@ -156,7 +156,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     B, S, H, V = v_BSHV.shape
     G, C = k_BSGC.shape[2:]
-    L = min(CHUNK, S)
+    L = min(CHUNK, 1 << (S - 1).bit_length())
     numbers = _computed_in(v_BSHV)
 
     def cut(x_BSH: Tensor) -> Tensor:
@@ -164,8 +164,9 @@ def _chunked(
         filled = F.pad(x_BSH, (0, 0) * (x_BSH.ndim - 2) + (0, -S % L))
         return filled.unflatten(1, (-1, L)).movedim(3, 1)
 
-    q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC * C**-0.5, k_BSGC))
+    q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC, k_BSGC))
     q, k, v, decay, beta = (cut(x.to(numbers)) for x in (q, k, v_BSHV, decay_BSH, beta_BSH))
+    q = q * C**-0.5
     # Of a head that fades fast these are large, and their differences, which matter, small.
     total = decay.double().cumsum(-1)
     between = (total[..., :, None] - total[..., None, :]).to(numbers)
@@ -182,10 +183,8 @@ def _chunked(
     between = between.masked_fill(apart, -torch.inf).exp()
     into, onward, through = into.exp()[..., None], onward.exp()[..., None], through.exp()
     beta = beta[..., None]
-    sides = torch.cat([beta * v, beta * into * k], dim=-1)
-    # Its diagonal is taken for 1, and what is above it is not read.
-    system = (beta * k) @ k.mT * between
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    system = ((beta * k) @ k.mT * between).tril(-1)
+    solved = _Inverse.apply(system) @ torch.cat([beta * v, beta * into * k], dim=-1)
     own, of_state = solved.split([V, C], dim=-1)
     within, q, k = q @ k.mT * between, q * into, k * onward
     state = v.new_zeros(B, H, C, V) if state_BHCV is None else state_BHCV.to(numbers)
@@ -196,8 +195,40 @@ def _chunked(
         written = own_n - of_state_n @ state
         outputs.append(q_n @ state + within_n @ written)
         state = through_n[..., None, None] * state + k_n.mT @ written
-    y_BSHV = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :S]
+    y_BSHV = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :S].contiguous()
     return y_BSHV.to(v_BSHV.dtype), state
+
+
+class _Inverse(torch.autograd.Function):
+    """(1 + A)^-1 of matrices A [..., L, L] that are 0 on and above the diagonal; L a power of two.
+
+    Of the blocks on the diagonal, which are made twice as large until there is one:
+
+        [a   ]^-1   [     a^-1            ]
+        [b  c]    = [-c^-1 b a^-1    c^-1 ]
+
+    Products alone, which every device has, and every compiler knows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor) -> Tensor:
+        L = A.shape[-1]
+        inverse = A.new_ones(*A.shape[:-2], L, 1, 1)
+        while (size := inverse.shape[-1]) < L:
+            blocks = A.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+            below = blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+            corner = -second @ below @ first
+            upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+            inverse = torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+        inverse = inverse.squeeze(-3)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

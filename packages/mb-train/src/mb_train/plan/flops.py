@@ -29,11 +29,15 @@ class Flops(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A product with a weight [outputs, inputs], of every token or of a share of them."""
+    """A product with a weight [outputs, inputs], of every token or of a share of them.
+
+    exact: in layers in FP8 it is not.
+    """
 
     inputs: int
     outputs: int
     share: float = 1.0
+    exact: bool = False
 
     @property
     def flops(self) -> float:
@@ -59,16 +63,20 @@ def flops(work: Workload) -> Flops:
 def flops_in_fp8(work: Workload) -> float:
     """Those of `flops(work).blocks` that are of layers in FP8."""
     return sum(
-        _layer(each, layer)
+        _layer(each, layer, exact=False)
         for each in (*work.passes, *work.behind)
         for layer in range(each.blocks.num_layers)
         if each.blocks.in_fp8(layer)
     )
 
 
-def _layer(each: Pass, layer: int) -> float:
-    """Of a sample's forward and backward pass through the products of a layer with weights."""
-    maps = sum(one.flops for one in attention_maps(each, layer))
+def _layer(each: Pass, layer: int, *, exact: bool = True) -> float:
+    """Of a sample's forward and backward pass through the products of a layer with weights.
+
+    Args:
+        exact: count those that are not in FP8 where the others are.
+    """
+    maps = sum(one.flops for one in attention_maps(each, layer) if exact or not one.exact)
     return 3 * each.tokens * (maps + _ffn(each.blocks, layer))
 
 
@@ -91,10 +99,9 @@ def attention_maps(each: Pass, layer: int) -> list[Map]:
     config, latent = each.blocks, each.blocks.latent
     if config.delta is not None and config.has_state(layer):
         keys, values = delta_widths(config.delta)
-        gates = Map(config.hidden_size, 2 * config.delta.value_heads)
-        return [
-            Map(config.hidden_size, 2 * keys + 2 * values), gates, Map(values, config.hidden_size)
-        ]
+        D = config.hidden_size
+        gates = Map(D, 2 * config.delta.value_heads, exact=True)
+        return [Map(D, 2 * keys + 2 * values), gates, Map(values, D)]
     D, heads = config.hidden_size, config.num_heads * config.head_size
     if latent is not None:
         queries, values = [Map(D, heads)], config.num_heads * latent.value

@@ -157,9 +157,9 @@ def _with_state(delta: DeltaSizes, width: int, *, chunks: bool) -> float:
     if not chunks:
         return found + heads * CHUNK  # a triangular matrix of each chunk
     of_heads = heads * delta.key  # as often as value heads
-    # Queries and keys, also times what fades and is written; values; the solution of the system,
-    # what is written; five matrices of a chunk; and states before and between chunks.
-    own = 5 * of_heads + values + of_heads + values + values
+    # Queries and keys, also times what fades and is written; the system's right side, its solution,
+    # values and what is written; five matrices of a chunk; states before and between chunks.
+    own = 5 * of_heads + 2 * (of_heads + values) + 2 * values
     return found + wide * (own + 5 * heads * CHUNK + 2 * of_heads * delta.value / CHUNK)
 
 

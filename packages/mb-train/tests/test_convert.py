@@ -14,6 +14,7 @@ from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
+from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
@@ -589,3 +590,30 @@ def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypat
         export_model(tmp_path / "run", back, say=lambda line: None)
     assert [path.name for path in back.iterdir()] == ["mine"]
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_what_a_state_is_continued_with_is_theirs(tmp_path, kind):
+    """From a cache, on both sides."""
+    model = theirs(kind)
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(0, 77, (9,), generator=torch.Generator().manual_seed(4)).tolist()
+    want = model.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    how = {"vocab_size": 77, "context": 24, "ends": []}
+    with torch.no_grad():
+        steps = continue_tokens(ours(tmp_path), [prompt], Sampling(temperature=0), **how)
+        found = [next(steps)[0].token for _ in range(12)]
+    assert found == want[0, len(prompt) :].tolist()
+    assert len(set(found)) > 3  # they say something
+
+
+def test_a_norm_around_one_is_rounded_without_the_one(tmp_path):
+    """To 16 bits: of 1.01 they would leave 0.0078."""
+    model = theirs("qwen3_next").bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", dtype=torch.bfloat16, say=lambda line: None)
+    first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert all(torch.equal(first[name], second[name]) for name in first)

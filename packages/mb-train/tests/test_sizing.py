@@ -331,15 +331,15 @@ def test_gates_and_layers_without_positions_change_what_is_kept_by_what_is_count
 def by_token(q, k, v, decay, beta, context, *, state_BHCV):
     """The rule without what chunks add, in products."""
     B, S, H, V = v.shape
-    state = v.new_zeros(B, H, k.shape[3], V, requires_grad=True)
-    q, k = (x.repeat_interleave(H // k.shape[2], dim=2) for x in (q, k))
+    state = decay.new_zeros(B, H, k.shape[3], V, requires_grad=True)
+    q, k = (x.float().repeat_interleave(H // k.shape[2], dim=2) for x in (q, k))
     found = []
     for t in range(S):
         state = state * decay[:, t, :, None, None].exp()
         written = v[:, t, :, None] - k[:, t, :, None] @ state
         state = state + k[:, t, :, :, None] @ (written * beta[:, t, :, None, None])
         found.append(q[:, t, :, None] @ state)
-    return torch.cat(found, dim=2).transpose(1, 2), None
+    return torch.cat(found, dim=2).transpose(1, 2).to(v.dtype), None
 
 
 @pytest.mark.parametrize("kind", _COUNTED)

@@ -10,8 +10,8 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
-from mb_train.plan.sizing import sizes
 from mb_train.models.config import DeltaSizes
+from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config, transformer_config
 
 RUN = {

@@ -1,4 +1,4 @@
-"""Layers with a state: against the rule token by token, documents, caches, what kernels are given."""
+"""Layers with a state: the rule token by token, documents, caches, what kernels are given."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from mb_train.models.bert import Bert
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.delta_net import (
     DeltaRule,
-    Gates,
     GatedDeltaNet,
     GatedNorm,
     ShortConvolution,
@@ -289,7 +288,9 @@ def test_documents_are_as_if_alone(form):
     parameters = list(model.parameters())
     found = [[loss, *torch.autograd.grad(loss, parameters)] for loss in (whole, alone)]
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)  # the loss is in fp32
-    assert torch.equal(begins_of(segments_BS), torch.diff(segments_BS, dim=1, prepend=segments_BS[:, :1]) > 0)
+    assert torch.equal(
+        begins_of(segments_BS), torch.diff(segments_BS, dim=1, prepend=segments_BS[:, :1]) > 0
+    )
 
 
 def test_a_later_token_changes_no_earlier_one():

@@ -15,9 +15,9 @@ the stream, maps up are split by heads. So ranks exchange latents, which are nar
 that all heads share: `shared_key`, a module without parameters, is given it in the stream and
 passes it on to the heads.
 
-The fifth is of layers with a state (Gated DeltaNet): rows of all are ordered by key head, and `conv`
-and `gates` have parameters of each channel or head, `weight` [channels, taps], and `A_log` and
-`dt_bias` [heads]. `norm` is of a head, and all share it.
+The fifth is of layers with a state (Gated DeltaNet): rows of all are ordered by key head, and
+`conv` and `gates` have parameters of each channel or head, `weight` [channels, taps], and `A_log`
+and `dt_bias` [heads]. `norm` is of a head, and all share it.
 """
 
 from __future__ import annotations

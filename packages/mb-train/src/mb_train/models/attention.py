@@ -47,7 +47,7 @@ class BlockContext(NamedTuple):
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     cache: keys and values of tokens that came before; `mask` is over all of them.
-    delta: of layers with a state, see `models.gated_delta`; None is as if nothing divided sequences.
+    delta: of layers with a state, see `models.gated_delta`; None: nothing divides sequences.
     """
 
     causal: bool = True

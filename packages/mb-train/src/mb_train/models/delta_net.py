@@ -115,9 +115,7 @@ class GatedDeltaNet(nn.Module):
         cache.hold(self, joined[rows_B1, last_BK], state)
         return y_BSHV
 
-    def _apart(
-        self, mixed_BJX: Tensor, begins_BS: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _apart(self, mixed_BJX: Tensor, begins_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q_BSGC, k_BSGC, v_BSHV of tokens behind K others."""
         by_head = self.conv(mixed_BJX, begins_BS).unflatten(2, (-1, sum(self.parts)))
         q, k, values = by_head.split(list(self.parts), dim=3)

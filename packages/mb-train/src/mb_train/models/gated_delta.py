@@ -62,8 +62,10 @@ def installed_kernel() -> tuple[Callable[..., Any], str] | None:
     Looked for when it is wanted: it imports Triton and all of its own kernels.
     """
     try:
-        import fla
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        import fla  # ty: ignore[import-not-found]  # an extra
+        from fla.ops.gated_delta_rule import (  # ty: ignore[import-not-found]
+            chunk_gated_delta_rule,
+        )
     except ImportError:
         return None
     return chunk_gated_delta_rule, fla.__version__

@@ -81,7 +81,7 @@ def export_model(
 
 def _theirs(
     ours: Mapping[str, Tensor], trained: Trained, rules: Sequence[Rule], dtype: torch.dtype
-) -> OnDemand[Rule]:
+) -> OnDemand[str]:
     """Tensors by their names, those of one of ours one after the other."""
     # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
     buffers = {name for name, _ in trained.model.named_buffers()}

@@ -169,6 +169,23 @@ def test_wrong_settings(tmp_path, options, message):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_numbers_of_numpy_and_no_fractions(tmp_path):
+    source = write(tmp_path / "in.jsonl", random_records(0, 40))
+    for name, number in (("plain", int), ("numpy", np.int64)):
+        sizes = {"block_bytes": number(500), "max_line_bytes": number(10**6)}
+        preprocess(
+            source, tmp_path / name, workers=number(2), shard=(number(1), number(2)), **sizes
+        )
+    assert output_bytes(tmp_path / "numpy_text_document") == output_bytes(
+        tmp_path / "plain_text_document"
+    )
+    before = sorted(os.listdir(tmp_path))
+    for wrong in ({"workers": 1.5}, {"block_bytes": 1e6}, {"shard": (0, 2.0)}):
+        with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+            preprocess(source, tmp_path / "out", **wrong)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_a_directory_where_the_output_goes(tmp_path):
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
     (tmp_path / "out_text_document.idx").mkdir()

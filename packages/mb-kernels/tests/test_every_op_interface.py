@@ -57,6 +57,17 @@ def test_outputs_of_one_row_share_no_memory(name):
         torch.library.opcheck(func, arguments, test_utils="test_schema")
 
 
+@pytest.mark.skipif(interpret, reason="of fakes, which kernels and references share")
+@pytest.mark.parametrize("name", OPS)
+def test_meta_tensors_have_results_and_gradients_too(name):
+    def described(device):
+        tensors = {n: t.to(device) for n, t in op.tensors.items()}
+        return {what: (t.shape, t.stride(), t.dtype) for what, t in results(op, tensors).items()}
+
+    op = make_op(name)
+    assert described("meta") == described("cpu")
+
+
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_another_device_is_an_error(name, argument):
     op = make_op(name)

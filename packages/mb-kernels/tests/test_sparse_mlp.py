@@ -104,6 +104,22 @@ def test_equals_the_grouped_route(tokens, experts, top_k, routing, activation, r
         assert_close(name, g, w)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_recomputed_in_vmap_too():
+    bins = make_bins("uniform", 30, 3, 2)
+    w1, w2 = (torch.randn(s, requires_grad=True) for s in ((3, 2 * BLOCK, 16), (3, 16, BLOCK)))
+    x, weights = torch.randn(2, 30, 16), torch.rand(30, 2)
+
+    def mlp(x, recompute):
+        return sparse_expert_mlp(x, w1, w2, bins, weights, recompute=recompute)
+
+    got = torch.func.vmap(lambda x: mlp(x, True))(x)
+    want = torch.stack([mlp(one, False) for one in x])
+    grads = (torch.autograd.grad(y.square().sum(), (w1, w2)) for y in (got, want))
+    for name, g, w in zip(("w1", "w2"), *grads, strict=True):
+        assert_close(name, g, w)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_compiles_without_a_graph_break(activation):
     bins = make_bins("uniform", 30, 3, 2)

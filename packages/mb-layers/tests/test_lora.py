@@ -400,6 +400,25 @@ def test_a_frozen_weight_written_to_before_the_backward_pass_is_an_error(names) 
             y.sum().backward()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_adapters_written_to_before_the_backward_pass_are_an_error(
+    bits: int | None, recompute: bool
+) -> None:
+    layer = build(mlp_bias=True, recompute=recompute)
+    if bits is not None:
+        freeze_in_bits(layer.experts, bits)
+    add_lora(layer.experts, rank=4, alpha=8)
+    for name, parameter in layer.experts.named_parameters():
+        if name == "b1" and not recompute:  # only added, so not kept
+            continue
+        y = layer(torch.randn(9, 32, dtype=torch.float64)).y
+        with torch.no_grad():
+            parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_a_frozen_weight_as_numbers_of_another_kind_is_decoded() -> None:
     frozen = FrozenWeight.of(torch.randn(2, 3, 32), 8)
     for dtype in (torch.bool, torch.int64, torch.complex64):

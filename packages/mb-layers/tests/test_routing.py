@@ -198,6 +198,20 @@ def test_a_router_may_do_one_step_in_its_own_way() -> None:
     assert_close("aux_loss", got.aux_loss, expected.aux_loss)
 
 
+def test_a_step_may_be_replaced_on_one_router() -> None:
+    of_class, x = build(_Sharp, z_loss_weight=0.0), tokens(9)
+    layer = build(z_loss_weight=0.0)
+    layer.load_state_dict(of_class.state_dict())
+    plain = layer(x)
+    layer.router.scores = lambda logits: Router.scores(layer.router, 3 * logits)
+    got, expected = layer(x), of_class(x)
+    assert_close("y", got.y, expected.y)
+    assert_close("aux_loss", got.aux_loss, expected.aux_loss)
+    assert not torch.equal(got.y, plain.y)
+    layer.router.choice = lambda scores, logits, mask: torch.eye(5)[[3, 3, 3]].repeat(3, 1)
+    assert layer(x).metrics["tokens_per_expert"].tolist() == [9, 0, 0, 9, 0]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])
 def test_expert_choice_is_each_experts_best_tokens(num_tokens: int) -> None:
     layer = build(ExpertChoiceRouter)
@@ -351,6 +365,17 @@ def test_sinkhorn_chooses_as_a_loop_until_nothing_moves(std: float) -> None:
     by_score = logits.topk(2).indices.sort().values
     assert (got != wanted).any(dim=1).sum() <= 1
     assert (by_score != wanted).any(dim=1).sum() > 100
+
+
+def test_sinkhorn_leaves_out_an_expert_that_is_closed() -> None:
+    layer, x = build(SinkhornRouter, router_bias=True), tokens(40)
+    open_experts = [0, 1, 3, 4]
+    others = build(SinkhornRouter, router_bias=True, num_experts=4)
+    with torch.no_grad():
+        layer.router.bias[2] = -torch.inf
+        others.router.weight.copy_(layer.router.weight[open_experts])
+    ids = layer.router(x).expert_ids_TK
+    assert torch.equal(ids, torch.tensor(open_experts)[others.router(x).expert_ids_TK.long()])
 
 
 def test_noise_widens_with_its_weight_and_learns() -> None:

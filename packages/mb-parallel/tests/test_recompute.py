@@ -100,7 +100,7 @@ def test_tensors_given_by_name_are_seen_by_torch(mode, monkeypatch):
     seen, of_torch = [], recompute.checkpoint
 
     def checkpoint(run, *args, **options):
-        seen.append(sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)))
+        seen.append(len({leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}))
         return of_torch(run, *args, **options)
 
     monkeypatch.setattr(recompute, "checkpoint", checkpoint)
@@ -127,6 +127,19 @@ def compare_by_name(mode, device):
         loss.backward()
         grads.append([p.grad for p in one.parameters()])
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("mode", ["full", "moe"])
+def test_a_block_whose_input_was_written_into_is_an_error(model, mode, by_name):
+    block = model[0] if mode == "full" else model[0].moe
+    apply_recompute(model, mode)
+    x = torch.randn(3, 16, WIDTH, requires_grad=True)
+    stream = x * 1
+    y, *_ = block(**{"x_BSD" if mode == "full" else "x": stream}) if by_name else block(stream)
+    stream += y.detach()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_full_keeps_least(model):

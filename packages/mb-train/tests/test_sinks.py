@@ -365,10 +365,11 @@ def test_flash_attention_is_the_masked_one(ends, learned, window, width, heads, 
 
 
 @pytest.mark.gpu
-def test_a_model_with_them_computes_the_same_compiled_and_with_the_mask(monkeypatch):
+@pytest.mark.parametrize("kind", ["both", "gates and positions"])
+def test_a_model_with_them_computes_the_same_compiled_and_with_the_mask(monkeypatch, kind):
     """GPT-OSS's kind of layers in bf16: flash attention, the same compiled, and a mask."""
     assert flash_kernel() is not None
-    model = model_of(moe=None, **MODELS["both"]).cuda()  # in 16 bits experts might change
+    model = model_of(moe=None, **MODELS[kind]).cuda()  # in 16 bits experts might change
     model.compute_dtype = torch.bfloat16
     tokens_BS = torch.randint(61, (B, S), device="cuda")
     batch = {"labels_BS": tokens_BS.roll(-1, 1), "ends_BN": ENDS.cuda()}

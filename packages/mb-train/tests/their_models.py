@@ -42,7 +42,7 @@ ERNIE = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "num_hidden_layers": 3,
     "initializer_range": 0.2, "pad_token_id": None,
 }  # fmt: skip
-# Layers 0, 1 and 3 have windows and positions, layers 0 is dense.
+# Layers 0, 1 and 3 have windows and positions, layer 2 neither; layer 0 is dense.
 EXAONE = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "sliding_window": 5,
     "num_hidden_layers": 4, "num_shared_experts": 2, "initializer_range": 0.2,

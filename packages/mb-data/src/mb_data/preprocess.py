@@ -13,6 +13,7 @@ row groups are read as they are.
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,10 @@ def preprocess(
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
     keys = (json_keys,) if isinstance(json_keys, str) else tuple(json_keys)
-    workers = cores() if workers is None else workers
+    # NumPy's numbers are as good, but JSON, which keeps them for a later run, does not know them.
+    workers = operator.index(cores() if workers is None else workers)
+    block_bytes, max_line_bytes = operator.index(block_bytes), operator.index(max_line_bytes)
+    shard = None if shard is None else (operator.index(shard[0]), operator.index(shard[1]))
     sizes = {"workers": workers, "block_bytes": block_bytes, "max_line_bytes": max_line_bytes}
     _check_settings(keys, on_error, text_unit, shard, sizes)
     prefix = check_output_prefix(output_prefix)

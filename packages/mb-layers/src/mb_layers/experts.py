@@ -20,8 +20,8 @@ import torch
 from mb_kernels import Bins
 from mb_kernels.activation import activate, activate_backward
 from mb_kernels.exporting import is_exporting
+from mb_kernels.recomputing import recomputed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched
@@ -183,7 +183,7 @@ class _StackedMLP(nn.Module):
         # Torch cannot run a saved program that holds a checkpoint.
         if not self.config.recompute or is_exporting():
             return expert_mlp_in_steps(*arguments, **options)
-        return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
+        return recomputed(expert_mlp_in_steps, *arguments, **options)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
         # A saved program holds no function of ours, and a compiler decides itself what it keeps.

@@ -261,8 +261,14 @@ class Router(nn.Module):
 
 
 def is_ours(router: nn.Module, *methods: str) -> bool:
-    """Whether a router does these steps as `Router` does, not as a subclass or another module."""
-    return all(getattr(type(router), name, None) is getattr(Router, name) for name in methods)
+    """Whether a router does these steps as `Router` does, not as a subclass or another module.
+
+    Nor as a function that somebody has put in a method's place on this router alone.
+    """
+    return all(
+        getattr(type(router), name, None) is getattr(Router, name) and name not in router.__dict__
+        for name in methods
+    )
 
 
 def balancing_bias_of(router: nn.Module) -> Tensor | None:

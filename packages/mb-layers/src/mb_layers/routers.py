@@ -125,6 +125,8 @@ class SinkhornRouter(Router):
             row_T = torch.logsumexp(log_TE - column_E, dim=1, keepdim=True)
             row_T = row_T.masked_fill(row_T == float("-inf"), 0)
             column_E = torch.logsumexp(log_TE - row_T, dim=0)
+            # An expert that a bias of -inf closes to all has no mass to be scaled, and gets none.
+            column_E = column_E.masked_fill(column_E == float("-inf"), 0)
             # One number for all experts changes no choice, and would grow by log(T / E) each time,
             # until fp32 tells small logits no longer apart.
             column_E = column_E - column_E.mean()

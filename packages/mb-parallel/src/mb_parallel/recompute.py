@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from mb_parallel.arguments import at_least_1, one_of, several
@@ -87,8 +88,17 @@ def _checkpointed(
     Both are handed over as they are, two positional arguments, in which torch looks for the devices
     whose streams it puts back. It would take some names, such as `debug`, for its own, and pass
     over the tensors that are given by name.
+
+    Behind them come the same tensors one by one, for torch to keep: so a backward pass is an error
+    if one of them has been written into since the forward, as without recomputation.
     """
-    return checkpoint(lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False)
+    tensors: list[Tensor] = []
+    if not torch.compiler.is_compiling():  # a graph computes from its inputs as they were
+        leaves = tree_leaves((args, kw))
+        tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    return checkpoint(
+        lambda args, kw, *_: function(*args, **kw), args, kw, *tensors, use_reentrant=False
+    )
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mb_kernels.activation import parse
 from mb_kernels.bins import Bins
@@ -32,6 +31,7 @@ from mb_kernels.block_sparse.reference import BLOCK, Topology
 from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the activation)
 from mb_kernels.expert_mlp.arguments import check_experts
 from mb_kernels.exporting import is_exporting
+from mb_kernels.recomputing import recomputed
 from mb_kernels.runtime import checks, registration
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def sparse_expert_mlp(
     _check_width("F of w2_EDF", w2_EDF.shape[2])
     arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     if recompute and not is_exporting():  # torch runs no exported checkpoint
-        return checkpoint(_sparse_expert_mlp, *arguments, use_reentrant=False)
+        return recomputed(_sparse_expert_mlp, *arguments)
     return _sparse_expert_mlp(*arguments)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as functions
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
@@ -28,6 +27,7 @@ from mb_kernels.float8.reference import to_float8
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
+from mb_kernels.recomputing import recomputed
 from mb_kernels.runtime.precision import wide_dtype
 
 
@@ -51,7 +51,7 @@ def expert_mlp(
     ``max_rows`` saves nothing here; more rows give NaN all the same.
     """
     if recompute:
-        return checkpoint(
+        return recomputed(
             expert_mlp,
             *(x_TD, w1_EFD, w2_EDF, bins, weights_TK),
             activation=activation,
@@ -59,7 +59,6 @@ def expert_mlp(
             b2_ED=b2_ED,
             max_rows=max_rows,
             fp8=fp8,
-            use_reentrant=False,
         )
     if max_rows is not None and bins.offsets_E1[-1] > max_rows:
         weights_TK = weights_TK * torch.nan

@@ -63,7 +63,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         dx = torch.ops.mb.float8_product(dy, w, not ctx.transpose_weight)
     if ctx.needs_input_grad[1]:
-        with torch.autocast(dy.device.type, enabled=False):
+        with registration.without_autocast(dy):
             dw = dy.mT @ x if ctx.transpose_weight else x.mT @ dy
     return dx, dw, None
 

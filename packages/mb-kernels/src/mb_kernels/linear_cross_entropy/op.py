@@ -175,8 +175,7 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, weights_T, needs, shard = inputs
         finish = _finish_shard(shard, needs)
-        autocast = torch.autocast(weights_T.device.type, enabled=False)
-        with registration.device_of(weights_T), autocast:
+        with registration.device_of(weights_T), registration.without_autocast(weights_T):
             losses_T, *grads = slices.run(*tensors, weights_T, needs, finish, vocabulary=shard.size)
         total = (losses_T * weights_T).sum()
         _save(ctx, inputs, (total, losses_T, *grads))

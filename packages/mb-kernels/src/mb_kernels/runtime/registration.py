@@ -78,6 +78,13 @@ def device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     return _here
 
 
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch's own ops on ``x`` compute in the dtypes that they are given."""
+    if x.is_meta:  # autocast does not know this device, which has shapes alone
+        return _here
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def register(
     schema: str,
     *,
@@ -122,7 +129,7 @@ def register(
             what = "forward-mode derivatives (jvp)"
             raise NotImplementedError(_REFUSAL.format(name=name, what=what))
         if _any_autocast():  # it would cast some of the op's steps and not others
-            with torch.autocast(_first(args).device.type, enabled=False):
+            with without_autocast(_first(args)):
                 return compute(*args)
         return compute(*args)
 

@@ -4,7 +4,7 @@ Our names, of layer N of a GPT:
 
     embedding.tokens.weight, embedding.positions.weight, stack.norm.*, head.weight
     stack.blocks.N.norm_1.*, norm_2.*
-    stack.blocks.N.attention.qkv.*      rows by key-value group: its query heads, key, value
+    stack.blocks.N.attention.qkv.*      rows by key-value group: query heads, (gates,) key, value
     stack.blocks.N.attention.out.*, norm_q.weight, norm_k.weight
     stack.blocks.N.mlp.up.*, gate.*, down.*                            a dense layer
     stack.blocks.N.mlp.router.weight, experts.w1 [E, 2F, D], experts.w2 [E, D, F]

@@ -4,10 +4,11 @@
 
 Norms are tensors of their own (local layers) or of the map behind them (Transformer Engine's). The
 experts of a layer are modules (`local_experts.K`), the numbered weights of one (`weightK`), or two
-tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], as ours
-are; those of a gated linear_fc1 are gate over up, in each rank. Maps of latent attention have our
-rows too, but for the rotated ones (`rotated_rows`); those down to a latent are on each rank, or, in
-local layers, a share of their rows. Modules for further tokens are mtp.layers.K on the last stage.
+tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], with
+gates behind the q heads, as ours are; those of a gated linear_fc1 are gate over up, in each rank.
+Maps of latent attention have our rows too, but for the rotated ones (`rotated_rows`); those down to
+a latent are on each rank, or, in local layers, a share of their rows. Modules for further tokens
+are mtp.layers.K on the last stage.
 
 Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
 """

@@ -393,6 +393,7 @@ def test_every_recipe_is_a_whole_run(name):
         ("deepseek-v2-lite", 15.71e9, 2.66e9),
         ("gpt-oss-20b", 20.91e9, 4.19e9),
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.87e9),
     ],
 )
 def test_published_models_have_their_size(name, total, for_a_token):

@@ -461,7 +461,7 @@ def test_kernels_are_what_plain_pytorch_computes(tokens, divided, dtype):
             assert bool(one.isfinite().all())
             error = float((one - other).norm() / other.norm().clamp(min=1e-6))
             # Where fp32 is multiplied as TF32, and sums of decays are in fp32.
-            assert error < (2e-2 if dtype == torch.bfloat16 else 5e-3)
+            assert error < (3e-2 if dtype == torch.bfloat16 else 5e-3)
 
 
 @pytest.mark.gpu

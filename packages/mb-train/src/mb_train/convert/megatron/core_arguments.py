@@ -36,6 +36,7 @@ _REFUSED = (
 _STORED_OTHERWISE = {
     "apply_layernorm_1p": "norms multiply by 1 more than the weights in its files",
     "experimental_attention_variant": "layers without attention are not read from its files",
+    "linear_attention_freq": "layers without attention are not read from its files",
 }
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (

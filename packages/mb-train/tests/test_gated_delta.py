@@ -1,5 +1,8 @@
 """Layers with a state: the rule token by token, documents, caches, what kernels are given."""
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.models import gated_delta
 from mb_train.models.attention import BlockContext
 from mb_train.models.bert import Bert
+from mb_train.models.cache import KVCache
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.delta_net import (
     DeltaRule,
@@ -176,6 +180,22 @@ def test_a_kernel_forgets_where_documents_begin(dtype):
         (grad,) = torch.autograd.grad(y[0, place:].sum(), leaves[2])
         assert not grad[0, :place].any()
         assert grad[0, place:].any()
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [("0.5.9", False), ("0.6.0", True), ("1.0.dev1", True)]
+)
+def test_an_old_library_is_none(monkeypatch, version, taken):
+    """It would take as many key heads as value heads for granted."""
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["fla"].__version__ = version
+    modules[names[-1]].chunk_gated_delta_rule = len
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    installed_kernel.cache_clear()
+    assert installed_kernel() == ((len, version) if taken else None)
+    installed_kernel.cache_clear()
 
 
 def test_which_way_is_taken_is_told(monkeypatch):
@@ -344,6 +364,11 @@ def test_blocks_compile_once_for_each_kind_of_layer():
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    shorter = {"labels_BS": x[:, :33], "ends_BN": torch.tensor([[9, 33]] * B)}
+    found = model(x[:, :33], **shorter).total()
+    for block in model.stack.blocks.values():
+        block._compiled_call_impl = None
+    torch.testing.assert_close(found, model(x[:, :33], **shorter).total())
 
 
 def test_what_rows_are_filled_up_with_moves_no_state():
@@ -459,31 +484,39 @@ def test_kernels_are_what_plain_pytorch_computes(tokens, divided, dtype):
         got = with_gradients(y[outputs], leaves[:count])
         for one, other in zip(got, with_gradients(want[outputs], exact[:count]), strict=True):
             assert bool(one.isfinite().all())
-            error = float((one - other).norm() / other.norm().clamp(min=1e-6))
+            error = float((one - other).detach().norm() / other.detach().norm().clamp(min=0.1))
             # Where fp32 is multiplied as TF32, and sums of decays are in fp32.
             assert error < (3e-2 if dtype == torch.bfloat16 else 5e-3)
 
 
 @pytest.mark.gpu
-def test_a_model_is_the_same_by_kernels_and_without(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_is_the_same_by_kernels_and_without(monkeypatch, compiled):
     """A step's loss and gradients, of packed documents; and going on from a cache."""
     if installed_kernel() is None:
         pytest.skip("needs flash-linear-attention: pip install fla-core")
     config = config_of(delta=DeltaSizes(2, 4, 32, 32, 4), positions="none")
     torch.manual_seed(0)
     model = GPT(config, compute_dtype=torch.bfloat16).cuda()
-    tokens_BS, ends_BN = torch.randint(31, (B, S)).cuda(), torch.tensor([[9, S], [64, S]]).cuda()
+    tokens_BS = torch.randint(31, (B, S)).cuda()
+    ends_BN = torch.tensor([[9, S], [64, S]]).cuda()
     found = []
     for kernel in (True, False):
         if not kernel:
             monkeypatch.setattr("mb_train.models.gpt.delta_kernel", lambda *_: None)
+        if compiled:
+            torch._dynamo.reset()
+            for block in model.stack.blocks.values():
+                block.compile()
         loss = model(tokens_BS, labels_BS=tokens_BS, ends_BN=ends_BN).total()
-        steps = continue_tokens(
-            model, [[1, 2, 3], [4]], Sampling(temperature=0),
-            vocab_size=31, context=64, ends=[],
-        )  # fmt: skip
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        cache = KVCache(B, tokens_BS.device)
         with torch.no_grad():
-            logits = torch.stack([one.logits_V for _ in range(3) for one in next(steps)])
-        found.append([loss.detach(), logits, *torch.autograd.grad(loss, list(model.parameters()))])
+            logits = [
+                model.go_on(tokens_BS[:, begin:end], torch.full((B,), end - begin).cuda(), cache)
+                for begin, end in ((0, 9), (9, 10), (10, 30))
+            ]
+        together = torch.cat([grad.flatten() for grad in grads])
+        found.append([loss.detach(), torch.cat(logits), together])
     for got, want in zip(*found, strict=True):
-        assert float((got - want).norm() / want.norm().clamp(min=1e-6)) < 3e-2
+        assert float((got - want).norm() / want.norm()) < 3e-2

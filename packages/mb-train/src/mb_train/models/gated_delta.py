@@ -31,10 +31,12 @@ from torch import Tensor
 
 # Tokens of a chunk, as in the paper's kernels.
 CHUNK = 64
+_SIZES = (1, 2, 4, 8, 16, 32, CHUNK)
 # A decay with which nothing remains of a state: its exponential is 0 in fp32. Other decays of its
 # chunk are added to it, so it is no larger than that takes.
 _FORGETTING = -104.0
 _MAX_KEY = 256  # of the kernels
+_LEAST = (0, 6)  # release of flash-linear-attention that has less key heads than value heads
 _EPSILON = 1e-6  # of keys' and queries' length, as in the kernels and in transformers
 
 
@@ -57,7 +59,7 @@ def begins_of(segments_BS: Tensor) -> Tensor:
 
 @functools.cache
 def installed_kernel() -> tuple[Callable[..., Any], str] | None:
-    """flash-linear-attention's kernel and its version; None if it is not installed.
+    """flash-linear-attention's kernel and its version; None without it, or with one too old.
 
     Looked for when it is wanted: it imports Triton and all of its own kernels.
     """
@@ -68,7 +70,8 @@ def installed_kernel() -> tuple[Callable[..., Any], str] | None:
         )
     except ImportError:
         return None
-    return chunk_gated_delta_rule, fla.__version__
+    release = tuple(map(int, fla.__version__.split(".")[:2]))
+    return None if release < _LEAST else (chunk_gated_delta_rule, fla.__version__)
 
 
 def delta_kernel(key_size: int, device: torch.device) -> Callable[..., Any] | None:
@@ -158,7 +161,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     B, S, H, V = v_BSHV.shape
     G, C = k_BSGC.shape[2:]
-    L = min(CHUNK, 1 << (S - 1).bit_length())
+    L = next(size for size in _SIZES if size >= min(S, CHUNK))
     numbers = _computed_in(v_BSHV)
 
     def cut(x_BSH: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
 # Tokens of a chunk, as in the paper's kernels.
@@ -150,6 +151,7 @@ def gated_delta_rule(
     )
 
 
+@uncompiled  # or there would be a graph for each length, whose loop takes minutes to compile
 def _chunked(
     q_BSGC: Tensor,
     k_BSGC: Tensor,

@@ -5,8 +5,8 @@
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, norms, windows, sinks, gates, modules for further tokens), in fp32, fp16 or bf16,
-with products in FP8 or without, an optimizer, and a layout of two or four ranks (data, tensor,
+positions, heads, norms, windows, sinks, gates, states, further tokens), in fp32, fp16 or bf16, with
+products in FP8 or without, an optimizer, and a layout of two or four ranks (data, tensor,
 sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute;
 those of one size share their processes). Three steps with accumulation, sequences with
 unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
@@ -52,6 +52,10 @@ SAME = (
     "--eval-iters 1 --split 80,20,0 --device cpu --tokenizer null:255 "
     "--make-vocab-size-divisible-by 64 --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-3 "
     "--eod-mask-loss"
+)
+STATES = (
+    "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
 )
 # Adafactor divides by the roots of small sums, bf16 moments are rounded by the last bits of the
 # weights.
@@ -121,7 +125,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     half = rng.random() if kind != "ict" else 1.0  # whose towers' gradients all but cancel
     model += ["--fp16 --initial-loss-scale 4096"] if half < 0.15 else []
     model += ["--bf16"] if 0.15 <= half < 0.3 else []
-    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
+    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp, cp)
     model += [rng.choice(["", "", "--decoupled-lr 1e-2"])]
     # Parts of rows have scales of their own.
     model += ["--fp8-format e4m3"] if half >= 0.15 and tp == 1 and rng.random() < 0.2 else []
@@ -136,7 +140,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
 
 
-def decoder(rng: random.Random, tp: int) -> list[str]:
+def decoder(rng: random.Random, tp: int, cp: int) -> list[str]:
     """Flags of a GPT."""
     model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
     model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
@@ -150,6 +154,8 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
     model += [rng.choice(["", "", "--attention-output-gate"])]
     model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
+    if cp == 1:
+        model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 

@@ -82,6 +82,13 @@ GATES = (
     "--attention-output-gate --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
     f"--normalization RMSNorm --qk-layernorm --norm-placement both {HEADS} {GROUPS}"
 )
+# Layer 0 has a state, layer 1 attends; of three, layer 2 has a state again.
+STATES = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 5 --attention-output-gate --normalization RMSNorm --qk-layernorm "
+    f"{HEADS} {GROUPS}"
+)
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 UNTIED = "--untie-embeddings-and-output-weights"
 # Without sequence and context parallelism, where a rank balances its own part of a sequence.
@@ -93,7 +100,7 @@ ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
-    "sinkhorn": SINKHORN, "gates": GATES,
+    "sinkhorn": SINKHORN, "gates": GATES, "states": STATES,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -122,6 +129,15 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         f"{CP} 2 --zero-stage 3 --recompute-granularity full {GATES} {DOCUMENTS}",
         True,
     ),
+    "states tp2": (2, f"{TP} 2 {STATES} {DOCUMENTS} {ROWS}", True),
+    "states tp2 sp": (2, f"{TP} 2 {SP} {STATES}", True),
+    "states pp2": (2, f"{PP} 2 {STATES} {DOCUMENTS}", True),
+    "states zero3, recompute": (
+        2,
+        f"--zero-stage 3 --recompute-granularity selective {STATES} {DOCUMENTS}",
+        True,
+    ),
+    "states zero0": (2, f"--zero-stage 0 --recompute-granularity full {STATES}", False),
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
@@ -183,6 +199,8 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
     "gates cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {GATES}", True),
     "gates tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {GATES} {FURTHER}", True),
+    "states tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {SP} {STATES} {FURTHER}", True),
+    "states tp2 ep2 zero3": (4, f"{TP} 2 {EP} 2 --zero-stage 3 {STATES} {DOCUMENTS} {ROWS}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),
     "sinkhorn tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKHORN}", True),

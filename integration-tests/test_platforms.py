@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 
 # All but block-sparse, whose stanford-stk comes as source alone.
 EXTRAS = ["mb-layers[transformers]", "mb-data[all]"]
-EXTRAS += ["mb-train[tensorboard,convert,retrieval,serve]"]
+EXTRAS += ["mb-train[tensorboard,convert,delta,retrieval,serve]"]
 
 
 def stand_in(

@@ -10,6 +10,7 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
+from mb_train.models.config import DeltaSizes
 from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config, transformer_config
 
@@ -307,7 +308,7 @@ def test_a_run_of_before_there_were_gates_is_of_the_same_model():
         return config.model_identity(vocab_size=64, tokenizer="")
 
     kept = identity()
-    for name in ("gates", "sinks"):
+    for name in ("gates", "sinks", "delta_sizes"):
         assert kept.pop(name) is None  # as if it had never been
     assert identity(no_rope_freq=2) == identity()
     assert identity(attention_output_gate=True) == identity() | {"gates": True}
@@ -352,7 +353,10 @@ def test_every_choice_of_a_model_reaches_it():
     others = {
         "normalization": "RMSNorm", "qk_layernorm": True, "use_rope_scaling": True, "swiglu": True,
         "untie_embeddings_and_output_weights": True, "moe_num_experts": 2, "moe_first_k_dense": 1,
-        "window_attn_skip_freq": 2, "no_rope_freq": 2,
+        "window_attn_skip_freq": 2, "no_rope_freq": 2, "linear_attention_freq": 2,
+        "experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 7,
     }  # fmt: skip
     said = {name: value for name, (value, _) in values.items()}
     made = transformer_config(TrainConfig(**RUN | said | others), 64)
@@ -367,7 +371,8 @@ def test_every_choice_of_a_model_reaches_it():
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
     assert not alike  # a new field wants its choice above
-    assert made.window_layers == made.rope_layers == (True, False)
+    assert made.window_layers == made.rope_layers == made.delta_layers == (True, False)
+    assert made.delta == DeltaSizes(key_heads=3, value_heads=6, key=4, value=5, taps=7)
     assert every[-1].fp8_spares == (1, 2)
     assert transformer_config(TrainConfig(**RUN), 64).qkv_bias
 
@@ -388,6 +393,7 @@ def test_every_recipe_is_a_whole_run(name):
         ("deepseek-v2-lite", 15.71e9, 2.66e9),
         ("gpt-oss-20b", 20.91e9, 4.19e9),
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.87e9),
     ],
 )
 def test_published_models_have_their_size(name, total, for_a_token):

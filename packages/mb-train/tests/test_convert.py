@@ -1,6 +1,7 @@
 """Hugging Face models in and out: equal logits in fp32; runs and folders that are made of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
+from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
@@ -20,7 +22,7 @@ from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
-NEAR, FULL = "sliding_attention", "full_attention"
+NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
@@ -96,6 +98,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
         ("afmoe", {"mup_enabled": True, "rope_parameters": {**YARN}}),
+        ("qwen3_next", {"partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 1}),
+        ("qwen3_5_moe_text", {"rope_parameters": {**YARN}, "tie_word_embeddings": True}),
     ],
     ids=str,
 )
@@ -187,6 +191,9 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 2, "num_dense_layers": 0}),
         ("afmoe", {"layer_types": [NEAR] * 4, "num_dense_layers": 4, "tie_word_embeddings": True}),
         ("afmoe", {"layer_types": [FULL] * 4, "num_key_value_heads": None, "head_dim": 8}),
+        ("qwen3_next", {"layer_types": None, "mlp_only_layers": [0], "norm_topk_prob": False}),
+        ("qwen3_next", {"layer_types": [STATE] * 3 + [FULL], "linear_num_value_heads": 2}),
+        ("qwen3_next", {"layer_types": [STATE, FULL] * 2, "mlp_only_layers": [0, 1, 2, 3]}),
     ],
     ids=str,
 )
@@ -201,7 +208,9 @@ def test_there_and_back_again(tmp_path, kind, also):
     export_model(tmp_path / "run", tmp_path / "back", say=said.append)
     first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name, tensor in first.items():  # to what is around one ours are not closer than that
+        around_one = kind == "qwen3_next" and re.search(r"(?<!linear_attn\.)norm\.weight$", name)
+        torch.testing.assert_close(second[name], tensor, rtol=0, atol=2e-7 if around_one else 0)
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
     ).eval()
@@ -268,6 +277,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("qwen3_moe", {}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
+        ("qwen3_next", {}),
     ],
     ids=str,
 )
@@ -340,7 +350,8 @@ def test_norms_have_their_epsilons(tmp_path, kind):
     sources = {rule.target: rule.sources[0].removesuffix(".weight") for rule in rules}
     norms = [(name, m) for name, m in converted.named_modules() if isinstance(m, Norm)]
     for name, norm in norms:
-        assert norm.eps == model.get_submodule(sources[f"{name}.weight"]).variance_epsilon, name
+        their = model.get_submodule(sources[f"{name}.weight"])
+        assert norm.eps == getattr(their, "variance_epsilon", getattr(their, "eps", None)), name
     assert len(norms) >= 5
 
 
@@ -361,6 +372,8 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "smollm3",
         "afmoe",
         "glm4",
+        "qwen3_next",
+        "qwen3_5_moe_text",
     ],
 )
 def test_gradients_are_theirs(tmp_path, kind):
@@ -377,8 +390,15 @@ def test_gradients_are_theirs(tmp_path, kind):
     found = architecture_of(model.config.to_dict())
     rules = [r for r in found.stacked(None, converted.config) if "balancing_bias" not in r.target]
     mine = {name: parameter.grad for name, parameter in converted.named_parameters()}
-    for name, gradient in Translation(theirs_grads, rules, mine, shared=found.shared).items():
-        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    # Those of an embedding in front of states are up to 3, and in fp32 theirs are as far from them.
+    atol = 2e-5 if converted.config.delta is not None else 1e-6
+    still = {name: torch.zeros_like(gradient) for name, gradient in theirs_grads.items()}
+    built, moved = (  # of norms around one the one is no part of a gradient
+        Translation(source, rules, mine, shared=found.shared) for source in (theirs_grads, still)
+    )
+    for name, gradient in built.items():
+        want = gradient - moved[name]
+        torch.testing.assert_close(mine[name], want, rtol=1e-4, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
@@ -570,3 +590,30 @@ def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypat
         export_model(tmp_path / "run", back, say=lambda line: None)
     assert [path.name for path in back.iterdir()] == ["mine"]
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_what_a_state_is_continued_with_is_theirs(tmp_path, kind):
+    """From a cache, on both sides."""
+    model = theirs(kind)
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(0, 77, (9,), generator=torch.Generator().manual_seed(4)).tolist()
+    want = model.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    how = {"vocab_size": 77, "context": 24, "ends": []}
+    with torch.no_grad():
+        steps = continue_tokens(ours(tmp_path), [prompt], Sampling(temperature=0), **how)
+        found = [next(steps)[0].token for _ in range(12)]
+    assert found == want[0, len(prompt) :].tolist()
+    assert len(set(found)) > 3  # they say something
+
+
+def test_a_norm_around_one_is_rounded_without_the_one(tmp_path):
+    """To 16 bits: of 1.01 they would leave 0.0078."""
+    model = theirs("qwen3_next").bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", dtype=torch.bfloat16, say=lambda line: None)
+    first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -164,6 +164,13 @@ KINDS = {
         "norm_placement": "both", "attention_output_gate": True, "window_size": 8,
         "window_attn_skip_freq": 2, "no_rope_freq": 2,
     },
+    "qwen3-next": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,
+        "attention_output_gate": True, "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both"},
@@ -198,7 +205,7 @@ def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
     assert done == [70, 1, 9, 66]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "qwen3-next"])
 def test_the_cache_changes_no_token(kind):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
     model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])

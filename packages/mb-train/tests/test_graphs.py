@@ -81,6 +81,12 @@ V = 128
         ),
         ({"zero_stage": 0}, "cuda", {"dp_shard": 2, "cp": 2}, "no context parallelism"),
         ({"recompute_granularity": "full"}, "cuda", {}, "no recompute"),
+        (
+            {"experimental_attention_variant": "gated_delta_net"},
+            "cuda",
+            {},
+            "no --experimental-attention-variant for --cuda-graph, got gated_delta_net",
+        ),
         (MOE | {"moe_balance_over": "global_batch"}, "cuda", {}, "another --moe-balance-over"),
         (MOE | {"moe_mlp_impl": "sparse"}, "cuda", {}, "--moe-mlp-impl grouped"),
     ],

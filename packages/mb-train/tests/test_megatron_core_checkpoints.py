@@ -170,6 +170,10 @@ def test_the_command_makes_a_run(tmp_path):
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"use_mup": True}, "are not scaled by the width"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
+        (
+            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4},
+            "without --experimental-attention-variant: layers without attention are not read",
+        ),
         ({"head_wise_attn_gate": True}, "its gate that of --attention-output-gate"),
         ({"attention_output_gate": True}, r"attention\.qkv\.weight of .* to be \[128, 32\], got"),
         (LLAMA | {"no_rope_freq": [1, 0, 0, 0]}, "--no-rope-freq to be no positions in every n-th"),

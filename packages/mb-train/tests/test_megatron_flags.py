@@ -106,6 +106,16 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--num-layers 5 --no-rope-freq ([0]*3+[1])*2",
             r"--no-rope-freq to be of --num-layers 5, got .*, which is of 8",
         ),
+        (
+            "--linear-attention-freq [1,0,0,1]",
+            r"--linear-attention-freq to be states in all layers but every n-th.*\[1,0,0,1\]",
+        ),
+        (
+            "--num-layers 5 --linear-attention-freq [1,0]*2",
+            r"--linear-attention-freq to be of --num-layers 5, got \[1,0\]\*2, which is of 4",
+        ),
+        ("--experimental-attention-variant kda", "invalid choice: 'kda'"),
+        ("--linear-attention-qk-norm l2norm", "or a state by --experimental-attention-variant"),
         ("--rotary-base-per-layer 1 2", r"--rotary-base-per-layer cannot .* have --rotary-base,"),
         (
             "--head-wise-attn-gate",
@@ -429,6 +439,15 @@ def test_older_spellings_mean_what_they_meant():
         ("--window-attn-skip-freq [0]*5", {"window_attn_skip_freq": 1}),
         ("--window-attn-skip-freq [1,0]*3 --window-attn-skip-freq=3", {"window_attn_skip_freq": 3}),
         ("--attention-output-gate", {"attention_output_gate": True}),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq ([1]*3+[0])*3",
+            {
+                "experimental_attention_variant": "gated_delta_net",
+                "linear_attention_freq": 4,
+            },
+        ),
+        ("--linear-attention-freq [1]*3", {"linear_attention_freq": 4}),
+        ("--linear-attention-freq 3", {"linear_attention_freq": 3}),
         ("--no-rope-freq 4", {"no_rope_freq": 4}),
         ("--no-rope-freq ([0]*3+[1]*1)*3", {"no_rope_freq": 4}),
         ("--no-rope-freq=[0]*5", {"no_rope_freq": 6}),

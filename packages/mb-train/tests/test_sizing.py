@@ -48,6 +48,12 @@ MODERN = {
     "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
     "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
 }  # fmt: skip
+# Every third layer attends.
+STATES = MODERN | {
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -60,6 +66,14 @@ KINDS = {
     "modern": MODERN,
     "gates": MODERN | {"attention_output_gate": True, "no_rope_freq": 2},
     "positions-in-some-layers": MODERN | {"no_rope_freq": 2},
+    "states": STATES,
+    "states-of-one-width": STATES | {
+        "linear_num_value_heads": 2, "linear_value_head_dim": 24, "linear_attention_freq": None,
+    },
+    "states-and-latents": STATES | LATENT | {
+        "linear_key_head_dim": 64, "group_query_attention": False,
+    },
+    "states-in-16-bits": STATES | {"bf16": True, "linear_attention_freq": None},
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},
@@ -255,7 +269,7 @@ _COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind not in _U
 @pytest.mark.parametrize(
     "kind",
     ["dense", "modern", "latent", "latent-direct", "gated-experts", "shared-expert", "t5",
-     "many-small-experts", "t5-dense-and-experts", "recompute"],
+     "many-small-experts", "t5-dense-and-experts", "recompute", "states"],
 )  # fmt: skip
 def test_rounding_is_what_passes_through_to_float8(kind, monkeypatch):
     mixed = KINDS["t5-modern"] | {"moe_top_k": 1}
@@ -314,8 +328,23 @@ def test_gates_and_layers_without_positions_change_what_is_kept_by_what_is_count
     assert difference(counted) == difference(lambda config, _, model: kept_bytes(model, config))
 
 
+def by_token(q, k, v, decay, beta, context, *, state_BHCV):
+    """The rule without what chunks add, in products."""
+    B, S, H, V = v.shape
+    state = decay.new_zeros(B, H, k.shape[3], V, requires_grad=True)
+    q, k = (x.float().repeat_interleave(H // k.shape[2], dim=2) for x in (q, k))
+    found = []
+    for t in range(S):
+        state = state * decay[:, t, :, None, None].exp()
+        written = v[:, t, :, None] - k[:, t, :, None] @ state
+        state = state + k[:, t, :, :, None] @ (written * beta[:, t, :, None, None])
+        found.append(q[:, t, :, None] @ state)
+    return torch.cat(found, dim=2).transpose(1, 2).to(v.dtype), None
+
+
 @pytest.mark.parametrize("kind", _COUNTED)
-def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
+def test_arithmetic_is_what_the_operations_are_counted_to_take(kind, monkeypatch):
+    monkeypatch.setattr("mb_train.models.delta_net.gated_delta_rule", by_token)
     config, work, model = config_and_model(KINDS[kind])
     tokens, rest = batch_of(config)
     # Attention of plain products, which every torch counts as they are.

@@ -12,7 +12,7 @@ from mb_parallel.testing import run_ranks
 from mb_train.assembly.assemble import compile_blocks, dispatcher_of
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
-from mb_train.models.config import LatentSizes, TransformerConfig
+from mb_train.models.config import DeltaSizes, LatentSizes, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.t5 import T5
@@ -141,6 +141,11 @@ CASES = {
         ]
     },
     "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
+    "gpt-states": (
+        lambda: _with_uneven_norms(GPT(_STATES)),
+        lambda: gpt_plan(_STATES),
+        gpt_batch,
+    ),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (
@@ -178,6 +183,10 @@ _GPT = replace(
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE
 )
+_STATES = replace(
+    SMALL, norm="rmsnorm", bias=False, moe=MOE, delta_layers=(True, False),
+    delta=DeltaSizes(key_heads=2, value_heads=6, key=5, value=3, taps=4),
+)  # fmt: skip
 _BERT = replace(SMALL, norms="sum", moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
 _T5_NORMS = replace(_T5, norms="both")
@@ -231,6 +240,21 @@ def test_two_ranks_equal_one_process(sequence_parallel):
                 error = (got[name][1][parameter] - grad).norm() / grad.norm().clamp(min=0.05)
                 bound = 1e-11 if name.startswith("t5") else 1e-5
                 assert error < bound, f"{name} {parameter}: {error:.1e}"
+
+
+def refusal_of_one_key_head(rank, world_size):
+    """What is said of it, of two ranks."""
+    config = replace(_STATES, delta=_STATES.delta._replace(key_heads=1))
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    try:
+        parallelize_tensors(GPT(config), mesh, gpt_plan(config))
+    except ValueError as error:
+        return str(error)
+
+
+def test_key_heads_of_states_are_whole():
+    for said in run_ranks(refusal_of_one_key_head, 2):
+        assert "blocks.0.attention.qkvz: Expected tp = 2 to divide the 1 key heads of st" in said
 
 
 @pytest.mark.parametrize("release", ["2.11.0+cu130", "2.13.1", "2.14.0"])

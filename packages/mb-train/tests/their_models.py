@@ -48,6 +48,14 @@ EXAONE = {
     "num_hidden_layers": 4, "num_shared_experts": 2, "initializer_range": 0.2,
     "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
 }  # fmt: skip
+# Layers 0, 1 and 3 have a state, of three value heads for each key head.
+QWEN_NEXT = {
+    **EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "head_dim": 16,
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
+    "initializer_range": 0.1, "partial_rotary_factor": 0.25,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -100,6 +108,8 @@ ALL = {
     ),
     "exaone_moe": ("ExaoneMoe", {**EXAONE, "n_group": 2, "topk_group": 1, "pad_token_id": None}),
     "afmoe": ("Afmoe", {**EXAONE, "route_scale": 2.5, "head_dim": 12}),
+    "qwen3_next": ("Qwen3Next", QWEN_NEXT),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.
     "gpt_oss": ("GptOss", GPT_OSS),
 }
@@ -107,7 +117,7 @@ ALL = {
 WRITTEN = {
     "dots1": "glm4_moe", "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
     "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
-    "phi3": "llama",
+    "phi3": "llama", "qwen3_5_moe_text": "qwen3_next",
 }  # fmt: skip
 # Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
 LLAMA3 = {
@@ -127,7 +137,7 @@ def theirs(kind, **also):
     torch.manual_seed(0)
     name, settings = ALL[kind]
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**sizes | settings | also)
+    config = transformers.CONFIG_MAPPING[kind](**sizes | settings | also)
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)
     with torch.no_grad():

@@ -4,6 +4,7 @@
     blocks.N.attention, which may have a parameter `sinks` [heads]
     blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, core, out}
     blocks.N.attention.{q_down, q_norm, q_up | q, kv_down, kv_norm, kv_up, shared_key}
+    blocks.N.attention.{qkvz, ba, conv, gates, norm, out}
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
     embedding.{tokens, positions, token_types, norm, dropout}
 
@@ -13,6 +14,10 @@ The fourth line is of latent attention: maps down and norms of latents are repli
 the stream, maps up are split by heads. So ranks exchange latents, which are narrow, and the key
 that all heads share: `shared_key`, a module without parameters, is given it in the stream and
 passes it on to the heads.
+
+The fifth is of layers with a state (Gated DeltaNet): rows of all are ordered by key head, and
+`conv` and `gates` have parameters of each channel or head, `weight` [channels, taps], and `A_log`
+and `dt_bias` [heads]. `norm` is of a head, and all share it.
 """
 
 from __future__ import annotations
@@ -38,14 +43,22 @@ from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 _BY_HEAD = PartialGradients()
 
 
-def block_plan(num_kv_heads: int, *, blocks: str = "blocks", qk_norm: Style = _BY_HEAD) -> Plan:
+def block_plan(
+    num_kv_heads: int,
+    *,
+    blocks: str = "blocks",
+    qk_norm: Style = _BY_HEAD,
+    num_key_heads: int | None = None,
+) -> Plan:
     """The plan of a stack of transformer blocks.
 
     Args:
         num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
         blocks: path of the stack.
         qk_norm: of `norm_q` and `norm_k`. `SplitNorm` if these are over the width of all heads.
+        num_key_heads: of layers with a state. Each rank gets whole ones, with their value heads.
     """
+    states = ColumnParallel(units=num_key_heads, unit="key heads of states", enter=False)
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
     attention: Plan = {
         "qkv": heads,
@@ -59,6 +72,11 @@ def block_plan(num_kv_heads: int, *, blocks: str = "blocks", qk_norm: Style = _B
         "kv_norm": SequenceParallel(),
         "kv_up": heads,
         "shared_key": ParallelInput(),
+        "qkvz": states,
+        "ba": states,
+        "conv": Sharded({"weight": 0}),
+        "gates": Sharded({"A_log": 0, "dt_bias": 0}),
+        "norm": PartialGradients(),
         "core": DistinctRandom(stream=False),
         "out": RowParallel(),
     }
@@ -66,7 +84,7 @@ def block_plan(num_kv_heads: int, *, blocks: str = "blocks", qk_norm: Style = _B
         f"{blocks}.*.norm_*": SequenceParallel(),
         **{f"{blocks}.*.{kind}.{name}": style for kind in ("attention", "cross")
            for name, style in attention.items()},
-        f"{blocks}.*.attention": Sharded({"sinks": 0}),
+        f"{blocks}.*.attention": _attention,
         f"{blocks}.*.dropout": DistinctRandom(),
         f"{blocks}.*.mlp": _feed_forward,
         f"{blocks}.*.mlp.gate": ColumnParallel(enter=False),
@@ -88,6 +106,11 @@ def embedding_plan(embedding: str = "embedding") -> Plan:
         f"{embedding}.norm": SequenceParallel(),
         f"{embedding}.dropout": DistinctRandom(),
     }
+
+
+def _attention(module: nn.Module) -> Style:
+    """One with a state has two maps of its input."""
+    return ParallelInput() if hasattr(module, "qkvz") else Sharded({"sinks": 0})
 
 
 def _feed_forward(module: nn.Module) -> Style:

@@ -34,6 +34,8 @@ from mb_train.assembly.layout import stage_layers
 from mb_train.config import TrainConfig, whole
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
+from mb_train.models.delta_net import DeltaGates, DeltaRule
+from mb_train.models.gated_delta import delta_note
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.transformer import Block
@@ -211,10 +213,12 @@ def _spread(
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if (delta := task.workload.passes[0].blocks.delta) is not None:
+        notes.append(delta_note(delta.key, device))
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)
-        parallelize_context(_cores(blocks), mesh)
+        parallelize_context(_cores(blocks, CoreAttention), mesh)
         model.parts = mesh.cp_size
     if config.compile and device.type == "cuda":
         compile_blocks(blocks, config, tp_size=mesh.tp_size)
@@ -223,7 +227,7 @@ def _spread(
         mesh,
         blocks=blocks,
         compute_dtype=compute_dtype,
-        keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
+        keep_fp32=[m for m in model.modules() if isinstance(m, Router | DeltaGates)],
         in_training=_in_training(model),
         zero_stage=config.zero_stage,
         cast_inputs=False,  # the models cast what they compute with, and only that
@@ -270,14 +274,14 @@ def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int
         block.compile()
 
 
-def _cores(blocks: list[Block]) -> list[nn.Module]:
-    return [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
+def _cores(blocks: list[Block], *kinds: type[nn.Module]) -> list[nn.Module]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, kinds)]
 
 
 def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
-        apply_recompute(_cores(blocks), "full")
+        apply_recompute(_cores(blocks, CoreAttention, DeltaRule), "full")
     elif config.recompute_granularity == "full":
         first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
         apply_recompute(blocks[:first], "full")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig
+from mb_train.models.delta_net import ShortConvolution
 from mb_train.models.embedding import Embedding
 from mb_train.models.gpt import GPT
 from mb_train.models.linear import Linear
@@ -66,6 +67,8 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
             # None of a stage without, or tied; the second is BERT's for the order of sentences.
             ends = (getattr(part, name, None) for name in ("head", "order_head"))
             heads = [head for head in ends if head is not None]
+            # Nor are the taps of a convolution a map: each row is a channel for itself.
+            heads += [m for m in part.modules() if isinstance(m, ShortConvolution)]
             linear = [module for module in part.modules() if isinstance(module, Linear)]
             fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
             groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)

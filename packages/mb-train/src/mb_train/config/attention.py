@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from mb_train.config.field import AT_LEAST_0, GIVEN, OFF, POSITIVE, flag
 
+_DELTA = ("experimental_attention_variant",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFields:
-    """Heads, latents, norms of queries and keys, gates, windows, sinks."""
+    """Heads, latents, norms of queries and keys, gates, states, windows, sinks."""
 
     num_attention_heads: int | None = flag(
         "attention heads", bounds=POSITIVE, on_load="model", required=True
@@ -70,6 +72,35 @@ class AttentionFields:
     attention_output_gate: bool = flag(
         "multiply what attention returns by the sigmoid of a further map of its input, as "
         "Qwen3-Next", False, on_load="model", in_force="gates",
+    )  # fmt: skip
+    experimental_attention_variant: str | None = flag(
+        "what stands in place of attention in all layers but every n-th: a state that each token "
+        "corrects and lets fade, as in Qwen3-Next", choices=("gated_delta_net",),
+        said_as={"gdn": "gated_delta_net"}, on_load="model", in_force="delta_sizes",
+    )  # fmt: skip
+    linear_attention_freq: int | None = flag(
+        "every n-th layer attends beside layers with a state; default none does", bounds=POSITIVE,
+        on_load="model", in_force="delta_sizes", needs=_DELTA,
+    )  # fmt: skip
+    linear_num_key_heads: int = flag(
+        "layers with a state: heads of queries and keys", 16, bounds=POSITIVE, on_load="model",
+        in_force="delta_sizes", needs=_DELTA,
+    )  # fmt: skip
+    linear_num_value_heads: int = flag(
+        "layers with a state: heads of values, each with a state; a multiple of the former", 32,
+        bounds=POSITIVE, on_load="model", in_force="delta_sizes", needs=_DELTA,
+    )  # fmt: skip
+    linear_key_head_dim: int = flag(
+        "layers with a state: width of a head's query and key", 128, bounds=POSITIVE,
+        on_load="model", in_force="delta_sizes", needs=_DELTA,
+    )  # fmt: skip
+    linear_value_head_dim: int = flag(
+        "layers with a state: width of a head's value", 128, bounds=POSITIVE, on_load="model",
+        in_force="delta_sizes", needs=_DELTA,
+    )  # fmt: skip
+    linear_conv_kernel_dim: int = flag(
+        "layers with a state: tokens that the convolution before it sums up", 4, bounds=POSITIVE,
+        on_load="model", in_force="delta_sizes", needs=_DELTA,
     )  # fmt: skip
     attention_scale: float | None = flag(
         "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head's query), with "

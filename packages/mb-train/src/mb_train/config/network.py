@@ -98,6 +98,23 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return self.attention_output_gate or None
 
     @property
+    def delta_sizes(self) -> list[int | None] | None:
+        """Of layers with a state, as `models.config.DeltaSizes` has them, and n if every n-th layer
+        attends; None without."""
+        every = self.linear_attention_freq
+        if self.experimental_attention_variant is None or every == 1:
+            return None
+        heads = [self.linear_num_key_heads, self.linear_num_value_heads]
+        widths = [self.linear_key_head_dim, self.linear_value_head_dim]
+        every = every if every is not None and every <= whole(self.num_layers) else None
+        return [*heads, *widths, self.linear_conv_kernel_dim, every]
+
+    def has_state(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has a state, if there are such layers."""
+        every = self.linear_attention_freq
+        return every is None or (layer + 1) % every != 0
+
+    @property
     def sinks(self) -> str | None:
         """Kind of the score more in each sum of attention's softmax, if there is one."""
         return None if self.softmax_type == "vanilla" else self.softmax_type
@@ -162,6 +179,7 @@ class Network(ModelFields, AttentionFields, PositionFields):
                 f"{self.mtp_num_layers}, got {got}. Leave one of the two out."
             )
         _check_latent(self)
+        _check_delta(self)
         _check_slowing(self)
         _check_softmax(self)
         _check_two_stacks(self)
@@ -221,11 +239,24 @@ def _check_latent(config: Network) -> None:
             )
 
 
+def _check_delta(config: Network) -> None:
+    """Raise ValueError for heads of layers with a state that do not share their keys evenly."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if config.delta_sizes is not None and values % keys:
+        raise ValueError(
+            "Expected --linear-num-key-heads to divide --linear-num-value-heads, got "
+            f"{keys} and {values}."
+        )
+
+
 def _check_softmax(config: Network) -> None:
-    """Raise ValueError for a window or sinks in a model that also sees tokens to come."""
+    """Raise ValueError for windows, sinks or states in a model that also sees tokens to come."""
     settings = {
         f"--window-size {config.window_size}": config.window_size is not None,
         f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+        f"--experimental-attention-variant {config.experimental_attention_variant}": (
+            config.experimental_attention_variant is not None
+        ),
     }
     for words in (words for words, given in settings.items() if given and config.model != "gpt"):
         raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")

@@ -11,7 +11,7 @@ of a few minutes (`runs/frontier.sh`).
 `olmoe-1b-7b`, `deepseek-v2-lite` and `qwen3-30b-a3b` have the shapes of the published models
 (Muennighoff et al., arXiv 2409.02060; DeepSeek-AI, arXiv 2405.04434; Yang et al., arXiv
 2505.09388), all but the last their rates as well; Qwen's are not published. `--num-layers 2` makes
-each fit on one GPU.
+each fit on one GPU. `qwen3-next-80b-a3b` has Qwen3-Next's shape and the same rates.
 
 `bert-`, `t5-` and `ict-` are Megatron-LM's other models with the settings of its example scripts.
 """
@@ -194,6 +194,24 @@ def qwen3() -> Recipe:
     }  # fmt: skip
 
 
+def qwen3_next() -> Recipe:
+    """Qwen3-Next-80B-A3B: 79.7 B parameters, 3.9 B of them for a token; three of four layers have a
+    state. Its module for further tokens, which --mtp-num-layers 1 adds, is left out."""
+    return _modern("qwen3-next-80b-a3b") | {
+        "num_layers": 48, "num_attention_heads": 16, "kv_channels": 256,
+        "group_query_attention": True, "num_query_groups": 2, "ffn_hidden_size": 512,
+        "qk_layernorm_over": "head", "layernorm_epsilon": 1e-6, "rotary_base": 1e7,
+        "rotary_percent": 0.25, "attention_output_gate": True,
+        # Sizes of the states are the fields' own.
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
+        "make_vocab_size_divisible_by": 151_936,  # as of qwen3-30b-a3b
+        "moe_num_experts": 512, "moe_top_k": 10, "moe_renormalize": True, "moe_loss_weight": 0.001,
+        "moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True,
+        "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_fraction": 0.02,
+    }  # fmt: skip
+
+
 def bert(name: str, layers: int, hidden: int, heads: int) -> Recipe:
     """A BERT as Megatron-LM's examples train it: sentence order, sequences of 512.
 
@@ -267,7 +285,7 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
     }
     return named | {
         "olmoe-1b-7b": olmoe, "deepseek-v2-lite": deepseek_v2_lite, "gpt-oss-20b": gpt_oss,
-        "qwen3-30b-a3b": qwen3,
+        "qwen3-30b-a3b": qwen3, "qwen3-next-80b-a3b": qwen3_next,
     }  # fmt: skip
 
 

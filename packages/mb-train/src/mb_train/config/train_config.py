@@ -259,6 +259,12 @@ class TrainConfig(
                 f"Expected --context-parallel-size 1 with --model {self.model}, whose sequences "
                 f"are short, and padded, got {cp}. Leave it out: the ranks then share the samples."
             )
+        if cp > 1 and self.delta_sizes is not None:
+            raise ValueError(
+                "Expected --context-parallel-size 1 with --experimental-attention-variant "
+                f"{self.experimental_attention_variant}, whose states pass from token to token, "
+                f"got {cp}. Leave it out: the ranks then share the samples."
+            )
         if cp > 1 and whole(self.num_attention_heads) % (cp * tp):
             across = f" x --tensor-model-parallel-size {tp}" if tp > 1 else ""
             raise ValueError(

@@ -3,6 +3,7 @@
 --moe-layer-freq ([0]*3+[1]*24)     --moe-layer-freq=1 --moe-first-k-dense=3
 --window-attn-skip-freq [1,1,0]*4   --window-attn-skip-freq=3
 --no-rope-freq ([0]*3+[1])*4        --no-rope-freq=4
+--linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
 """
 
@@ -16,9 +17,9 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     """The command line with numbers for what Megatron Core also takes as a list or a pair.
 
     Raises:
-        ValueError: experts in other layers than every n-th behind dense ones; windows in others
-            than all but every n-th; no positions in others than every n-th; a list of other layers
-            than `--num-layers`; a window that reaches behind a token.
+        ValueError: experts in other layers than every n-th behind dense ones; windows or states in
+            others than all but every n-th; no positions in others than every n-th; a list of other
+            layers than `--num-layers`; a window that reaches behind a token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):
@@ -75,6 +76,18 @@ def _without_positions(text: str, words: Sequence[str]) -> list[str]:
     return [f"--no-rope-freq={every}"]
 
 
+def _states(text: str, words: Sequence[str]) -> list[str]:
+    layers = _layers(text)
+    every = every_nth_full(list(map(bool, layers)))
+    if not layers or every is None:
+        raise ValueError(
+            "Expected --linear-attention-freq to be states in all layers but every n-th, as "
+            f"[1,1,0]*4, got {text}."
+        )
+    _check_number("--linear-attention-freq", text, layers, words)
+    return [f"--linear-attention-freq={every}"]
+
+
 def every_nth_full(windows: Sequence[bool]) -> int | None:
     """n if all layers have a window but every n-th; None for other patterns.
 
@@ -100,6 +113,7 @@ def _window(text: str, _: Sequence[str]) -> list[str]:
 _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = {
     "--moe-layer-freq": ("[", _experts),
     "--window-attn-skip-freq": ("[", _windows),
+    "--linear-attention-freq": ("[", _states),
     "--no-rope-freq": ("[", _without_positions),
     "--window-size": (",", _window),
 }

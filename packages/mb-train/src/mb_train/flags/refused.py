@@ -29,10 +29,9 @@ _REASONS: Mapping[str, str] = {
         --sliding-window --sliding-window-size
     """,
     "say --qk-pos-emb-head-dim": "--qk-rope-head-dim",
-    "attention is a softmax over what came before, its gate that of --attention-output-gate": """
-        --experimental-attention-variant --head-wise-attn-gate
-        --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
-        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-* --o-groups --o-lora-rank
+    "attention is a softmax over what came before, its gate that of --attention-output-gate, or "
+    "a state by --experimental-attention-variant gated_delta_net": """
+        --head-wise-attn-gate --linear-attention-* --dsa-* --csa-* --o-groups --o-lora-rank
         --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
     """,
     "say --attention-output-gate": "--use-gated-attention",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
+from mb_train.models.gated_delta import DeltaContext
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.relative import RelativeBias
 from mb_train.models.rotary import rotary_tables, rotate
@@ -46,6 +47,7 @@ class BlockContext(NamedTuple):
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     cache: keys and values of tokens that came before; `mask` is over all of them.
+    delta: of layers with a state, see `models.gated_delta`; None: nothing divides sequences.
     """
 
     causal: bool = True
@@ -57,6 +59,7 @@ class BlockContext(NamedTuple):
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
+    delta: DeltaContext | None = None
 
 
 def context_of(

@@ -1,5 +1,7 @@
 """Keys and values that a model keeps of the tokens it has seen, to go on from them.
 
+Layers with a state (`models.delta_net`) keep that, and their last few tokens, instead.
+
 Rows need not be equally long: a new token is written behind its row's own, and sees those alone.
 What a row was filled up with lies behind its tokens, is seen by none, and is overwritten.
 
@@ -65,6 +67,14 @@ class KVCache:
             found.append(held)
         k, v = self._held[owner] = found[0], found[1]
         return k[:, : self._longest], v[:, : self._longest]
+
+    def held(self, owner: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """What a layer of another kind last had it hold, if anything."""
+        return self._held.get(owner)
+
+    def hold(self, owner: nn.Module, first: Tensor, second: Tensor) -> None:
+        """Hold two tensors of each row, [B, ...], in place of its keys and values."""
+        self._held[owner] = first, second
 
     def keep(self, rows: Tensor) -> None:
         """Let go of all rows but these, given by number."""

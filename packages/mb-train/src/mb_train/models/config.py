@@ -23,7 +23,7 @@ _CHOICES = {
 
 
 # Fields with a flag for each layer.
-FLAGS_OF_LAYERS = ("moe_layers", "rope_layers", "window_layers")
+FLAGS_OF_LAYERS = ("delta_layers", "moe_layers", "rope_layers", "window_layers")
 
 
 class RopeScaling(NamedTuple):
@@ -67,6 +67,21 @@ class LatentSizes(NamedTuple):
     value: int
 
 
+class DeltaSizes(NamedTuple):
+    """Sizes of layers with a state (`models.delta_net`).
+
+    key_heads, value_heads: of queries and keys, and a multiple of them of values and states.
+    key, value: widths of a head's key and of its value.
+    taps: tokens that the short convolution sums up, a token's own among them.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """What a transformer is built from.
@@ -76,6 +91,7 @@ class TransformerConfig:
         num_heads: H; num_kv_heads: G, a divisor of H; head_size: C, of queries and keys.
         latent: widths of latent attention, for which G is H and C content + rotated; None: queries,
             keys and values are maps of the hidden state.
+        delta: of layers that have a state in place of attention; None: all layers attend.
         max_positions: longest sequence; learned positions have as many rows.
 
     Choices:
@@ -101,6 +117,8 @@ class TransformerConfig:
         window: a token sees so many tokens before its own, one less than what is called a window of
             W keys elsewhere; None: all of them.
         window_layers: which layers see no further, one flag per layer; None means all.
+        delta_layers: which layers have a state, if `delta` is given, one flag per layer; None means
+            all. What is said here of heads, positions and windows is of the others.
         output_gate: heads' outputs are multiplied by the sigmoid of a further map of the layer's
             input, number by number (arXiv 2505.06708).
         softmax: of the scores: "vanilla"; with a score more in the sum, of what has no value, which
@@ -131,6 +149,7 @@ class TransformerConfig:
     head_size: int
     max_positions: int
     latent: LatentSizes | None = None
+    delta: DeltaSizes | None = None
     activation: str = "gelu_tanh"
     norm: str = "layernorm"
     norm_eps: float = 1e-5
@@ -146,6 +165,7 @@ class TransformerConfig:
     attention_scale: float | None = None
     window: int | None = None
     window_layers: tuple[bool, ...] | None = None
+    delta_layers: tuple[bool, ...] | None = None
     output_gate: bool = False
     softmax: str = "vanilla"
     bias: bool = True
@@ -183,6 +203,11 @@ class TransformerConfig:
                 )
         if self.window is not None and self.window < 0:
             raise ValueError(f"Expected a window of at least 0 tokens, got {self.window}.")
+        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
+            raise ValueError(
+                "Expected the key heads of layers with a state to divide their value heads, got "
+                f"{self.delta.key_heads} and {self.delta.value_heads}."
+            )
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":
@@ -230,6 +255,10 @@ class TransformerConfig:
         """Whether layer `layer`'s feed-forward is a Mixture-of-Experts."""
         return self.moe is not None and (self.moe_layers is None or self.moe_layers[layer])
 
+    def has_state(self, layer: int) -> bool:
+        """Whether layer `layer` has a state in place of attention."""
+        return self.delta is not None and (self.delta_layers is None or self.delta_layers[layer])
+
     def rotates(self, layer: int) -> bool:
         """Whether positions turn layer `layer`'s queries and keys."""
         turned = self.rope_layers is None or self.rope_layers[layer]
@@ -260,7 +289,9 @@ class TransformerConfig:
         return self.windows == {None} and not self.has_sinks
 
     def require_plain(self, model: str) -> None:
-        """Raise ValueError for a window or sinks in a model, called `model`, that has none."""
+        """Raise ValueError for a window, sinks or a state in a model, called `model`, without."""
+        if self.delta is not None:
+            raise ValueError(f"Expected no layers with a state for {model}, got {self.delta}.")
         if not self.plain_attention:
             raise ValueError(
                 f"Expected no window and a vanilla softmax for {model}, got a window of "

@@ -25,6 +25,7 @@ from mb_train.models.attention import BlockContext
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
+from mb_train.models.gated_delta import DeltaContext, begins_of, delta_kernel
 from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.mtp import (
@@ -181,7 +182,8 @@ class GPT(nn.Module):
         x_BQD = self._embedded(tokens_BQ, torch.where(valid_BQ, positions_BQ, 0))
         rope = rotary_tables(self.config, positions_BQ)
         masks = seen(self.config, mask, positions_BQ, self.compute_dtype)
-        context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache)
+        delta = self._delta(tokens_BQ.device, None)
+        context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache, delta=delta)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
         return scores(x_BD, head_weight(self.head, self.embedding))
@@ -200,8 +202,19 @@ class GPT(nn.Module):
         if self.first:
             x = self._embedded(x, positions_BS)
         within = self._within(len(x), positions_BS, segments_BS, ends_BN)
-        context = BlockContext(**within, rope=rotary_tables(self.config, positions_BS))
+        if segments_BS is None and ends_BN is not None and self.config.delta is not None:
+            segments_BS = Segments(ends_BN, positions_BS.shape[1] * self.parts).numbers()
+        delta = self._delta(x.device, segments_BS)
+        rope = rotary_tables(self.config, positions_BS)
+        context = BlockContext(**within, rope=rope, delta=delta)
         return *self.stack(x, context), context
+
+    def _delta(self, device: torch.device, segments_BS: Tensor | None) -> DeltaContext | None:
+        """What layers with a state share, if there are any."""
+        if self.config.delta is None:
+            return None
+        begins_BS = None if segments_BS is None else begins_of(segments_BS)
+        return DeltaContext(begins_BS, delta_kernel(self.config.delta.key, device))
 
     def _embedded(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """x_BSD, as the first block takes it."""

@@ -19,10 +19,11 @@ class Linear(nn.Linear):
         bias: whether there is one.
         fused: outputs of each of the maps that it holds, which take turns down the weight's rows;
             () for one map. For whoever treats maps as matrices (`mb_parallel.optimizer.Muon`).
+        exact: its products stay in the dtype of its input where those of other maps are in FP8.
 
     Attributes:
         fp8: its products with the weight are of 8-bit floats, see `mb_kernels.float8_linear`. A
-            block says so of all its maps.
+            block says so of all its maps but the `exact` ones.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class Linear(nn.Linear):
         std: float,
         bias: bool = True,
         fused: tuple[int, ...] = (),
+        exact: bool = False,
     ) -> None:
-        self.std, self.fused, self.fp8 = std, fused, False
+        self.std, self.fused, self.exact, self.fp8 = std, fused, exact, False
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:

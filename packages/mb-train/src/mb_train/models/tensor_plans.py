@@ -92,7 +92,10 @@ def t5_plan(config: TransformerConfig) -> Plan:
 def _stack_plan(path: str, config: TransformerConfig) -> Plan:
     over_width = config.qk_norm == "width"
     qk_norm = SplitNorm(rms=config.norm == "rmsnorm") if over_width else PartialGradients()
-    blocks = block_plan(config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm)
+    keys = None if config.delta is None else config.delta.key_heads
+    blocks = block_plan(
+        config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm, num_key_heads=keys
+    )
     return {**blocks, f"{path}.norm": SequenceParallel()}
 
 

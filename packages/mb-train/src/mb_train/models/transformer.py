@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
+from mb_train.models.delta_net import GatedDeltaNet
 from mb_train.models.latent import LatentAttention
 from mb_train.models.linear import Linear, Norm
 
@@ -89,7 +90,9 @@ class Block(nn.Module):
         if cross and config.latent is not None:
             raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
         self.attention: nn.Module
-        if config.latent is None:
+        if config.has_state(layer):
+            self.attention = GatedDeltaNet(config)
+        elif config.latent is None:
             self.attention = Attention(
                 config, window=config.window_of(layer), rotates=config.rotates(layer)
             )
@@ -111,7 +114,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.fp8 = config.in_fp8(layer)
+                module.fp8 = config.in_fp8(layer) and not module.exact
 
     def forward(
         self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
 
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.workload import Pass, Workload
 
 
@@ -20,7 +20,7 @@ class Flops(NamedTuple):
     """FLOPs of a sample's forward and backward pass.
 
     blocks: all products of blocks with weights, and of what joins further tokens to hidden states;
-    attention: those between queries, keys and values; heads: those on top of the blocks.
+    attention: those between queries, keys, values and states; heads: those on top of the blocks.
     """
 
     blocks: float
@@ -29,11 +29,15 @@ class Flops(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A product with a weight [outputs, inputs], of every token or of a share of them."""
+    """A product with a weight [outputs, inputs], of every token or of a share of them.
+
+    exact: in layers in FP8 it is not.
+    """
 
     inputs: int
     outputs: int
     share: float = 1.0
+    exact: bool = False
 
     @property
     def flops(self) -> float:
@@ -47,9 +51,8 @@ def flops(work: Workload) -> Flops:
     for each in (*work.passes, *work.behind):
         config = each.blocks
         blocks += sum(_layer(each, layer) for layer in range(config.num_layers))
-        attended = sum(_seen(each, layer) for layer in range(config.num_layers))
-        scores_and_sums = 2 * config.num_heads * (config.head_size + config.value_size)
-        attention += 3 * each.tokens * attended * scores_and_sums
+        attended = sum(_attended(each, layer) for layer in range(config.num_layers))
+        attention += 3 * each.tokens * attended
     hidden = work.passes[0].blocks.hidden_size
     # A module for further tokens maps two hidden states to one.
     blocks += sum(3 * 2 * 2 * hidden * hidden * each.tokens for each in work.behind)
@@ -60,29 +63,45 @@ def flops(work: Workload) -> Flops:
 def flops_in_fp8(work: Workload) -> float:
     """Those of `flops(work).blocks` that are of layers in FP8."""
     return sum(
-        _layer(each, layer)
+        _layer(each, layer, exact=False)
         for each in (*work.passes, *work.behind)
         for layer in range(each.blocks.num_layers)
         if each.blocks.in_fp8(layer)
     )
 
 
-def _layer(each: Pass, layer: int) -> float:
-    """Of a sample's forward and backward pass through the products of a layer with weights."""
-    maps = sum(one.flops for one in attention_maps(each))
+def _layer(each: Pass, layer: int, *, exact: bool = True) -> float:
+    """Of a sample's forward and backward pass through the products of a layer with weights.
+
+    Args:
+        exact: count those that are not in FP8 where the others are.
+    """
+    maps = sum(one.flops for one in attention_maps(each, layer) if exact or not one.exact)
     return 3 * each.tokens * (maps + _ffn(each.blocks, layer))
 
 
-def _seen(each: Pass, layer: int) -> int:
-    """Keys of a token in a layer, of its own sequence and of the source."""
-    near = each.blocks.window_of(layer)
+def _attended(each: Pass, layer: int) -> float:
+    """Of a token's forward pass, between its query and what it sees in a layer.
+
+    That is keys of its own sequence, in a window perhaps, and of the source; or a state, which it
+    asks, changes and reads, whatever a kernel computes beside that within chunks.
+    """
+    config = each.blocks
+    if config.delta is not None and config.has_state(layer):
+        return 3 * 2 * config.delta.value_heads * config.delta.key * config.delta.value
+    near = config.window_of(layer)
     own = each.length if near is None else min(near + 1, each.length)
-    return own + each.source
+    return (own + each.source) * 2 * config.num_heads * (config.head_size + config.value_size)
 
 
-def attention_maps(each: Pass) -> list[Map]:
+def attention_maps(each: Pass, layer: int) -> list[Map]:
     """The maps of a layer's attention, and of that to the source."""
     config, latent = each.blocks, each.blocks.latent
+    if config.delta is not None and config.has_state(layer):
+        keys, values = delta_widths(config.delta)
+        D = config.hidden_size
+        gates = Map(D, 2 * config.delta.value_heads, exact=True)
+        return [Map(D, 2 * keys + 2 * values), gates, Map(values, D)]
     D, heads = config.hidden_size, config.num_heads * config.head_size
     if latent is not None:
         queries, values = [Map(D, heads)], config.num_heads * latent.value
@@ -98,6 +117,11 @@ def attention_maps(each: Pass) -> list[Map]:
         of_source = Map(D, 2 * keys, share=each.source / each.length)
         maps += [Map(D, heads), of_source, Map(heads, D)]
     return maps
+
+
+def delta_widths(delta: DeltaSizes) -> tuple[int, int]:
+    """Of the keys of all heads of a layer with a state, and of their values."""
+    return delta.key_heads * delta.key, delta.value_heads * delta.value
 
 
 def dense_maps(config: TransformerConfig) -> list[Map]:

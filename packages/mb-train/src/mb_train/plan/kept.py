@@ -14,8 +14,10 @@ from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import choose_dispatcher
 
 from mb_train.config import TrainConfig, whole
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import DeltaSizes, TransformerConfig
+from mb_train.models.gated_delta import CHUNK
 from mb_train.models.workload import Pass, Workload
+from mb_train.plan.flops import delta_widths
 
 # Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
 _LOGITS, _LOGIT_ROWS = 2**29, 8192
@@ -79,30 +81,28 @@ def kept_by_layer(
     Args:
         rows, tokens_here: see `_room`; without them only what is computed of the room counts.
         pairs: attention keeps numbers for every pair of tokens where it has to: on a CPU, whose
-            fast kernel knows neither dropout nor a learned bias.
+            fast kernel knows neither dropout nor a learned bias, and which computes states in
+            plain PyTorch.
     """
     split = dims.tp if config.sequence_parallel else 1
     found = []
     behind = work.behind if dims.pp == 1 else ()
     for number, each in enumerate((*work.passes, *behind)):
-        around, inside, dense, experts = _of_token(each, width, rows)
+        around, dense, experts = _of_token(each, width, rows)
         if number >= len(work.passes):  # two hidden states with their norms, and side by side
             around += 6 * each.blocks.hidden_size
-        inside += _exchanged(each, dims)
-        if pairs:
-            inside += _pairs(each)
         experts += each.blocks.hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
-            attention = inside + _as_attended(each.blocks, layer)
+            latents, attention = _in_attention(each, layer, dims, width, pairs=pairs)
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
-            token = around / split + attention / dims.tp + ffn
+            token = (around + latents) / split + attention / dims.tp + ffn
             tokens = each.tokens / dims.cp
             found.append(Kept(tokens * token, tokens * each.blocks.hidden_size / split))
     return found[: -(-len(found) // dims.pp)]
 
 
-def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float, float]:
-    """Numbers of a token: around the parts of a block, in attention, dense ffn, experts."""
+def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]:
+    """Numbers of a token: around the parts of a block, in a dense ffn, in experts."""
     config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
     # What goes into norms, and what they put out; behind an output what made that went in.
@@ -111,12 +111,10 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
         around += parts * hidden * (4 - width) // width  # of what goes in
     if config.hidden_dropout:
         around += parts * hidden // width  # masks of a byte
-    latents, inside = _in_attention(each, width)
-    around += latents
     gated = is_glu(config.activation)
     dense = (4 if gated else 2) * config.ffn_size
     if moe is None:
-        return around, inside, dense, 0.0
+        return around, dense, 0.0
     up = 2 if gated else 1
     experts = moe.top_k * up * moe.ffn_hidden_size * rows
     if moe.recompute:
@@ -127,10 +125,45 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
     scores = 1 if moe.score_function == "softmax" else 3
     experts += (4 * moe.num_choices * scores) // width
-    return around, inside, dense, experts
+    return around, dense, experts
 
 
-def _in_attention(each: Pass, width: int) -> tuple[float, float]:
+def _in_attention(
+    each: Pass, layer: int, dims: ParallelDims, width: int, *, pairs: bool
+) -> tuple[float, float]:
+    """Numbers of a token in a layer's attention: of its latents, and of its heads."""
+    config = each.blocks
+    if config.delta is not None and config.has_state(layer):
+        return 0.0, _with_state(config.delta, width, chunks=pairs)
+    latents, inside = _projected(each, width)
+    inside += _exchanged(each, dims) + _as_attended(config, layer)
+    return latents, inside + (_pairs(each) if pairs else 0)
+
+
+def _with_state(delta: DeltaSizes, width: int, *, chunks: bool) -> float:
+    """Numbers of a token's heads in a layer with a state.
+
+    Args:
+        chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
+    """
+    wide, heads = 4 / width, delta.value_heads
+    keys, values = delta_widths(delta)
+    mixed = 2 * keys + values
+    # In front of the convolution and behind it; queries and keys before they have length 1; as the
+    # rule is given them.
+    found = mixed + wide * mixed + wide * 2 * keys + mixed
+    # What the state returned, behind its norm, and gated; the gate and its SiLU.
+    found += 3 * values + 2 * wide * values
+    if not chunks:
+        return found + heads * CHUNK  # a triangular matrix of each chunk
+    of_heads = heads * delta.key  # as often as value heads
+    # Queries and keys, also times what fades and is written; the system's right side, its solution,
+    # values and what is written; five matrices of a chunk; states before and between chunks.
+    own = 5 * of_heads + 2 * (of_heads + values) + 2 * values
+    return found + wide * (own + 5 * heads * CHUNK + 2 * of_heads * delta.value / CHUNK)
+
+
+def _projected(each: Pass, width: int) -> tuple[float, float]:
     """Numbers of a token in an attention: of its latents, and of its heads as projected."""
     config, latent = each.blocks, each.blocks.latent
     heads = config.num_heads * config.head_size

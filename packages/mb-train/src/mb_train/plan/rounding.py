@@ -56,7 +56,8 @@ def rounding(
 def rounded(each: Pass, layer: int) -> Rounded:
     """Of a layer in FP8."""
     config, moe = each.blocks, each.blocks.moe
-    maps, found = attention_maps(each), Rounded(0.0, 0.0, 0, 0)
+    maps = [one for one in attention_maps(each, layer) if not one.exact]
+    found = Rounded(0.0, 0.0, 0, 0)
     if moe is None or not config.has_experts(layer):
         maps += dense_maps(config)
     else:

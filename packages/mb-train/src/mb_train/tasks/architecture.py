@@ -8,7 +8,7 @@ from mb_layers import MoEConfig
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
-from mb_train.models.config import LatentSizes, RopeScaling, TransformerConfig
+from mb_train.models.config import DeltaSizes, LatentSizes, RopeScaling, TransformerConfig
 from mb_train.models.transformer import output_std
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -28,6 +28,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         parse(config.activation_name)  # or refuse
     near = tuple(map(config.has_window, range(layers)))
     turned = tuple(map(config.has_rope, range(layers)))
+    with_state = tuple(map(config.has_state, range(layers)))
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
@@ -51,6 +52,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),
         norms=config.norms,
         fp32_residual=config.fp32_residual_connection,
+        delta=None if config.delta_sizes is None else DeltaSizes._make(config.delta_sizes[:-1]),
+        delta_layers=None if config.delta_sizes is None else with_state,
         attention_scale=config.attention_scale,
         window=None if config.windows is None else config.window_size,
         window_layers=None if config.windows is None else near,

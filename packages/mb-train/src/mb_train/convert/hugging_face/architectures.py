@@ -28,6 +28,7 @@ from mb_train.convert.hugging_face import (
     llama,
     olmo,
     phi3,
+    qwen_next,
     relatives,
     t5,
     unrotated,
@@ -95,6 +96,8 @@ def _nearest(config: TrainConfig) -> str:
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
+    if config.delta_sizes is not None:
+        return "qwen3_next"
     if config.attention_output_gate:
         return "afmoe"
     if config.norms == "both":
@@ -153,7 +156,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
-    **unrotated.DEFAULTS,
+    **unrotated.DEFAULTS, **qwen_next.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -319,6 +322,15 @@ ARCHITECTURES = {
                 experts.AFMOE, unrotated.AFMOE_ALIASES, rules_of=unrotated.afmoe_rules,
             ),
             scale=unrotated.afmoe_scale,
+        ),
+        _llama_like(
+            "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
+            qwen_next.qwen3_next_config, guessing=r"model\.mtp\..*",
+            rules_of=qwen_next.qwen_next_rules,
+        ),
+        _llama_like(
+            "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_fields, None,
+            guessing=r"model\.mtp\..*", rules_of=partial(qwen_next.qwen_next_rules, apart=True),
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(

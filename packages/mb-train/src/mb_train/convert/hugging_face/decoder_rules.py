@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from mb_layers.state_dicts import Rule, reversed_rules
@@ -18,6 +19,9 @@ from mb_train.convert.hugging_face.rules import both, fused_rule, own_head
 from mb_train.convert.rotated_rows import as_neighbours, in_halves
 from mb_train.models.config import TransformerConfig
 
+# Those of a layer's attention, by its number in the model; the names of what is in the layer begin
+# with the two words: ours, and theirs.
+AttentionRules: TypeAlias = Callable[[TransformerConfig, int, str, str], list[Rule]]
 # By where norms stand, ours and theirs.
 _NORMS = {
     "before": {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"},
@@ -35,21 +39,23 @@ def decoder_rules(
     *,
     neighbours: bool = False,
     norms: Mapping[str, str] | None = None,
+    attention: AttentionRules | None = None,
 ) -> list[Rule]:
     """Separate projections, and these experts.
 
     Args:
         neighbours: rotations turn two neighbours, see `rotated_rows`.
         norms: of a block, ours and theirs; None: as most have them.
+        attention: see `AttentionRules`; None: as most have them.
     """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
         *own_head(config),
     ]
-    attention_rules = partial(_attention_rules, neighbours=neighbours)
-    if config.latent is not None:
-        attention_rules = latent_rules
+    if attention is None:
+        attention = partial(_alike, latent_rules if config.latent is not None else
+                            partial(attention_rules, neighbours=neighbours))  # fmt: skip
     last = config.num_layers - 1
     places = [(layer, f"stack.blocks.{layer}.", layer) for layer in range(config.num_layers)]
     for number in range(config.mtp_modules):
@@ -59,7 +65,7 @@ def decoder_rules(
         theirs = f"model.layers.{number}."
         for our, their in (norms or _NORMS[config.norms]).items():
             rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
-        rules += attention_rules(config, f"{ours}attention.", f"{theirs}self_attn.")
+        rules += attention(config, layer, ours, theirs)
         if config.has_experts(layer):
             assert config.moe is not None
             rules += experts(config.moe, ours, theirs)
@@ -79,9 +85,21 @@ def _module_rules(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _attention_rules(
-    config: TransformerConfig, ours: str, theirs: str, *, neighbours: bool
+def _alike(
+    rules: Callable[[TransformerConfig, str, str], list[Rule]],
+    config: TransformerConfig,
+    layer: int,
+    ours: str,
+    theirs: str,
 ) -> list[Rule]:
+    """Of layers that all have these."""
+    return rules(config, f"{ours}attention.", f"{theirs}self_attn.")
+
+
+def attention_rules(
+    config: TransformerConfig, ours: str, theirs: str, *, neighbours: bool = False
+) -> list[Rule]:
+    """Those of an attention with separate projections, gates among them."""
     rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
     names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
     rules += [

@@ -260,7 +260,11 @@ def qwen3_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _with_experts(config: Json, count: str) -> dict[str, Any]:
-    return llama_fields(config) | {
+    return llama_fields(config) | _experts_of(config, count)
+
+
+def _experts_of(config: Json, count: str) -> dict[str, Any]:
+    return {
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
         "moe_top_k": config["num_experts_per_tok"],
@@ -280,14 +284,22 @@ def _experts(config: TrainConfig, count: str) -> dict[str, Any]:
 
 
 def _qwen_moe_fields(config: Json, count: str) -> dict[str, Any]:
-    """Experts of a width of their own, and dense layers before the first of them."""
+    return llama_fields(config) | qwen_experts(config, count)
+
+
+def qwen_experts(config: Json, count: str) -> dict[str, Any]:
+    """Experts of a width of their own, and dense layers before the first of them.
+
+    Raises:
+        ValueError: dense layers elsewhere.
+    """
     refuse(config, decoder_sparse_step=(1,))
     dense = sorted(set(config.get("mlp_only_layers") or ()))
     if dense != list(range(len(dense))):
         raise ValueError(
             f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
         )
-    return _with_experts(config, count) | {
+    return _experts_of(config, count) | {
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_first_k_dense": len(dense),
         "moe_renormalize": config["norm_topk_prob"],

@@ -81,12 +81,13 @@ def export_model(
 
 def _theirs(
     ours: Mapping[str, Tensor], trained: Trained, rules: Sequence[Rule], dtype: torch.dtype
-) -> OnDemand[Rule]:
+) -> OnDemand[str]:
     """Tensors by their names, those of one of ours one after the other."""
     # What is no parameter, the bias of a router, moves by less than 16 bits can tell.
-    exact = {name for name, _ in trained.model.named_buffers()}
-    state = Changed(ours, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
-    return Translation(state, rules, [rule.target for rule in rules], shared=True)
+    buffers = {name for name, _ in trained.model.named_buffers()}
+    exact = {rule.target for rule in rules if not buffers.isdisjoint(rule.sources)}
+    theirs = Translation(ours, rules, [rule.target for rule in rules], shared=True)
+    return Changed(theirs, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
 
 
 def _named(weights: Mapping[str, Tensor], prefix: str, config: TrainConfig) -> Picked:

@@ -24,8 +24,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
     "mtp_use_repeated_layer", "rotary_interleaved",
-    "qk_l2_norm", "linear_attention_freq",
-    "experimental_attention_variant", "moe_latent_size", "moe_extended_tp",
+    "qk_l2_norm", "moe_latent_size", "moe_extended_tp",
     "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
@@ -33,8 +32,12 @@ _REFUSED = (
     "hybrid_layer_pattern", "retro_add_retriever",
     "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
-# Why, of an argument whose flag makes no difference to a training here.
-_STORED_OTHERWISE = {"apply_layernorm_1p": "norms multiply by 1 more than the weights in its files"}
+# Why, of an argument whose flag is no matter to a training here.
+_STORED_OTHERWISE = {
+    "apply_layernorm_1p": "norms multiply by 1 more than the weights in its files",
+    "experimental_attention_variant": "layers without attention are not read from its files",
+    "linear_attention_freq": "layers without attention are not read from its files",
+}
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",

@@ -1,0 +1,243 @@
+"""The gated delta rule: heads that keep a state, in place of all tokens before (Gated DeltaNet).
+
+That of arXiv 2412.06464. A head's state s is a matrix [C, V], from keys to values, and zero before
+the first token of a document. Each token lets it fade, asks what it holds for the token's key,
+writes the difference to the token's own value, and reads with its query:
+
+    s = exp(decay) s        s = s + beta k (v - k s)        y = q s / sqrt(C)
+
+Token by token that would be a loop over a sequence. In chunks of L tokens it is products: with t
+the sum of a chunk's decays up to a token, what token i writes, e_i, solves a triangular system,
+
+    e_i + sum over j < i of beta_i exp(t_i - t_j) (k_i k_j) e_j = beta_i (v_i - exp(t_i) k_i s)
+
+with s the state in front of the chunk, and the loop is over chunks. Two sides compute it so: plain
+PyTorch in fp32, on any device, and on a GPU the kernels of flash-linear-attention, where that is
+installed.
+
+Letters: B sequences, S tokens of a sequence, G key heads, H value heads (a multiple), C width of a
+key, V of a value, N chunks, L tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mb_kernels.uncompiled import uncompiled
+from torch import Tensor
+
+# Tokens of a chunk, as in the paper's kernels.
+CHUNK = 64
+_SIZES = (1, 2, 4, 8, 16, 32, CHUNK)
+# A decay with which nothing remains of a state: its exponential is 0 in fp32. Other decays of its
+# chunk are added to it, so it is no larger than that takes.
+_FORGETTING = -104.0
+_MAX_KEY = 256  # of the kernels
+_LEAST = (0, 6)  # release of flash-linear-attention that has less key heads than value heads
+_EPSILON = 1e-6  # of keys' and queries' length, as in the kernels and in transformers
+
+
+class DeltaContext(NamedTuple):
+    """What all layers of the rule share.
+
+    begins_BS: bool, true where a document begins, in front of which the state is zero again; None
+        if sequences are not divided.
+    kernel: what `delta_kernel` found; a compiled block takes it as it is.
+    """
+
+    begins_BS: Tensor | None = None
+    kernel: Callable[..., Any] | None = None
+
+
+def begins_of(segments_BS: Tensor) -> Tensor:
+    """Where documents begin behind others, bool, by the number of each token's document."""
+    return F.pad(segments_BS[:, 1:] != segments_BS[:, :-1], (1, 0))
+
+
+@functools.cache
+def installed_kernel() -> tuple[Callable[..., Any], str] | None:
+    """flash-linear-attention's kernel and its version; None without it, or with one too old.
+
+    Looked for when it is wanted: it imports Triton and all of its own kernels.
+    """
+    try:
+        import fla  # ty: ignore[import-not-found]  # an extra
+        from fla.ops.gated_delta_rule import (  # ty: ignore[import-not-found]
+            chunk_gated_delta_rule,
+        )
+    except ImportError:
+        return None
+    release = tuple(map(int, fla.__version__.split(".")[:2]))
+    return None if release < _LEAST else (chunk_gated_delta_rule, fla.__version__)
+
+
+def delta_kernel(key_size: int, device: torch.device) -> Callable[..., Any] | None:
+    """The kernel for such keys on this device, or None: then it is plain PyTorch.
+
+    So it is where all operations are to be deterministic, as in Megatron Core.
+    """
+    wide = key_size > _MAX_KEY
+    if device.type != "cuda" or wide or torch.are_deterministic_algorithms_enabled():
+        return None
+    found = installed_kernel()
+    return None if found is None else found[0]
+
+
+def delta_note(key_size: int, device: torch.device) -> str:
+    """What is said of a run's choice."""
+    said = "gated delta rule: "
+    if delta_kernel(key_size, device) is not None:
+        _, version = installed_kernel() or (None, "")
+        return f"{said}the kernels of flash-linear-attention {version}"
+    if device.type != "cuda":
+        return f"{said}in plain PyTorch"
+    if key_size > _MAX_KEY:
+        return f"{said}in plain PyTorch, for keys wider than {_MAX_KEY}"
+    if torch.are_deterministic_algorithms_enabled():
+        return f"{said}in plain PyTorch, which is deterministic"
+    return f"{said}in plain PyTorch, which is slow; the extra mb-train[delta] has kernels"
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / sqrt(x x + epsilon) over the last dimension, computed in fp32, in x's dtype."""
+    wide = x.to(_computed_in(x))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)).to(x.dtype)
+
+
+def gated_delta_rule(
+    q_BSGC: Tensor,
+    k_BSGC: Tensor,
+    v_BSHV: Tensor,
+    decay_BSH: Tensor,
+    beta_BSH: Tensor,
+    context: DeltaContext,
+    *,
+    state_BHCV: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The rule over sequences, and the state behind their last tokens.
+
+    Value heads g R to (g + 1) R - 1, R = H / G, share key head g.
+
+    Args:
+        q_BSGC, k_BSGC: at least one token; usually of length 1.
+        decay_BSH, beta_BSH: the logarithm of what remains of a state, at most 0, and how much of
+            the difference is written; fp32. A token with 0 and 0 leaves the state as it is.
+        state_BHCV: before the first tokens, fp32; None: zero, and none is asked for.
+
+    Returns:
+        y_BSHV in v's dtype, and the state in fp32.
+
+    Raises:
+        ValueError: value heads that the key heads do not divide.
+    """
+    G, H = k_BSGC.shape[2], v_BSHV.shape[2]
+    if H % G:
+        raise ValueError(f"Expected the key heads to divide the value heads, got {G} and {H}.")
+    if context.kernel is None:
+        return _chunked(q_BSGC, k_BSGC, v_BSHV, decay_BSH, beta_BSH, context.begins_BS, state_BHCV)
+    if context.begins_BS is not None:
+        # In place of the places where documents begin, for which the kernel waits for the host.
+        decay_BSH = decay_BSH.masked_fill(context.begins_BS[..., None], _FORGETTING)
+    return context.kernel(
+        *(x.contiguous() for x in (q_BSGC, k_BSGC, v_BSHV)),
+        g=decay_BSH,
+        beta=beta_BSH,
+        initial_state=state_BHCV,
+        output_final_state=state_BHCV is not None,
+    )
+
+
+@uncompiled  # or there would be a graph for each length, whose loop takes minutes to compile
+def _chunked(
+    q_BSGC: Tensor,
+    k_BSGC: Tensor,
+    v_BSHV: Tensor,
+    decay_BSH: Tensor,
+    beta_BSH: Tensor,
+    begins_BS: Tensor | None,
+    state_BHCV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    B, S, H, V = v_BSHV.shape
+    G, C = k_BSGC.shape[2:]
+    L = next(size for size in _SIZES if size >= min(S, CHUNK))
+    numbers = _computed_in(v_BSHV)
+
+    def cut(x_BSH: Tensor) -> Tensor:
+        """[B, H, N, L, ...], filled up behind with tokens of 0, which change no state."""
+        filled = F.pad(x_BSH, (0, 0) * (x_BSH.ndim - 2) + (0, -S % L))
+        return filled.unflatten(1, (-1, L)).movedim(3, 1)
+
+    q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC, k_BSGC))
+    q, k, v, decay, beta = (cut(x.to(numbers)) for x in (q, k, v_BSHV, decay_BSH, beta_BSH))
+    q = q * C**-0.5
+    # Of a head that fades fast these are large, and their differences, which matter, small.
+    total = decay.double().cumsum(-1)
+    between = (total[..., :, None] - total[..., None, :]).to(numbers)
+    onward = (total[..., -1:] - total).to(numbers)
+    into, through = total.to(numbers), total[..., -1].to(numbers)
+    apart = torch.ones(L, L, dtype=torch.bool, device=v.device).triu(1)
+    if begins_BS is not None:
+        # How many documents have begun in a token's chunk; of none it is the one from before.
+        begun = cut(begins_BS[..., None]).cumsum(-1)
+        apart = apart | (begun[..., :, None] != begun[..., None, :])
+        into, through = (x.masked_fill(n > 0, -torch.inf) for x, n in
+                         ((into, begun), (through, begun[..., -1])))  # fmt: skip
+        onward = onward.masked_fill(begun != begun[..., -1:], -torch.inf)
+    between = between.masked_fill(apart, -torch.inf).exp()
+    into, onward, through = into.exp()[..., None], onward.exp()[..., None], through.exp()
+    beta = beta[..., None]
+    system = ((beta * k) @ k.mT * between).tril(-1)
+    solved = _Inverse.apply(system) @ torch.cat([beta * v, beta * into * k], dim=-1)
+    own, of_state = solved.split([V, C], dim=-1)
+    within, q, k = q @ k.mT * between, q * into, k * onward
+    state = v.new_zeros(B, H, C, V) if state_BHCV is None else state_BHCV.to(numbers)
+    outputs = []
+    for q_n, k_n, own_n, of_state_n, within_n, through_n in zip(
+        *(x.unbind(2) for x in (q, k, own, of_state, within, through)), strict=True
+    ):
+        written = own_n - of_state_n @ state
+        outputs.append(q_n @ state + within_n @ written)
+        state = through_n[..., None, None] * state + k_n.mT @ written
+    y_BSHV = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :S].contiguous()
+    return y_BSHV.to(v_BSHV.dtype), state
+
+
+class _Inverse(torch.autograd.Function):
+    """(1 + A)^-1 of matrices A [..., L, L] that are 0 on and above the diagonal; L a power of two.
+
+    Of the blocks on the diagonal, which are made twice as large until there is one:
+
+        [a   ]^-1   [     a^-1            ]
+        [b  c]    = [-c^-1 b a^-1    c^-1 ]
+
+    Products alone, which every device has, and every compiler knows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor) -> Tensor:
+        L = A.shape[-1]
+        inverse = A.new_ones(*A.shape[:-2], L, 1, 1)
+        while (size := inverse.shape[-1]) < L:
+            blocks = A.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+            below = blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+            corner = -second @ below @ first
+            upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+            inverse = torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+        inverse = inverse.squeeze(-3)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 of fp64."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -200,6 +200,7 @@ def test_an_old_library_is_none(monkeypatch, version, taken):
 
 def test_which_way_is_taken_is_told(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(gated_delta, "_is_hopper", lambda _: False)
     assert delta_note(128, cpu) == "gated delta rule: in plain PyTorch"
     installed_kernel.cache_clear()
     monkeypatch.setattr(gated_delta, "installed_kernel", lambda: None)
@@ -209,6 +210,16 @@ def test_which_way_is_taken_is_told(monkeypatch):
     assert gated_delta.delta_kernel(128, cpu) is None
     assert delta_note(128, gpu).endswith("the kernels of flash-linear-attention 0.6.0")
     assert delta_note(257, gpu).endswith("in plain PyTorch, for keys wider than 256")
+    monkeypatch.setattr(gated_delta, "_is_hopper", lambda _: True)
+    for release, taken in (
+        ("3.6.0", False),
+        ("3.7.0", False),
+        ("3.7.1+git1", True),
+        ("3.10", True),
+    ):
+        monkeypatch.setattr(gated_delta, "version", lambda _, release=release: release)
+        assert (gated_delta.delta_kernel(128, gpu) is len) == taken
+        assert delta_note(128, gpu).endswith("ask for Triton 3.7.1, torch 2.13's") != taken
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert gated_delta.delta_kernel(128, gpu) is None
     assert delta_note(128, gpu).endswith("in plain PyTorch, which is deterministic")

@@ -22,7 +22,9 @@ key, V of a value, N chunks, L tokens of a chunk.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, CHUNK)
 # chunk are added to it, so it is no larger than that takes.
 _FORGETTING = -104.0
 _MAX_KEY = 256  # of the kernels
+# Releases of Triton, from the one up to the other, that compile a kernel of its backward pass
+# wrongly on Hopper, where the library refuses to launch it then.
+_MISCOMPILING = ((3, 4, 0), (3, 7, 1))
 _LEAST = (0, 6)  # release of flash-linear-attention that has less key heads than value heads
 _EPSILON = 1e-6  # of keys' and queries' length, as in the kernels and in transformers
 
@@ -76,30 +81,41 @@ def installed_kernel() -> tuple[Callable[..., Any], str] | None:
 
 
 def delta_kernel(key_size: int, device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for such keys on this device, or None: then it is plain PyTorch.
-
-    So it is where all operations are to be deterministic, as in Megatron Core.
-    """
-    wide = key_size > _MAX_KEY
-    if device.type != "cuda" or wide or torch.are_deterministic_algorithms_enabled():
-        return None
-    found = installed_kernel()
-    return None if found is None else found[0]
+    """The kernel for such keys on this device, or None: then it is plain PyTorch."""
+    found = installed_kernel() if device.type == "cuda" else None
+    return None if found is None or _obstacle(key_size, device) else found[0]
 
 
 def delta_note(key_size: int, device: torch.device) -> str:
     """What is said of a run's choice."""
-    said = "gated delta rule: "
-    if delta_kernel(key_size, device) is not None:
-        _, version = installed_kernel() or (None, "")
-        return f"{said}the kernels of flash-linear-attention {version}"
     if device.type != "cuda":
-        return f"{said}in plain PyTorch"
+        return "gated delta rule: in plain PyTorch"
+    found, reason = installed_kernel(), "which is slow; the extra mb-train[delta] has kernels"
+    if found is not None:
+        reason = _obstacle(key_size, device)
+        if not reason:
+            return f"gated delta rule: the kernels of flash-linear-attention {found[1]}"
+    return f"gated delta rule: in plain PyTorch, {reason}"
+
+
+def _obstacle(key_size: int, device: torch.device) -> str:
+    """Why the kernel, which is installed, cannot be taken on this GPU; "" if it can."""
     if key_size > _MAX_KEY:
-        return f"{said}in plain PyTorch, for keys wider than {_MAX_KEY}"
-    if torch.are_deterministic_algorithms_enabled():
-        return f"{said}in plain PyTorch, which is deterministic"
-    return f"{said}in plain PyTorch, which is slow; the extra mb-train[delta] has kernels"
+        return f"for keys wider than {_MAX_KEY}"
+    if torch.are_deterministic_algorithms_enabled():  # as in Megatron Core
+        return "which is deterministic"
+    if _is_hopper(device) and _MISCOMPILING[0] <= _triton_release() < _MISCOMPILING[1]:
+        return "which is slow; on Hopper the kernels ask for Triton 3.7.1, torch 2.13's"
+    return ""
+
+
+def _is_hopper(device: torch.device) -> bool:
+    nvidia = torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _triton_release() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version("triton"))[:3]))
 
 
 def unit_length(x: Tensor) -> Tensor:

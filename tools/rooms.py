@@ -29,7 +29,7 @@ ROWS: list[dict[str, tuple[int, int]]] = [
             )
         )
     },
-    {"language": (0, 5), "runtime": (6, 13)},
+    {"language": (0, 4), "recomputing": (5, 5), "runtime": (6, 13)},
     {
         **{"activation": (0, 2), "exporting": (3, 4), "uncompiled": (5, 6)},
         **{"bins": (7, 8), "targets": (9, 13)},

@@ -1,6 +1,9 @@
-"""Whether `torch.export` is tracing: a saved program holds no function of Python's."""
+"""Who is at work: `torch.export`, whose programs hold no function of Python's, or `torch.func`."""
 
 import torch
+
+# Whether a transform, such as vmap, is. A private name of torch, without which none is seen.
+transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 def is_exporting() -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from mb_kernels.runtime.registration import transforms_active
+from mb_kernels.exporting import transforms_active
 
 Result = TypeVar("Result")
 

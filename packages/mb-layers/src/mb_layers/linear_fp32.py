@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mb_kernels.exporting import is_exporting
+from mb_kernels.exporting import is_exporting, transforms_active
 from torch import Tensor
 
 from mb_layers.tensors import at_least_fp32, without_autocast
@@ -17,7 +17,7 @@ from mb_layers.tensors import at_least_fp32, without_autocast
 def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x @ w^T in fp32 (fp64 if one of them is), whatever the dtypes of x and w."""
     # The kernels raise the same error, but torch would complain first that a method is missing.
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError(
             "expected first derivatives by backward() or torch.autograd.grad, got a transform of "
             "torch.func (grad, vmap, jacrev, ...), of which the layer's kernels have none"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mb_kernels.exporting import transforms_active
 from mb_kernels.grouped_gemm.reference import grouped_gemm as grouped_gemm_reference
 from mb_kernels.grouped_gemm.reference import grouped_outer as grouped_outer_reference
 from mb_kernels.runtime import checks, registration
@@ -77,7 +78,7 @@ def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> N
         )
     if sizes_E.device.type != "cpu" or type(sizes_E) is not Tensor:
         return
-    if not torch.compiler.is_compiling() and not registration.transforms_active():
+    if not torch.compiler.is_compiling() and not transforms_active():
         sizes = sizes_E.tolist()
         if sum(sizes) > rows or min(sizes, default=0) < 0:
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mb_kernels.exporting import transforms_active
 from mb_kernels.linear_cross_entropy import reference, slices
 from mb_kernels.linear_cross_entropy.slices import Needs, scaled
 from mb_kernels.runtime import checks, registration
@@ -156,7 +157,7 @@ def _totals(
     inputs = (x_TD, weight_VD, bias_V)
     grad = torch.is_grad_enabled()
     # Within vmap no tensor tells whether it requires a gradient.
-    all_of_them = not torch.compiler.is_compiling() and registration.transforms_active()
+    all_of_them = not torch.compiler.is_compiling() and transforms_active()
     needs = Needs(*(grad and t is not None and (t.requires_grad or all_of_them) for t in inputs))
     if shard is None:
         total, losses_T, *_ = torch.ops.mb.linear_cross_entropy(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mb_kernels.exporting import transforms_active
 from mb_kernels.runtime.recording import recorded
 
 _library = torch.library.Library("mb", "DEF")
@@ -38,7 +39,6 @@ if not _has_triton:
 # Private names of torch. Without them ops take more host time, and some errors are less clear.
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 if _below_autograd is None:
     warnings.warn(
         f"mb_kernels registers its gradients by torch's public call, slower on every call: torch "

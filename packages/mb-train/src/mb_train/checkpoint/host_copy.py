@@ -55,6 +55,10 @@ class HostCopier:
         for _ in self._pool.map(self._copy_piece, *zip(*pieces, strict=True), repeat(ready)):
             pass
 
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     def _copy_piece(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is None or not source.is_cuda:
             target.copy_(source)

@@ -177,7 +177,7 @@ class Saver:
         return self._finish(iteration, _attempt(future.result))
 
     def close(self) -> None:
-        """End the writing thread, after what it has to do.
+        """End the writing thread, after what it has to do, and those that copy.
 
         After an error ranks do not meet in `wait`: each tells of a checkpoint what itself knows.
         """
@@ -193,6 +193,7 @@ class Saver:
                 self._conclude(iteration, problem)
         finally:
             self._thread.shutdown()
+            self.snapshots.close()
 
     def _draft(self, iteration: int) -> Path:
         return self._folder / (iteration_folder(iteration) + ".partial")

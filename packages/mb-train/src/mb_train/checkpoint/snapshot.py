@@ -55,6 +55,10 @@ class Snapshots:
             clone.copy_(shards[name])
         return clones | host
 
+    def close(self) -> None:
+        """End the threads that copy."""
+        self._copier.close()
+
     def _memory_for(self, name: str, shard: Tensor) -> Tensor:
         kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")
         if kept is not None and _kind(kept) == _kind(needed):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -801,6 +802,24 @@ def test_a_run_that_will_not_fit_is_warned_of(kind):
     said = memory_warning(huge, 50304, 1, torch.device("cpu"), "CPU")
     assert "warning: this run needs about" in said
     assert f"there are {host_memory() / GIB:.1f} GiB" in said or "available memory" in said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "said"),
+    [
+        (1.01, 1.01, None),
+        (0.99, 1.01, r"GiB of free GPU memory\. Lower --micro-batch-size"),
+        (1.01, 0.99, r"GiB of available memory\. Lower --optimizer-offload-fraction, or"),
+    ],
+)
+def test_a_warning_is_of_the_memory_that_runs_short(monkeypatch, gpu, host, said):
+    config = config_of(optimizer_cpu_offload=True)
+    found = sizes(config, 64, 1, "H200")
+    there = int(gpu * found.memory), 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: there)
+    monkeypatch.setattr("mb_train.plan.words.host_memory", lambda: int(host * found.offloaded))
+    warning = memory_warning(config, 64, 1, torch.device("cuda"), "H200")
+    assert re.search(said, warning) if said else warning is None
 
 
 @pytest.mark.parametrize(

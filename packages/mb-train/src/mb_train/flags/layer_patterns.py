@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
@@ -52,40 +53,30 @@ def _experts(text: str, words: Sequence[str]) -> list[str]:
     )
 
 
-def _windows(text: str, words: Sequence[str]) -> list[str]:
+def _all_but_every_nth(
+    flag: str, what: str, example: str, text: str, words: Sequence[str], *, of_the_nth: bool = False
+) -> list[str]:
+    """A flag of layers that have something, all but every n-th, or of these that have it alone."""
     layers = _layers(text)
-    every = every_nth_full(list(map(bool, layers)))
+    every = every_nth_full([bool(has) != of_the_nth for has in layers])
     if not layers or every is None:
-        raise ValueError(
-            "Expected --window-attn-skip-freq to be windows in all layers but every n-th, as "
-            f"[1,1,0]*4, got {text}."
-        )
-    _check_number("--window-attn-skip-freq", text, layers, words)
-    return [f"--window-attn-skip-freq={every}"]
+        raise ValueError(f"Expected {flag} to be {what}, as {example}, got {text}.")
+    _check_number(flag, text, layers, words)
+    return [f"{flag}={every}"]
 
 
-def _without_positions(text: str, words: Sequence[str]) -> list[str]:
-    layers = _layers(text)
-    every = every_nth_full([not without for without in layers])
-    if not layers or every is None:
-        raise ValueError(
-            "Expected --no-rope-freq to be no positions in every n-th layer, as ([0]*3+[1])*4, got "
-            f"{text}."
-        )
-    _check_number("--no-rope-freq", text, layers, words)
-    return [f"--no-rope-freq={every}"]
-
-
-def _states(text: str, words: Sequence[str]) -> list[str]:
-    layers = _layers(text)
-    every = every_nth_full(list(map(bool, layers)))
-    if not layers or every is None:
-        raise ValueError(
-            "Expected --linear-attention-freq to be states in all layers but every n-th, as "
-            f"[1,1,0]*4, got {text}."
-        )
-    _check_number("--linear-attention-freq", text, layers, words)
-    return [f"--linear-attention-freq={every}"]
+_windows = partial(
+    _all_but_every_nth, "--window-attn-skip-freq", "windows in all layers but every n-th",
+    "[1,1,0]*4",
+)  # fmt: skip
+_states = partial(
+    _all_but_every_nth, "--linear-attention-freq", "states in all layers but every n-th",
+    "[1,1,0]*4",
+)  # fmt: skip
+_without_positions = partial(
+    _all_but_every_nth, "--no-rope-freq", "no positions in every n-th layer", "([0]*3+[1])*4",
+    of_the_nth=True,
+)  # fmt: skip
 
 
 def every_nth_full(windows: Sequence[bool]) -> int | None:

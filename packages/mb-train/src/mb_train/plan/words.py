@@ -91,16 +91,17 @@ def memory_warning(
 ) -> str | None:
     """A line to say at the start if the run will not fit into this rank's memory, else None."""
     found = sizes(config, vocab_size, ranks, name)
-    of_host = host_memory() // max(ranks_on_host(), 1), "available memory"
-    needs = [(found.memory, *of_host)]
+    host = host_memory() // max(ranks_on_host(), 1), "available memory"
+    needs = [(found.memory, *host, LESS_MEMORY)]
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0], "free GPU memory"
-        needs = [(found.memory, *free), (found.offloaded, *of_host)]
-    short = [(needed, there, what) for needed, there, what in needs if needed > there]
-    if not short:
-        return None
-    needed, there, what = short[0]
-    return (
-        f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
-        f"{there / GIB:.1f} GiB of {what}. {LESS_MEMORY}; mb-train plan shows what takes how much."
-    )
+        gpu = torch.cuda.mem_get_info(device)[0], "free GPU memory"
+        less = "Lower --optimizer-offload-fraction, or take more ranks"
+        needs = [(found.memory, *gpu, LESS_MEMORY), (found.offloaded, *host, less)]
+    for needed, there, what, remedy in needs:
+        if needed > there:
+            return (
+                f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
+                f"{there / GIB:.1f} GiB of {what}. {remedy}; mb-train plan shows what takes how "
+                "much."
+            )
+    return None

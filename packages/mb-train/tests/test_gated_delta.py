@@ -218,8 +218,10 @@ def test_which_way_is_taken_is_told(monkeypatch):
         ("3.10", True),
     ):
         monkeypatch.setattr(gated_delta, "version", lambda _, release=release: release)
+        gated_delta._triton_release.cache_clear()
         assert (gated_delta.delta_kernel(128, gpu) is len) == taken
         assert delta_note(128, gpu).endswith("ask for Triton 3.7.1, torch 2.13's") != taken
+    gated_delta._triton_release.cache_clear()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert gated_delta.delta_kernel(128, gpu) is None
     assert delta_note(128, gpu).endswith("in plain PyTorch, which is deterministic")

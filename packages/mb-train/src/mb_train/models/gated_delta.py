@@ -114,6 +114,7 @@ def _is_hopper(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache  # every forward pass asks, and the answer is in a file
 def _triton_release() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version("triton"))[:3]))
 

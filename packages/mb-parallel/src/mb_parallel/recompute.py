@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from mb_layers.moe import MoELayer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mb_parallel.arguments import at_least_1, one_of, several
@@ -85,20 +85,28 @@ def _checkpointed(
 ) -> Any:
     """`function(*args, **kw)`, computed again in the backward.
 
-    Both are handed over as they are, two positional arguments, in which torch looks for the devices
-    whose streams it puts back. It would take some names, such as `debug`, for its own, and pass
-    over the tensors that are given by name.
-
-    Behind them come the same tensors one by one, for torch to keep: so a backward pass is an error
-    if one of them has been written into since the forward, as without recomputation.
+    Torch is given all tensors one by one, positionally. It looks there for the devices whose
+    streams it puts back, and has autograd save them: so hooks see them, nothing else holds them,
+    and a backward pass is an error if one of them has been written into since the forward, as
+    without recomputation. By name it would take some, such as `debug`, for its own.
     """
-    tensors: list[Tensor] = []
-    if not torch.compiler.is_compiling():  # a graph computes from its inputs as they were
-        leaves = tree_leaves((args, kw))
-        tensors = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-    return checkpoint(
-        lambda args, kw, *_: function(*args, **kw), args, kw, *tensors, use_reentrant=False
-    )
+    if torch.compiler.is_compiling():  # a graph computes from its inputs as they were
+        return checkpoint(
+            lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False
+        )
+    leaves, structure = tree_flatten((args, kw))
+    # Autograd saves none of inference mode, which needs no gradient.
+    held = [isinstance(x, Tensor) and x.is_inference() for x in leaves]
+    inference = {place: leaves[place] for place, kept in enumerate(held) if kept}
+
+    def call(*leaves: Any) -> Any:
+        args, kw = tree_unflatten(
+            [inference.get(place, leaf) for place, leaf in enumerate(leaves)], structure
+        )
+        return function(*args, **kw)
+
+    given = [None if kept else leaf for leaf, kept in zip(leaves, held, strict=True)]
+    return checkpoint(call, *given, use_reentrant=False)
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -83,6 +83,11 @@ class PeerBuffers:
         """The name that the layer of this number was registered with."""
         return self._layers[layer]
 
+    @property
+    def arenas(self) -> list[Tensor]:
+        """What was allocated so far, as bytes."""
+        return [memory.arena for memory in self._memories.values()]
+
     def place_of(self, layer: int, step: Step) -> int:
         """The number by which a kernel that gives up reports a layer and a step of it."""
         return layer * len(_STEPS) + _STEPS.index(step)

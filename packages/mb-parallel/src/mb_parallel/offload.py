@@ -1,0 +1,305 @@
+"""Activations in the host's memory: what blocks keep for their backward pass waits there.
+
+Applied to a model from outside, after recompute and compilation, before `apply_data_parallel`.
+Autograd gives what a block saves to hooks (`torch.autograd.graph.saved_tensors_hooks`); when the
+block is through, its storages are copied into pinned memory, while the next block computes, and
+the GPU's are let go of when that one is through as well. When the backward pass reaches a block,
+the storages of the one before it set out for the GPU. So on the GPU are those of two blocks, and
+with a link that is fast enough nobody waits. A slower one holds the forward pass up, for memory
+that were freed at some time would not be there when it is needed.
+
+What travels is a whole storage, once, however many tensors of it are saved; each comes back with
+the size and the strides that it had. What lives on all the same stays: parameters and what is cast
+of them, buffers, the memory that peers write into, and what a block is given beside its first
+argument. So does what is small. Nothing is computed otherwise: results are equal to the bit.
+
+Torch keeps pinned memory that was let go of, and gives it out again in the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from mb_layers import Experts
+from mb_layers.dispatch import innermost
+from mb_layers.moe import MoELayer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from mb_parallel.arguments import at_least_0, several
+from mb_parallel.engines import is_compiled_in_place
+from mb_parallel.expert_parallel.peer import PeerDispatcher
+from mb_parallel.forwards import wrap_forward
+from mb_parallel.offload_copies import Cargo, Copies, Saved
+from mb_parallel.shards import local
+
+# Numbers of a tensor that is worth the way: Megatron Core's.
+LEAST_NUMBERS = 2**20
+_PLACE = "_mb_offload"  # on modules that were wrapped: their place in an offload
+
+
+class Offload:
+    """What the blocks of a model share: two streams of copies, and who is on the way.
+
+    One is for all stages on a rank.
+
+    Args:
+        device: of the blocks. On a CPU the copies lie in the same memory: for tests.
+        least_numbers: a storage of fewer stays where it is.
+
+    Attributes:
+        sent: bytes that have been copied to the host since the start.
+    """
+
+    def __init__(self, device: torch.device, *, least_numbers: int = LEAST_NUMBERS) -> None:
+        at_least_0(least_numbers=least_numbers)
+        self.device, self.least_numbers = device, least_numbers
+        self.copies = Copies(device)
+        self.sent = 0
+        self._call: _Call | None = None  # that runs
+        self._leaving: _Call | None = None  # that ran, whose storages are on their way out
+        self._before: _Call | None = None  # the last of this pass that a backward pass will reach
+        self._coming: list[_Call] = []  # whose storages are on their way back
+
+    def __deepcopy__(self, memo: Any) -> Offload:
+        return self  # a model's copy runs beside the model, one after the other
+
+    def begin(self, block: nn.Module, given: Iterable[Any], *, first: bool, sends: bool) -> _Call:
+        """A block is called."""
+        while self._coming:  # nobody asked for them: a backward pass was broken off
+            self._coming.pop().arrive()
+        self._before = None if first else self._before
+        self._call = _Call(self, block, given, self._before, sends=sends)
+        return self._call
+
+    def end(self, call: _Call, *, failed: bool) -> None:
+        """A block is through."""
+        self._call = None
+        if failed:
+            return
+        sent = call.send()
+        self.sent += sent
+        if self._leaving is not None:
+            self._leaving.let_go()
+        self._leaving = call
+        self._before = call if sent else self._before
+
+    def part(self) -> saved_tensors_hooks | None:
+        """Hooks for a part of the block that runs; None where none does, as in a recomputation."""
+        return None if self._call is None else self._call.hooks()
+
+    def fetch(self, call: _Call) -> None:
+        """The backward pass has reached a block: its storages are needed, the one's before soon."""
+        call.come()
+        call.arrive()
+        before = call.before()
+        if before is not None and before.come():
+            self._coming.append(before)
+
+    def arrived(self, call: _Call) -> None:
+        """Nobody else need wait for what this block saved."""
+        if call in self._coming:
+            self._coming.remove(call)
+
+
+class _Call:
+    """A block's call, and what it saved, which the graph holds and this does not."""
+
+    def __init__(
+        self,
+        offload: Offload,
+        block: nn.Module,
+        given: Iterable[Any],
+        before: _Call | None,
+        *,
+        sends: bool,
+    ) -> None:
+        self._offload, self._block, self._sends = offload, block, sends
+        self._given = _places(given)
+        self.before: Callable[[], _Call | None] = lambda: None
+        if before is not None:
+            self.before = weakref.ref(before)
+        self._cargos: weakref.WeakValueDictionary[int, Cargo] = weakref.WeakValueDictionary()
+        self._reached = False
+        self._gone: torch.Event | None = None
+        self._come: torch.Event | None = None
+        self._under_way: list[Tensor] = []  # written by a copy that this stream has not waited for
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+        shard = local(tensor)
+        if not self._sends or not self._may_go(tensor, shard):
+            return tensor.detach()  # itself would hold the graph that holds it
+        cargo = self._cargos.get(_place(shard))
+        if cargo is None:
+            cargo = self._cargos[_place(shard)] = Cargo(shard)
+        return Saved(cargo, tensor)
+
+    def _unpack(self, saved: Tensor | Saved) -> Tensor:
+        if not self._reached:
+            self._reached = True
+            self._offload.fetch(self)
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.cargo.here is None:  # another block's, or a second backward pass
+            self.come()
+            self.arrive()
+        return saved.tensor()
+
+    def _may_go(self, tensor: Tensor, shard: Tensor) -> bool:
+        if type(shard) is not Tensor or shard.device != self._offload.device:
+            return False  # a parameter, or of a kind that only its own library knows
+        if shard.layout is not torch.strided or _of_weights(tensor):
+            return False
+        storage = shard.untyped_storage()
+        large = storage.nbytes() >= max(self._offload.least_numbers, 1) * shard.itemsize
+        return large and storage.data_ptr() not in self._given
+
+    def send(self) -> int:
+        """Let copies to the host begin; how many bytes."""
+        stay = _places(lasting(self._block))
+        self._given.clear()
+        cargos = [c for place, c in self._cargos.items() if place not in stay and c.nbytes]
+        self._gone = self._offload.copies.out(cargos)
+        return sum(cargo.nbytes for cargo in cargos)
+
+    def let_go(self) -> None:
+        """Free the device's memory, behind the copies."""
+        self._offload.copies.wait(self._gone)
+        for cargo in self._cargos.values():
+            cargo.let_go()
+
+    def come(self) -> bool:
+        """Let copies back begin, of what is not there; whether there are any."""
+        cargos = [cargo for cargo in self._cargos.values() if cargo.here is None]
+        if cargos:
+            self._come = self._offload.copies.back(cargos)
+            self._under_way += [cargo.here for cargo in cargos if cargo.here is not None]
+        return bool(cargos)
+
+    def arrive(self) -> None:
+        """Let this stream go on behind the copies back."""
+        self._offload.copies.wait(self._come)
+        self._come = None
+        self._under_way.clear()
+        self._offload.arrived(self)
+
+
+def apply_offload(
+    blocks: Iterable[nn.Module],
+    offload: Offload,
+    *,
+    first: int | None = None,
+    parts: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+) -> int:
+    """Let `blocks` keep in the host's memory what they save for their backward pass, in place.
+
+    Outputs, gradients and names of parameters stay. A block gives its first argument up to its
+    successor; what it is given besides lives on with the caller. Without gradients nothing is
+    saved, and nothing done.
+
+    Args:
+        blocks: in the order they run; those that are compiled, by their own `compile`, already so.
+        offload: of this rank.
+        first: how many of them; None: all.
+        parts: which modules of a block, each of them whole; None: all of it.
+
+    Returns:
+        How many blocks or, with `parts`, modules keep it there now.
+
+    Raises:
+        ValueError: one module, a `first` below 0, or parts of a compiled block.
+    """
+    chosen = list(dict.fromkeys(several(blocks, "blocks")))
+    first = len(chosen) if first is None else first
+    at_least_0(first=first)
+    found = 0
+    # One more, without sending anything, lets go of what the last one kept and calls it back.
+    for number, block in enumerate(chosen[: first + 1] if first else []):
+        sends = number < first
+        inside = list(dict.fromkeys(parts(block))) if parts is not None and sends else None
+        if inside and is_compiled_in_place(block):
+            raise ValueError(
+                "Expected blocks that are not compiled for parts of them, got a compiled "
+                f"{type(block).__name__}. Pass parts=None, or compile nothing."
+            )
+        setattr(block, _PLACE, (offload, number == 0, sends, inside is None))
+        if is_compiled_in_place(block):  # around what is compiled, not inside
+            inner = block._compiled_call_impl
+            block._compiled_call_impl = functools.partial(_call_block, block, inner)
+        else:
+            wrap_forward(block, _call_block)
+        for module in inside or ():
+            setattr(module, _PLACE, offload)
+            wrap_forward(module, _call_part)
+        found += sends * (1 if inside is None else len(inside))
+    return found
+
+
+def _call_block(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kw)
+    offload, first, sends, whole = getattr(block, _PLACE)
+    beside = [*args[1:], *([*kw.values()] if args else [*kw.values()][1:])]
+    call = offload.begin(block, tree_leaves(beside), first=first, sends=sends)
+    failed = True
+    try:
+        if whole:
+            with call.hooks():
+                result = forward(*args, **kw)
+        else:
+            result = forward(*args, **kw)
+        failed = False
+    finally:
+        offload.end(call, failed=failed)
+    return result
+
+
+def _call_part(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    hooks = getattr(module, _PLACE).part()
+    if hooks is None:
+        return forward(*args, **kw)
+    with hooks:
+        return forward(*args, **kw)
+
+
+def lasting(module: nn.Module) -> Iterator[Tensor]:
+    """What a module and those in it hold from step to step."""
+    for each in module.modules():
+        own = (*each._parameters.values(), *each._buffers.values())
+        yield from (tensor for tensor in own if tensor is not None)
+        if isinstance(each, Experts):
+            yield from each.working_copies.values()
+        if isinstance(each, MoELayer):
+            dispatcher = innermost(each.dispatcher)
+            if isinstance(dispatcher, PeerDispatcher):
+                yield from dispatcher.buffers.arenas
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _places(given: Iterable[Any]) -> set[int]:
+    """Those of tensors among these; of kinds that hold others, such as DTensors, of this rank's."""
+    shards = (local(each) for each in given if isinstance(each, Tensor))
+    return {_place(shard) for shard in shards if type(shard) in (Tensor, nn.Parameter)}
+
+
+def _of_weights(tensor: Tensor) -> bool:
+    """Whether this is a parameter, a view of one, or a parameter in another dtype."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
+        return True
+    if base.grad_fn is None:
+        return False
+    made_of = [node for node, _ in base.grad_fn.next_functions if node is not None]
+    leaves = [getattr(node, "variable", None) for node in made_of]
+    return bool(leaves) and all(isinstance(leaf, nn.Parameter) for leaf in leaves)

@@ -18,6 +18,7 @@ from mb_parallel import (
     set_gradient_sync,
     set_micro_batch,
 )
+from mb_parallel.offload import Offload, apply_offload
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
@@ -62,6 +63,7 @@ class Options:
     expert_bias: bool = False
     balance_over: str = "micro_batch"
     recompute: bool = False
+    offload: bool = False
     frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
     layers: int = L
@@ -290,6 +292,7 @@ def spread(options):
             stages_per_rank=options.stages_per_rank,
         )
     stages = [build(options) for _ in indices]
+    offload = Offload(torch.device(options.device), least_numbers=1)
     for stage, index in zip(stages, indices, strict=True):
         stage.keep(layers[index], first=index == 0, last=index == count - 1)
         parallelize_tensors(stage, mesh, plan(options), sequence_parallel=options.sequence_parallel)
@@ -297,6 +300,8 @@ def spread(options):
         blocks = stage.stack.blocks.values()
         if options.recompute:
             apply_recompute(blocks, "full")
+        if options.offload:
+            apply_offload(blocks, offload)
         apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)
     pipeline = None
     if options.pp > 1:

@@ -464,7 +464,7 @@ def sample(f, kind):
         return not f.default, []
     if about.choices:
         value = next(choice for choice in reversed(about.choices) if choice != f.default)
-        return value, [str(value)]
+        return [value] if typing.get_origin(kind) is list else value, [str(value)]
     if typing.get_origin(kind) is list:
         (kind,) = typing.get_args(kind)
         values = [kind(n) for n in range(1, 1 + (about.count or 2))]

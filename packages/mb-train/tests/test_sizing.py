@@ -194,7 +194,7 @@ def test_activations_are_what_autograd_keeps(kind):
     if config.recompute_granularity == "full":
         blocks = list(model.stack.blocks.values())
         apply_recompute(blocks[:1] if config.recompute_method == "block" else blocks, "full")
-    counted = activations_bytes(work, config, ParallelDims(), width, on_gpu=False)
+    counted = activations_bytes(work, config, ParallelDims(), width, on_gpu=False).here
     kept = kept_bytes(model, config)
     if config.bf16:  # casts of the weights, counted with those
         kept -= 2 * sum(p.numel() for p in model.stack.blocks.parameters() if p.ndim > 1)
@@ -324,7 +324,7 @@ def test_gates_and_layers_without_positions_change_what_is_kept_by_what_is_count
         return of(*after) - of(*before)
 
     def counted(config, work, model):
-        return activations_bytes(work, config, ParallelDims(), 4, on_gpu=False)
+        return activations_bytes(work, config, ParallelDims(), 4, on_gpu=False).here
 
     assert difference(counted) == difference(lambda config, _, model: kept_bytes(model, config))
 

@@ -1,7 +1,7 @@
 """A model put together for a run: cut into stages, shared out over ranks, made ready to train.
 
-The order is that of the interfaces: stages, tensors, experts, recompute, context, compile, and
-outermost the sharding of data parallelism. A model's own text knows of none of it.
+The order is that of the interfaces: stages, tensors, experts, recompute, context, compile, offload,
+and outermost the sharding of data parallelism. A model's own text knows of none of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mb_parallel import (
 from mb_parallel.context_parallel import parallelize_context
 from mb_parallel.engines import torch_release
 from mb_parallel.expert_parallel import budgets_of, choose_dispatcher
+from mb_parallel.offload import Offload
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, stage_indices
 from mb_parallel.recompute import apply_recompute
@@ -31,6 +32,7 @@ from torch import nn
 from mb_train.assembly.execute import Executor, Piped, Sequential, WithinBudget
 from mb_train.assembly.graphs import Graphed, check_capturable, peer_buffers
 from mb_train.assembly.layout import stage_layers
+from mb_train.assembly.offloading import keep_on_host, offload_of
 from mb_train.config import TrainConfig, whole
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
@@ -100,13 +102,14 @@ def assemble(
         stages_per_rank=len(runs) // mesh.pp_size,
     )
     parts, total = [], 0
+    offload = offload_of(config, device)
     notes: dict[int, list[str]] = {}
     for index in indices:
         model = _initialized(task, config, device, compute_dtype)
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
-        notes[index] = _spread(model, task, config, mesh, device, compute_dtype)
+        notes[index] = _spread(model, task, config, mesh, device, compute_dtype, offload)
         parts.append(model)
     # Schedules in halves compute the gradients of parameters, and would leave out those of copies.
     in_halves = SCHEDULES[config.schedule_in_force].in_halves
@@ -130,6 +133,8 @@ def assemble(
         said.append("--compile: no effect without a GPU")
     if config.optimizer_cpu_offload and device.type != "cuda":
         said.append("--optimizer-cpu-offload: no effect without a GPU")
+    if config.offloads is not None and offload is None:
+        said.append(f"{config.offloads}: no effect without a GPU")
     return Assembled(parts, executor, total, copies, said, working_copies)
 
 
@@ -192,6 +197,7 @@ def _spread(
     mesh: ParallelMesh,
     device: torch.device,
     compute_dtype: torch.dtype,
+    offload: Offload | None,
 ) -> list[str]:
     """Share `model` out in place; returns what was decided."""
     if mesh.tp_size > 1:
@@ -222,6 +228,8 @@ def _spread(
         model.parts = mesh.cp_size
     if config.compile and device.type == "cuda":
         compile_blocks(blocks, config, tp_size=mesh.tp_size)
+    if offload is not None:
+        keep_on_host(blocks, config, offload)
     apply_data_parallel(
         model,
         mesh,

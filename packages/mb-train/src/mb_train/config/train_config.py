@@ -30,6 +30,7 @@ from mb_train.config.masking import MaskingFields
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
+from mb_train.config.offloading import OffloadingFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
 from mb_train.config.positions import PositionFields
@@ -49,6 +50,7 @@ GROUPS: dict[str, type[Any]] = {
     "moe": MoEFields,
     "regularization": RegularizationFields,
     "training": TrainingFields,
+    "activations on the host": OffloadingFields,
     "initialization": InitializationFields,
     "learning rate": RateFields,
     "checkpointing": CheckpointingFields,
@@ -63,9 +65,9 @@ GROUPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    Network, MoEFields, RegularizationFields, TrainingFields, InitializationFields,
-    RateFields, CheckpointingFields, PrecisionFields, ParallelFields, ValidationFields, DataFields,
-    MaskingFields, LoggingFields,
+    Network, MoEFields, RegularizationFields, TrainingFields, OffloadingFields,
+    InitializationFields, RateFields, CheckpointingFields, PrecisionFields, ParallelFields,
+    ValidationFields, DataFields, MaskingFields, LoggingFields,
 ):  # fmt: skip
     """Every choice of a training run. Fields that derive from others are properties.
 
@@ -95,6 +97,13 @@ class TrainConfig(
         self.check_model()
         self.check_moe()
         self.check_training()
+        self.check_offloading(
+            sum(self._stacks) + self.mtp_num_layers,
+            experts=self.moe_num_experts is not None,
+            recompute=self.recompute_granularity,
+            compiles=self.compile,
+            graph=self.cuda_graph,
+        )
         self.check_rates(by_samples=self.by_samples)
         self.check_regularization()
         self.check_precision()

@@ -106,7 +106,7 @@ def parse(
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
     for f in fields(TrainConfig):
-        if values.get(f.name) == NONE and f.default is None and spec(f).choices:
+        if values.get(f.name) in (NONE, [NONE]) and f.default is None and spec(f).choices:
             values[f.name] = None
     wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)

@@ -96,13 +96,12 @@ _REASONS: Mapping[str, str] = {
     "say --optimizer-cpu-offload, of Adam's moments": """
         --cpu-optimizer --cpu_torch_adam --remote-device --use-pin-memory
     """,
-    "activations stay on the GPUs: see --recompute-granularity": """
-        --cpu-offloading* --no-cpu-offloading-activations --fine-grained-activation-offloading
-        --offload-modules --min-offloaded-tensor-size --checkpoint-in-cpu --swap-attention
-        --recompute-activation-function --delay-offload-until-cuda-graph
-        --delta-offload-bytes-across-pp-ranks --activation-offload-fraction
-        --fine-grained-offloading-max-inflight-offloads
+    "weights stay on the GPUs, and activations go as --cpu-offloading-num-layers says": """
+        --cpu-offloading-weights --no-cpu-offloading-activations
     """,
+    "copies to the host are not captured in CUDA graphs": "--delay-offload-until-cuda-graph",
+    "say --cpu-offloading-num-layers beside --recompute-granularity full": "--checkpoint-in-cpu",
+    "say --offload-modules core_attn": "--swap-attention",
     "every batch is trained on, and they grow as --rampup-batch-size says": """
         --iterations-to-skip --step-batch-size-schedule --skip-train-iteration-range
     """,
@@ -151,6 +150,7 @@ _REASONS: Mapping[str, str] = {
         --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
         --synchronize-each-layer --profile-backward --split-transformers
         --memory-centric-tiled-linear --tile-factor --scattered-embeddings
+        --recompute-activation-function
     """,
     "say --optimizer adam, whose step is one kernel": "--ds_fused_adam",
     "say --optimizer-state-dtype bf16, which halves it": "--use-bnb-optimizer",

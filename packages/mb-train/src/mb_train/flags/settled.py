@@ -269,6 +269,10 @@ _ANSWERS: Mapping[str, str] = {
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params
     """,
+    "weights stay on the GPU": "--no-cpu-offloading-weights",
+    "activations of one layer travel while the next computes": """
+        --cpu-offloading-double-buffering --fine-grained-offloading-max-inflight-offloads=1
+    """,
     "context-parallel ranks exchange heads by all-to-all, and the results are those of any way": """
         --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --cp-partition-mode=1
     """,

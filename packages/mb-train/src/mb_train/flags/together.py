@@ -7,12 +7,17 @@
     --num-virtual-stages-per-pipeline-rank 4
 --moe-shared-expert-intermediate-size 2816 and           --moe-shared-expert-intermediate-size 2816
     --enable-shared-expert --num-shared-experts 2
+--fine-grained-activation-offloading and                 --offload-modules core_attn
+    --offload-modules core_attn
+--cpu-offloading --cpu-offloading-num-layers 4           --cpu-offloading-num-layers 4
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from mb_train.config.field import flag_name
 
 QUICK_GEGLU = "--quick-geglu"
 # Numbers of that gate, and their names within an activation.
@@ -21,6 +26,13 @@ _CUT = "--expert-tensor-parallel-size"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _MODULES = "--recompute-modules"
 _SHARED = ("--enable-shared-expert", "--num-shared-experts")
+# Flags that say that activations go to the host, and the field that says which.
+_OFFLOADING = {
+    "--fine-grained-activation-offloading": "offload_modules",
+    "--cpu-offloading": "cpu_offloading_num_layers",
+    "--cpu-offloading-activations": "cpu_offloading_num_layers",
+}
+_ONE_HERE = {"expert_fc1", "moe_act"}
 # Modules whose activations Megatron can compute anew one by one, and which here are kept.
 KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
 
@@ -100,17 +112,26 @@ def _shared_experts(said: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _offloading(said: Mapping[str, Any]) -> dict[str, Any]:
+    """These say no more than what is to go to the host, which has to be there."""
+    for flag, name in _OFFLOADING.items():
+        if flag in said and not said.get(name):
+            raise ValueError(f"{flag} cannot be honoured alone: say {flag_name(name)} as well.")
+    return {}
+
+
 # What flags are read together, and by what: the fields, or flags, that they set.
 _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = (
     ((QUICK_GEGLU, *_NUMBERS), _gate),
     ((_CUT,), _ranks_of_experts),
     ((_CHUNKS,), _layers_of_chunks),
     (_SHARED, _shared_experts),
+    (tuple(_OFFLOADING), _offloading),
 )
 # Those that nothing else reads, and whether a value follows.
 TOGETHER: Mapping[str, bool] = {
     **dict.fromkeys((*_NUMBERS, _CUT, _CHUNKS, "--num-shared-experts"), True),
-    "--enable-shared-expert": False,
+    **dict.fromkeys(("--enable-shared-expert", *_OFFLOADING), False),
 }
 
 
@@ -137,4 +158,8 @@ def done_otherwise(said: Mapping[str, Any]) -> list[str]:
         )
     if kept := [name for name in said.get(_MODULES, ()) if name in KEPT]:
         found.append(f"{_MODULES}: without {', '.join(kept)}, which keep what they compute")
+    if len(_ONE_HERE.intersection(said.get("offload_modules") or ())) == 1:
+        found.append(
+            "--offload-modules: expert_fc1 and moe_act are one here, all that experts keep"
+        )
     return found

@@ -7,13 +7,16 @@ Padding counts like any token: a batch may have none of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
 from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import choose_dispatcher
 
+from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
+from mb_train.config.offloading import LAYER_INPUT
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.gated_delta import CHUNK
 from mb_train.models.workload import Pass, Workload
@@ -24,16 +27,28 @@ _LOGITS, _LOGIT_ROWS = 2**29, 8192
 
 
 class Kept(NamedTuple):
-    """Numbers of a sample that a layer leaves: all of them, and its input among them."""
+    """Numbers of a sample that a layer leaves: all of them, and among them its input, and those of
+    modules, by the names of --offload-modules."""
 
     all: float
     input: float
+    modules: Mapping[str, float]
+
+
+class Activations(NamedTuple):
+    """Bytes that forward passes leave for their backward passes, on the first stage.
+
+    here, there: on the device, and in the host's memory.
+    """
+
+    here: float
+    there: float
 
 
 def activations_bytes(
     work: Workload, config: TrainConfig, dims: ParallelDims, width: int, *, on_gpu: bool
-) -> float:
-    """Bytes that a micro-batch's forward pass leaves for its backward pass, on the first stage.
+) -> Activations:
+    """What micro-batches leave, as many as are under way.
 
     Args:
         width: bytes of an activation.
@@ -48,13 +63,37 @@ def activations_bytes(
     # Of blocks that compute again the input is kept, and one's inside, as long as it is at it.
     kept = sum(layer.all for layer in layers) - sum(layer.all - layer.input for layer in again)
     kept += max((layer.all for layer in again), default=0)
+    away = away_by_layer(config, layers) if on_gpu else []
+    # Two blocks' are on the way, there or back, and still or already here.
+    kept -= sum(away)
+    travelling = sum(sorted(away)[-2:])
     # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
     in_flight = dims.pp
     # fp32 embeddings; hidden states and their gradient at the head; of each module for further
     # tokens the same.
     tokens = work.tokens + sum(each.tokens for each in work.behind)
     ends = 4 * samples * tokens / dims.cp * hidden * 2
-    return width * samples * kept * in_flight + ends
+    return Activations(
+        width * samples * (kept * in_flight + travelling) + ends,
+        width * samples * sum(away) * in_flight,
+    )
+
+
+def away_by_layer(config: TrainConfig, layers: Sequence[Kept]) -> list[float]:
+    """Numbers that each of a stage's layers leaves in the host's memory, of `layers`."""
+    modules = config.offload_modules
+    found = []
+    for layer, again in zip(layers, recomputes(config, len(layers)), strict=True):
+        whole_layer = layer.input if again else layer.all
+        if modules is None or modules == [LAYER_INPUT]:
+            found.append(whole_layer)
+            continue
+        # Attention's output is among what its core keeps; experts are one module.
+        own = {"moe_act" if name == "expert_fc1" else name for name in modules}
+        own -= {"attn_proj"} if "core_attn" in own else set()
+        found.append(sum(layer.modules[name] for name in own))
+    there = layers_on_host(config, len(layers))
+    return [*found[:there], *(0.0 for _ in layers[there:])]
 
 
 def recomputes(config: TrainConfig, layers: int) -> list[bool]:
@@ -96,8 +135,18 @@ def kept_by_layer(
             latents, attention = _in_attention(each, layer, dims, width, pairs=pairs)
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
             token = (around + latents) / split + attention / dims.tp + ffn
-            tokens = each.tokens / dims.cp
-            found.append(Kept(tokens * token, tokens * each.blocks.hidden_size / split))
+            tokens, hidden = each.tokens / dims.cp, each.blocks.hidden_size / split
+            norm = hidden * (4 // width if each.blocks.fp32_residual else 1)
+            modules = {
+                "attn_norm": norm,
+                "qkv_linear": hidden + latents / split,
+                "core_attn": attention / dims.tp,
+                "attn_proj": each.blocks.num_heads * each.blocks.value_size / dims.tp,
+                "mlp_norm": norm,
+                "moe_act": (experts / split + hidden) * each.blocks.has_experts(layer),
+            }
+            of_modules = {name: tokens * numbers for name, numbers in modules.items()}
+            found.append(Kept(tokens * token, tokens * hidden, of_modules))
     return found[: -(-len(found) // dims.pp)]
 
 

@@ -25,9 +25,15 @@ from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops, flops_in_fp8, visited
-from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
+from mb_train.plan.kept import (
+    activations_bytes,
+    away_by_layer,
+    kept_by_layer,
+    loss_bytes,
+    recomputes,
+)
 from mb_train.plan.rounding import rounding
-from mb_train.plan.step_time import Demand, attending, keeping, orthogonalising
+from mb_train.plan.step_time import Demand, attending, keeping, orthogonalising, waiting
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
 
@@ -48,7 +54,8 @@ class Sizes:
         parameters: of the whole model; active: without the experts that a token does not visit,
             in the mean.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
-        offloaded: bytes of the optimizer besides, of a rank, in the host's memory.
+        offloaded, kept_on_host: bytes besides, of a rank, in the host's memory: of the optimizer,
+            and of activations.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
         checkpoint: bytes of one, of all ranks together.
         step_tokens, step_flops: of all ranks together.
@@ -62,6 +69,7 @@ class Sizes:
     optimizer: int
     offloaded: int
     activations: int
+    kept_on_host: int
     gradients_at_loss: int
     checkpoint: int
     step_tokens: int
@@ -73,6 +81,11 @@ class Sizes:
         """Bytes of a rank, all in all, without those in the host's memory."""
         passing = max(self.gradients, self.gradients_at_loss + self.activations)
         return int((self.weights + self.optimizer + passing) * _SLACK)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of a rank in pinned memory of the host."""
+        return self.offloaded + self.kept_on_host
 
 
 def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Sizes:
@@ -127,8 +140,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         return int(sum(map(operator.mul, each, kept)))
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
-    activations += loss_bytes(work, config, dims, width)
-    demand = _demand(work, config, dims, parts, micro_batches)
+    step_s = _step_s(work, config, dims, parts, micro_batches, device)
     held_state = sum(part.state_bytes * part.sharded for part in held)
     offloaded = held_state * config.offload_fraction if on_gpu else 0
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
@@ -139,13 +151,14 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         gradients=gradients(micro_batches),
         optimizer=int(held_state - offloaded),
         offloaded=int(offloaded),
-        activations=int(activations),
+        activations=int(activations.here + loss_bytes(work, config, dims, width)),
+        kept_on_host=int(activations.there),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,
         # Peaks are those of 16 bits.
-        step_s=demand.seconds(device) if narrow else None,
+        step_s=step_s if narrow else None,
     )
 
 
@@ -262,14 +275,15 @@ def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
     return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 
-def _demand(
+def _step_s(
     work: Workload,
     config: TrainConfig,
     dims: ParallelDims,
     parts: list[_Part],
     micro_batches: int,
-) -> Demand:
-    """What a step asks of a rank; of a pipeline in the mean over its stages."""
+    device: str,
+) -> float | None:
+    """Seconds of a step; of a pipeline in the mean over its stages."""
     samples = micro_batches * whole(config.micro_batch_size)
     layers = kept_by_layer(work, config, dims, 2)
     # A block that computes its forward pass again does the fourth third of its products.
@@ -282,14 +296,15 @@ def _demand(
     ranks = dims.cp_tp * dims.pp
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
-    step = [
-        Demand(products=(blocks * again - halved / 2 + heads) * samples / ranks),
+    kept, sentences = 2 * sum(layer.all for layer in layers) * samples, not of_gpt
+    in_blocks = [
+        Demand(products=(blocks * again - halved / 2) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
-        keeping(
-            2 * sum(layer.all for layer in layers) * samples,
-            2 * logits * samples / ranks,
-            sentences=not of_gpt,
-        ),
+        keeping(kept, 0, sentences=sentences),
+    ]
+    others = [
+        Demand(products=heads * samples / ranks),
+        keeping(0, 2 * logits * samples / ranks, sentences=sentences),
         *(part.traffic(micro_batches, config.offload_fraction) + part.turning for part in parts),
         rounding(
             *(work, dims),
@@ -298,4 +313,8 @@ def _demand(
             repeated=repeated,
         ),
     ]
-    return sum(step, Demand())
+    away = away_by_layer(config, layers)
+    share = sum(numbers > 0 for numbers in away) / len(layers)
+    waits = waiting(2 * sum(away) * samples, sum(in_blocks, Demand()), share, device)
+    computes = sum((*in_blocks, *others), Demand()).seconds(device)
+    return None if computes is None or waits is None else computes + waits

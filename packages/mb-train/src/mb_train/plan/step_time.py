@@ -32,6 +32,8 @@ _BANDWIDTH = 0.75
 # That pass over moments in the host's memory, read and written at the same time: 39.3 of 64 GB/s
 # each way (benchmarks/results/2026-11-27-h200.md).
 _LINK = 0.61
+# Copies between pinned memory and the GPU's, 51 of 64 GB/s each way at once (the same page).
+_COPIES = 0.8
 # How often what blocks keep passes through the memory beside the products, there and as gradients;
 # and the logits, written and read by three products and twice by the loss. Fitted to the measured
 # steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
@@ -74,6 +76,27 @@ class Demand:
         moved_s = self.moved / (_BANDWIDTH * 1e12 * sheet.bandwidth_tb)
         linked_s = self.linked / (_LINK * 1e9 * sheet.link_gb)
         return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s + linked_s
+
+
+def waiting(away: float, blocks: Demand, share: float, device: str) -> float | None:
+    """Seconds that a step waits for activations to go to the host's memory, and to come back.
+
+    They travel while the layers compute whose they are: in the forward pass for a third of the
+    time that blocks take, in the backward pass for two.
+
+    Args:
+        away: their bytes.
+        blocks: what the forward and the backward pass of all blocks ask for.
+        share: of the blocks, whose activations travel.
+
+    Returns:
+        None where the device's data sheet is not known.
+    """
+    sheet, computing = data_sheet(device), blocks.seconds(device)
+    if sheet is None or computing is None:
+        return None
+    copying = away / (_COPIES * 1e9 * sheet.link_gb)
+    return sum(max(copying - share * computing * third / 3, 0.0) for third in (1, 2))
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

@@ -16,7 +16,7 @@ GIB = 2**30
 # What takes less, for whoever has too little.
 LESS_MEMORY = (
     "Lower --micro-batch-size, add --recompute-granularity full or, on a GPU, "
-    "--optimizer-cpu-offload, or take more ranks"
+    "--optimizer-cpu-offload or --cpu-offloading-num-layers, or take more ranks"
 )
 
 
@@ -29,7 +29,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
         f"activations {found.activations / GIB:.1f}",
         *_too_much(found.memory / GIB, device),
-        *_of_the_host(found.offloaded / GIB),
+        *_of_the_host(found),
         f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
         f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
     ]
@@ -69,14 +69,16 @@ def _too_much(needed_gib: float, device: str) -> list[str]:
     return [f"              warning: {device} has {sheet.memory_gib:.0f} GiB. {LESS_MEMORY}."]
 
 
-def _of_the_host(offloaded_gib: float) -> list[str]:
-    """A line of what the host holds of the optimizer, if anything."""
-    if not offloaded_gib:
+def _of_the_host(found: Sizes) -> list[str]:
+    """A line of what the host holds of the optimizer and of activations, if anything."""
+    parts = {"optimizer": found.offloaded, "activations": found.kept_on_host}
+    told = [f"{what} {nbytes / GIB:.1f}" for what, nbytes in parts.items() if nbytes]
+    if not told:
         return []
     # torch pins memory in sizes that are powers of two.
     return [
-        f"host memory   {offloaded_gib:.1f} GiB per rank, pinned, of the optimizer: up to twice as "
-        "much where tensors have other sizes than powers of two"
+        f"host memory   {found.on_host / GIB:.1f} GiB per rank, pinned: {', '.join(told)}; up to "
+        "twice as much where tensors have other sizes than powers of two"
     ]
 
 
@@ -95,8 +97,13 @@ def memory_warning(
     needs = [(found.memory, *host, LESS_MEMORY)]
     if device.type == "cuda":
         gpu = torch.cuda.mem_get_info(device)[0], "free GPU memory"
-        less = "Lower --optimizer-offload-fraction, or take more ranks"
-        needs = [(found.memory, *gpu, LESS_MEMORY), (found.offloaded, *host, less)]
+        lower = {
+            "--optimizer-offload-fraction": found.offloaded,
+            "--cpu-offloading-num-layers": config.cpu_offloading_num_layers,
+            "--micro-batch-size": found.kept_on_host,
+        }
+        less = f"Lower {' or '.join(name for name, there in lower.items() if there)}, or take more"
+        needs = [(found.memory, *gpu, LESS_MEMORY), (found.on_host, *host, f"{less} ranks")]
     for needed, there, what, remedy in needs:
         if needed > there:
             return (

@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import tiny_gpt
@@ -169,7 +170,7 @@ def test_parts_of_blocks_send_what_they_save_themselves():
 class Saves(torch.autograd.Function):
     """Returns the sum of tensors; notes how they came back."""
 
-    came: list = []
+    came: ClassVar[list] = []
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -221,7 +222,7 @@ def test_views_of_a_storage_travel_once_and_come_back_as_they_were():
     [
         lambda block, x, other: (block.weight,),
         lambda block, x, other: (block.weight.t(), block.weight[1:]),
-        lambda block, x, other: (block.weight.double(), block.weight.bfloat16().t()),
+        lambda block, x, other: (block.weight.double(), block.weight.t().clone().bfloat16().t()),
         lambda block, x, other: (block.weight.detach(), block.buffer * 1.0 if x is None else x[:1]),
         lambda block, x, other: (other, other[1:]),
         lambda block, x, other: (x.sum(), x[0, :4].clone()),  # small
@@ -234,6 +235,14 @@ def test_what_lives_on_stays(make):
     x = torch.randn(1, 4, requires_grad=True)
     block(x, torch.randn(6, 8, requires_grad=True)).backward()
     assert offload.sent == 0
+
+
+def test_what_was_looked_up_in_a_table_travels():
+    block, offload = Block1(lambda block, x, other: (block.weight[x], x)), late()
+    apply_offload([block], offload)
+    rows = torch.tensor([1, 5])
+    block(rows).backward()
+    assert offload.sent == 2 * 8 * 4 + rows.nbytes
 
 
 def test_what_lives_on_is_known():
@@ -261,14 +270,26 @@ def test_a_write_into_what_is_kept_is_an_error_as_ever(when):
     first, second, offload = Written(), Written(), late()
     first.when, second.when = when, "never"
     apply_offload([first, second], offload)
-    with pytest.raises(RuntimeError, match=r"not to change, got one of \(6, 8\) that was written"):
+
+    def step():
         z = first(torch.randn(6, 8, requires_grad=True))
-        if when == "behind":
+        if when != "within":
             first.y.add_(1.0)
-        if when == "before the backward pass":
-            first.y.add_(1.0)
-            z.sum().backward()
-        second(z)
+        second(z) if when == "behind" else z.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"not to change, got one of \(6, 8\) that was written"):
+        step()
+
+
+@pytest.mark.parametrize("least_numbers", [1, 1000], ids=["travels", "stays"])
+def test_a_result_that_its_own_graph_keeps_does_not_live_on_by_that(least_numbers):
+    block = Block1(lambda block, x, other: (x.exp(),))
+    block.forward = lambda x: x.exp()
+    apply_offload([block], late(least_numbers))
+    y = block(torch.randn(6, 8, requires_grad=True))
+    left = weakref.ref(y)
+    del y
+    assert left() is None
 
 
 def test_a_pass_that_breaks_off_leaves_nothing_behind(cargos):
@@ -309,9 +330,11 @@ def test_a_graph_that_is_kept_is_gone_through_again():
 
 
 def test_a_block_is_called_back_while_its_successor_is_at_work():
-    model, offload = blocks_of(4), late()
+    model, offload, came = blocks_of(4), late(), []
     apply_offload(model, offload, first=3)
-    run(model)
+    run(model, lambda: came.append(sum(way for way, _ in offload.copies.ways)))
+    # Called when a block has run, and when its own backward pass begins: the fourth sends nothing.
+    assert came == [0, 0, 0, 0, 0, 1, 2, 3]
     each = offload.sent // 3
     there = [(way, nbytes // each) for way, nbytes in offload.copies.ways]
     # The fourth sends nothing, and calls the third back, which calls the second, and so on.

@@ -233,6 +233,7 @@ def apply_offload(
         setattr(block, _PLACE, (offload, number == 0, sends, inside is None))
         if is_compiled_in_place(block):  # around what is compiled, not inside
             inner = block._compiled_call_impl
+            assert inner is not None
             block._compiled_call_impl = functools.partial(_call_block, block, inner)
         else:
             wrap_forward(block, _call_block)
@@ -298,8 +299,10 @@ def _of_weights(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
         return True
-    if base.grad_fn is None:
-        return False
-    made_of = [node for node, _ in base.grad_fn.next_functions if node is not None]
-    leaves = [getattr(node, "variable", None) for node in made_of]
-    return bool(leaves) and all(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    node = base.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        made_of = [other for other, _ in node.next_functions if other is not None]
+        node = made_of[0] if len(made_of) == 1 else None
+    leaf = getattr(node, "variable", None)
+    # What was looked up in a table is made of one parameter as well.
+    return isinstance(leaf, nn.Parameter) and local(leaf).numel() == local(base).numel()

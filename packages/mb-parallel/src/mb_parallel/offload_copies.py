@@ -35,8 +35,8 @@ class Cargo:
 
     def let_go(self) -> None:
         """Free the device's memory if there is a copy."""
-        self.check()
         if self.there is not None:
+            self.check()
             self.here = self._original = None
 
     def check(self) -> None:

@@ -91,9 +91,7 @@ def _checkpointed(
     without recomputation. By name it would take some, such as `debug`, for its own.
     """
     if torch.compiler.is_compiling():  # a graph computes from its inputs as they were
-        return checkpoint(
-            lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False
-        )
+        return checkpoint(lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False)
     leaves, structure = tree_flatten((args, kw))
     # Autograd saves none of inference mode, which needs no gradient.
     held = [isinstance(x, Tensor) and x.is_inference() for x in leaves]

@@ -30,7 +30,7 @@ REFERENCE = {
     "mb_layers": ["compat", "transformers"],
     "mb_parallel": [
         *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
-        *("optimizer", "recompute", "random", "testing"),
+        *("optimizer", "recompute", "offload", "random", "testing"),
     ],
     "mb_data": ["maintenance"],
     "mb_train": [

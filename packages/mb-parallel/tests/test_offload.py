@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig, dMoE
 from mb_parallel import offload as module
-from mb_parallel.offload import Offload, apply_offload, lasting
+from mb_parallel.offload import Offload, apply_offload, evenly_spread, lasting
 from mb_parallel.offload_copies import Cargo, Copies
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.testing import run_ranks
@@ -121,13 +121,13 @@ def ahead(model, recompute, backend):
 
 
 @pytest.mark.parametrize("recompute", [None, "full", "moe", "selective"])
-@pytest.mark.parametrize("first", [None, 1, 3])
-def test_same_numbers_and_two_blocks_on_the_device(recompute, first, cargos):
+@pytest.mark.parametrize("count", [None, 1, 3])
+def test_same_numbers_and_two_blocks_on_the_device(recompute, count, cargos):
     model = blocks_of(5)
     want = run(ahead(copy.deepcopy(model), recompute, None))
     other, offload, most = ahead(copy.deepcopy(model), recompute, None), late(), []
-    number = 5 if first is None else first
-    assert apply_offload(other, offload, first=first) == number
+    number = 5 if count is None else count
+    assert apply_offload(other, offload, count=count) == number
     assert same(run(other, lambda: most.append(held(cargos))), want)
     each = offload.sent // number
     assert each * number == offload.sent > 0
@@ -144,7 +144,7 @@ def test_a_compiled_block_gives_what_its_graph_saves(recompute):
     want = run(ahead(copy.deepcopy(model), recompute, "aot_eager"))
     torch._dynamo.reset()
     other, offload = ahead(copy.deepcopy(model), recompute, "aot_eager"), late()
-    apply_offload(other, offload, first=2)
+    apply_offload(other, offload, count=2)
     assert same(run(other), want)
     assert offload.sent > 0
     with pytest.raises(ValueError, match="not compiled for parts of them, got a compiled Block"):
@@ -331,7 +331,7 @@ def test_a_graph_that_is_kept_is_gone_through_again():
 
 def test_a_block_is_called_back_while_its_successor_is_at_work():
     model, offload, came = blocks_of(4), late(), []
-    apply_offload(model, offload, first=3)
+    apply_offload(model, offload, count=3)
     run(model, lambda: came.append(sum(way for way, _ in offload.copies.ways)))
     # Called when a block has run, and when its own backward pass begins: the fourth sends nothing.
     assert came == [0, 0, 0, 0, 0, 1, 2, 3]
@@ -339,6 +339,17 @@ def test_a_block_is_called_back_while_its_successor_is_at_work():
     there = [(way, nbytes // each) for way, nbytes in offload.copies.ways]
     # The fourth sends nothing, and calls the third back, which calls the second, and so on.
     assert there == [(0, 1), (0, 1), (0, 1), (0, 0), (1, 1), (1, 1), (1, 1)]
+
+
+def test_between_blocks_that_send_are_others_behind_which_copies_hide():
+    assert [evenly_spread(count, 6) for count in (0, 1, 2, 3, 4, 6, 9)] == [
+        [], [0], [0, 3], [0, 2, 4], [0, 1, 3, 4], [*range(6)], [*range(6)],
+    ]  # fmt: skip
+    model, offload, came = blocks_of(4), late(), []
+    apply_offload(model, offload, count=2)
+    run(model, lambda: came.append(sum(way for way, _ in offload.copies.ways)))
+    # The third, when it begins, calls the first back, which comes while the second is at work.
+    assert came == [0, 0, 0, 0, 0, 1, 2, 2]
 
 
 def test_nothing_is_done_without_gradients():
@@ -356,11 +367,11 @@ def test_arguments_are_checked():
     block = blocks_of(1)
     with pytest.raises(ValueError, match="least_numbers of at least 0"):
         Offload(CPU, least_numbers=-1)
-    with pytest.raises(ValueError, match="first of at least 0"):
-        apply_offload(block, late(), first=-1)
+    with pytest.raises(ValueError, match="count of at least 0"):
+        apply_offload(block, late(), count=-1)
     with pytest.raises(ValueError, match="blocks to be several modules"):
         apply_offload(block[0], late())
-    assert apply_offload(block, late(), first=0) == 0
+    assert apply_offload(block, late(), count=0) == 0
 
 
 EXPERTS = Options(experts=4, padded=True, dropout=0.1, recompute=False)

@@ -32,6 +32,7 @@ from small_runs import end_at_sigterm, random_sentences, random_tokens, train
 
 TWICE_32 = {"micro_batch_size": 32, "global_batch_size": 64}
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+HEAVY = {"num_layers": 4, "micro_batch_size": 8, "global_batch_size": 8}
 GRAPH = {"cuda_graph": True, "compile": False, "global_batch_size": 32} | NO_DROPOUT
 # Case -> its recipe, and the fields that make it one GPU's.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,6 +60,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer_cpu_offload": True,
         },
     ),
+    # Activations on the host: of layers that recompute, their inputs; of others all that half of
+    # them keep, or all of them. Each beside the same without.
+    "olmoe-1b-7b-recompute": ("olmoe-1b-7b", HEAVY | {"recompute_granularity": "full"}),
+    "olmoe-1b-7b-inputs": (
+        "olmoe-1b-7b",
+        HEAVY | {"recompute_granularity": "full", "cpu_offloading_num_layers": 4},
+    ),
+    "olmoe-1b-7b-heavy": ("olmoe-1b-7b", HEAVY),
+    "olmoe-1b-7b-layers": ("olmoe-1b-7b", HEAVY | {"cpu_offloading_num_layers": 2}),
+    "olmoe-1b-7b-all-layers": ("olmoe-1b-7b", HEAVY | {"cpu_offloading_num_layers": 4}),
     "deepseek-v2-lite": (
         "deepseek-v2-lite",
         {"num_layers": 4, "micro_batch_size": 4, "global_batch_size": 8},

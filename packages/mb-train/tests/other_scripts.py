@@ -147,6 +147,21 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --overlap-moe-expert-parallel-comm --async-save --use-persistent-ckpt-worker""",
         ),
         (
+            "gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading", "gpt",
+            f"""{_LATENT} --expert-model-parallel-size 4 --tensor-model-parallel-size 2
+            --pipeline-model-parallel-size 2 --use-distributed-optimizer --micro-batch-size 1
+            --global-batch-size 8 --exit-duration-in-mins 230 --cross-entropy-loss-fusion
+            --cross-entropy-fusion-impl native --seq-length 4096 --num-layers 15 --hidden-size
+            1024 --ffn-hidden-size 4096 --num-attention-heads 32 --max-position-embeddings 4096
+            --make-vocab-size-divisible-by 3232 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1
+            --num-experts 32 --moe-layer-freq ([0]*3+[1]*12) --q-lora-rank 1536 --kv-lora-rank
+            512 --rotary-scaling-factor 40 --eval-iters 32 --save checkpoints --load checkpoints
+            --logging-level 40 --recompute-granularity selective --recompute-modules layernorm
+            mla_up_proj mlp moe_act --fine-grained-activation-offloading --offload-modules
+            expert_fc1 moe_act attn_norm mlp_norm qkv_linear core_attn attn_proj
+            --pipeline-model-parallel-layout Et*3|(tt|)*6mL --overlap-moe-expert-parallel-comm""",
+        ),
+        (
             "deepseek_proxy_mfsdp_v2_ep2", "gpt",
             f"""{_LATENT} --expert-model-parallel-size 2 --tensor-model-parallel-size 1
             --pipeline-model-parallel-size 1 --use-megatron-fsdp --megatron-fsdp-version 2

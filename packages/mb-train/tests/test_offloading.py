@@ -128,17 +128,18 @@ def test_only_a_gpu_has_an_offload():
     assert offload_of(config_of(), torch.device("cuda")) is None
 
 
-def test_how_many_layers_of_a_stage():
-    def number(layers=3, **fields):
+def test_which_layers_of_a_stage():
+    def places(layers=3, **fields):
         return layers_on_host(config_of(**fields), layers)
 
-    assert number(cpu_offloading_num_layers=2) == 2
-    assert number(cpu_offloading_num_layers=2, layers=1) == 1
-    assert number(offload_modules=["core_attn"]) == 3
+    assert places(cpu_offloading_num_layers=2) == [0, 1]
+    assert places(cpu_offloading_num_layers=2, layers=6) == [0, 3]
+    assert places(cpu_offloading_num_layers=2, layers=1) == [0]
+    assert places(offload_modules=["core_attn"]) == [0, 1, 2]
     again = {"recompute_granularity": "full", "offload_modules": ["layer_input"]}
-    assert number(**again) == 3
-    assert number(**again, recompute_method="block", recompute_num_layers=2) == 2
-    assert number() == 0
+    assert places(**again) == [0, 1, 2]
+    assert places(**again, recompute_method="block", recompute_num_layers=2) == [0, 1]
+    assert places() == []
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 Applied to a model from outside, after recompute and compilation, before `apply_data_parallel`.
 Autograd gives what a block saves to hooks (`torch.autograd.graph.saved_tensors_hooks`); when the
-block is through, its storages are copied into pinned memory, while the next block computes, and
-the GPU's are let go of when that one is through as well. When the backward pass reaches a block,
-the storages of the one before it set out for the GPU. So on the GPU are those of two blocks, and
-with a link that is fast enough nobody waits. A slower one holds the forward pass up, for memory
-that were freed at some time would not be there when it is needed.
+block is through, its storages are copied into pinned memory, while the blocks behind it compute,
+and the GPU's are let go of when the next one that sends something is through as well. When the
+backward pass reaches that one, those of the one before set out for the GPU. So on the GPU are those
+of two blocks, and with a link that is fast enough nobody waits. A slower one holds the pass up: if
+memory were freed at some later time, it would be by chance whether a run fits.
 
 What travels is a whole storage, once, however many tensors of it are saved; each comes back with
 the size and the strides that it had. What lives on all the same stays: parameters and what is cast
@@ -196,7 +196,7 @@ def apply_offload(
     blocks: Iterable[nn.Module],
     offload: Offload,
     *,
-    first: int | None = None,
+    count: int | None = None,
     parts: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
 ) -> int:
     """Let `blocks` keep in the host's memory what they save for their backward pass, in place.
@@ -208,29 +208,29 @@ def apply_offload(
     Args:
         blocks: in the order they run; those that are compiled, by their own `compile`, already so.
         offload: of this rank.
-        first: how many of them; None: all.
+        count: of how many of them, at `evenly_spread` places; None, or more than there are: all.
         parts: which modules of a block, each of them whole; None: all of it.
 
     Returns:
         How many blocks or, with `parts`, modules keep it there now.
 
     Raises:
-        ValueError: one module, a `first` below 0, or parts of a compiled block.
+        ValueError: one module, a `count` below 0, or parts of a compiled block.
     """
     chosen = list(dict.fromkeys(several(blocks, "blocks")))
-    first = len(chosen) if first is None else first
-    at_least_0(first=first)
-    found = 0
-    # One more, without sending anything, lets go of what the last one kept and calls it back.
-    for number, block in enumerate(chosen[: first + 1] if first else []):
-        sends = number < first
+    count = len(chosen) if count is None else count
+    at_least_0(count=count)
+    sending, found = evenly_spread(count, len(chosen)), 0
+    # The last block, without sending anything, lets go of what the one before kept, and calls it.
+    for place in dict.fromkeys([*sending, len(chosen) - 1] if sending else []):
+        block, sends = chosen[place], place in sending
         inside = list(dict.fromkeys(parts(block))) if parts is not None and sends else None
         if inside and is_compiled_in_place(block):
             raise ValueError(
                 "Expected blocks that are not compiled for parts of them, got a compiled "
                 f"{type(block).__name__}. Pass parts=None, or compile nothing."
             )
-        setattr(block, _PLACE, (offload, number == 0, sends, inside is None))
+        setattr(block, _PLACE, (offload, place == 0, sends, inside is None))
         if is_compiled_in_place(block):  # around what is compiled, not inside
             inner = block._compiled_call_impl
             assert inner is not None
@@ -242,6 +242,16 @@ def apply_offload(
             wrap_forward(module, _call_part)
         found += sends * (1 if inside is None else len(inside))
     return found
+
+
+def evenly_spread(count: int, total: int) -> list[int]:
+    """Which of `total` blocks send what they keep: the first, and others at even distances.
+
+    So the copies of one hide behind all that compute before the next.
+    """
+    return (
+        [number * total // count for number in range(count)] if count < total else [*range(total)]
+    )
 
 
 def _call_block(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from mb_layers import Experts
-from mb_parallel.offload import Offload, apply_offload
+from mb_parallel.offload import Offload, apply_offload, evenly_spread
 from torch import nn
 
 from mb_train.config import TrainConfig
@@ -32,16 +32,19 @@ def keep_on_host(blocks: list[Block], config: TrainConfig, offload: Offload) -> 
     parts: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     if config.offload_modules not in (None, [LAYER_INPUT]):
         parts = partial(_parts, config.offload_modules)
-    apply_offload(blocks, offload, first=layers_on_host(config, len(blocks)), parts=parts)
+    places = layers_on_host(config, len(blocks))
+    if config.offload_modules is not None:  # all of these, of which the first may be recomputed
+        blocks = blocks[: len(places)]
+    apply_offload(blocks, offload, count=len(places), parts=parts)
 
 
-def layers_on_host(config: TrainConfig, layers: int) -> int:
-    """How many of a stage's layers have something there."""
+def layers_on_host(config: TrainConfig, layers: int) -> list[int]:
+    """Which of a stage's layers have something there."""
     if config.offload_modules is None:
-        return min(config.cpu_offloading_num_layers, layers)
+        return evenly_spread(config.cpu_offloading_num_layers, layers)
     if config.offload_modules == [LAYER_INPUT] and config.recompute_method == "block":
-        return min(config.recompute_num_layers, layers)
-    return layers
+        return [*range(min(config.recompute_num_layers, layers))]
+    return [*range(layers)]
 
 
 def _parts(names: Iterable[str], block: nn.Module) -> Iterator[nn.Module]:

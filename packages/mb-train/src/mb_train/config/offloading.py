@@ -15,7 +15,7 @@ class OffloadingFields:
     """Whole layers, or modules of all layers."""
 
     cpu_offloading_num_layers: int = flag(
-        "so many layers, the first of a stage, keep what their backward pass needs in pinned "
+        "so many layers of a stage, evenly spread, keep what their backward pass needs in pinned "
         "memory of the host; 0: none does", 0, bounds=AT_LEAST_0,
     )  # fmt: skip
     offload_modules: list[str] | None = flag(  # noqa: RUF009, a field like the others

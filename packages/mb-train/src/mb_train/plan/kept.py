@@ -93,7 +93,7 @@ def away_by_layer(config: TrainConfig, layers: Sequence[Kept]) -> list[float]:
         own -= {"attn_proj"} if "core_attn" in own else set()
         found.append(sum(layer.modules[name] for name in own))
     there = layers_on_host(config, len(layers))
-    return [*found[:there], *(0.0 for _ in layers[there:])]
+    return [numbers if layer in there else 0.0 for layer, numbers in enumerate(found)]
 
 
 def recomputes(config: TrainConfig, layers: int) -> list[bool]:

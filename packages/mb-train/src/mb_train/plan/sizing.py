@@ -313,8 +313,7 @@ def _step_s(
             repeated=repeated,
         ),
     ]
-    away = away_by_layer(config, layers)
-    share = sum(numbers > 0 for numbers in away) / len(layers)
-    waits = waiting(2 * sum(away) * samples, sum(in_blocks, Demand()), share, device)
+    away = 2 * sum(away_by_layer(config, layers)) * samples
+    waits = waiting(away, sum(in_blocks, Demand()), device)
     computes = sum((*in_blocks, *others), Demand()).seconds(device)
     return None if computes is None or waits is None else computes + waits

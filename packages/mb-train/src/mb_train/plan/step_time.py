@@ -78,16 +78,15 @@ class Demand:
         return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s + linked_s
 
 
-def waiting(away: float, blocks: Demand, share: float, device: str) -> float | None:
+def waiting(away: float, blocks: Demand, device: str) -> float | None:
     """Seconds that a step waits for activations to go to the host's memory, and to come back.
 
-    They travel while the layers compute whose they are: in the forward pass for a third of the
-    time that blocks take, in the backward pass for two.
+    They travel while blocks compute: in the forward pass for a third of the time that these take,
+    in the backward pass for two.
 
     Args:
         away: their bytes.
         blocks: what the forward and the backward pass of all blocks ask for.
-        share: of the blocks, whose activations travel.
 
     Returns:
         None where the device's data sheet is not known.
@@ -96,7 +95,7 @@ def waiting(away: float, blocks: Demand, share: float, device: str) -> float | N
     if sheet is None or computing is None:
         return None
     copying = away / (_COPIES * 1e9 * sheet.link_gb)
-    return sum(max(copying - share * computing * third / 3, 0.0) for third in (1, 2))
+    return sum(max(copying - computing * third / 3, 0.0) for third in (1, 2))
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

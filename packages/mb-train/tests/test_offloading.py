@@ -234,6 +234,7 @@ def test_plan_moves_bytes_to_the_host_and_waits_for_a_slow_link(monkeypatch):
     )
     each = none.activations - all_8.activations
     assert all_8.kept_on_host == pytest.approx(each * 8 / 6, rel=0.01)  # two are on the way
+    assert none.activations - half.activations == pytest.approx(each * 3 / 6, rel=0.01)  # one is
     assert half.kept_on_host == pytest.approx(all_8.kept_on_host / 2, rel=0.01)
     assert none.kept_on_host == none.on_host == 0
     assert none.memory > half.memory > all_8.memory

@@ -64,9 +64,11 @@ def activations_bytes(
     kept = sum(layer.all for layer in layers) - sum(layer.all - layer.input for layer in again)
     kept += max((layer.all for layer in again), default=0)
     away = away_by_layer(config, layers) if on_gpu else []
-    # Two blocks' are on the way, there or back, and still or already here.
+    # A block's are on the way, there or back, and still or already here; two blocks' where nothing
+    # else is let go of in between.
     kept -= sum(away)
-    travelling = sum(sorted(away)[-2:])
+    every = len(layers_on_host(config, len(layers))) == len(layers)
+    travelling = sum(sorted(away)[-2 if every else -1 :])
     # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
     in_flight = dims.pp
     # fp32 embeddings; hidden states and their gradient at the head; of each module for further

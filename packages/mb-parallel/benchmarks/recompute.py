@@ -1,10 +1,11 @@
-"""What each way to recompute saves in memory and costs in time, on a stack of MoE blocks.
+"""What recompute, and the host's memory, save and cost in time, on a stack of MoE blocks.
 
     python packages/mb-parallel/benchmarks/recompute.py [--layers 12] [--batch 32] [--quick]
 
 Blocks of a GPT with 64 SwiGLU experts (hidden 768, 12 heads, ffn 3072, top-1), bf16 under fp32
 weights, sequences of 1024. Peak memory is what a pass adds to weights and gradients. A Markdown
-table, then one JSON line; some 30 s on an H200.
+table, then one JSON line; some 30 s on an H200. What is kept on the host (`mb_parallel.offload`) is
+of as many blocks as the name says.
 """
 
 import argparse
@@ -16,16 +17,22 @@ import statistics
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig, dMoE
+from mb_parallel.offload import Offload, apply_offload
 from mb_parallel.recompute import apply_recompute
 from torch import nn
 
 HIDDEN, HEADS, FFN, EXPERTS, LENGTH = 768, 12, 3072, 64, 1024
+# Name, mode of recompute, of every how many blocks; of how many blocks activations go to the host.
 MODES = [
-    ("none", None, 1),
-    ("selective", "selective", 1),
-    ("moe", "moe", 1),
-    ("full, every 2nd", "full", 2),
-    ("full", "full", 1),
+    ("none", None, 1, 0),
+    ("selective", "selective", 1, 0),
+    ("moe", "moe", 1, 0),
+    ("full, every 2nd", "full", 2, 0),
+    ("full", "full", 1, 0),
+    ("none, 2 on the host", None, 1, 2),
+    ("none, 12 on the host", None, 1, 12),
+    ("moe, 12 on the host", "moe", 1, 12),
+    ("full, 12 on the host", "full", 1, 12),
 ]
 
 
@@ -79,10 +86,12 @@ def main() -> None:
     print(
         "| recompute | forward and backward, ms | | peak of a pass, GB | |\n|---|---|---|---|---|"
     )
-    for name, mode, every in MODES:
+    for name, mode, every, on_host in MODES:
         model = copy.deepcopy(plain)
         if mode is not None:
             apply_recompute(model, mode, every=every)
+        if on_host:
+            apply_offload(model, Offload(x_BSD.device), count=on_host)
         ms, gigabytes = measure(model, x_BSD, 3 if arguments.quick else 10)
         rows.append({"recompute": name, "ms": round(ms, 2), "GB": round(gigabytes, 3)})
         first = rows[0]

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism over NCCL on two GPUs, equal to one process on the CPU."""
+"""Parallelism over NCCL on two GPUs, equal to one process on the CPU."""
 
 from dataclasses import replace
 
@@ -24,6 +24,16 @@ LAYOUTS = {
     "zero-bubble": {
         "looped": replace(PIPE, schedule="interleaved-zero-bubble", stages_per_rank=2),
         "v": replace(PIPE, schedule="zbv-zero-bubble", stages_per_rank=2),
+    },
+    "activations on the host": {
+        "1f1b": replace(PIPE, offload=True),
+        "interleaved": replace(PIPE, schedule="interleaved-1f1b", stages_per_rank=2, offload=True),
+        "looped": replace(
+            PIPE, schedule="interleaved-zero-bubble", stages_per_rank=2, offload=True
+        ),
+        "tp2-sp": replace(MOE, tp=2, sequence_parallel=True, offload=True),
+        "ep2": replace(MOE, dp=2, ep=2, zero_stage=1, offload=True),  # rows of peers stay
+        "zero3": replace(MOE, dp=2, offload=True),
     },
 }
 

@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.qkv, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(0.3)
-        sizes = {"hidden_size": WIDTH, "ffn_hidden_size": 16, "num_experts": 3, "top_k": 2}
+        self.qkv, self.dropout = nn.Linear(width, 3 * width), nn.Dropout(0.3)
+        sizes = {"hidden_size": width, "ffn_hidden_size": 16, "num_experts": 3, "top_k": 2}
         self.moe = dMoE(MoEConfig(**sizes, jitter_eps=0.2, init_method_std=0.1))
 
     def forward(self, x_BSD, table_S=None):
-        qkv = self.qkv(x_BSD).view(*x_BSD.shape[:2], 2, 3, WIDTH // 2)
+        qkv = self.qkv(x_BSD).unflatten(2, (2, 3, -1))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
         x_BSD = x_BSD + self.dropout(y.transpose(1, 2).reshape(x_BSD.shape))
@@ -85,17 +85,18 @@ def held(cargos):
     return sum(cargo.here.nbytes for cargo in cargos if cargo.here is not None)
 
 
-def blocks_of(number):
+def blocks_of(number, width=WIDTH):
     torch.manual_seed(0)
-    return nn.ModuleList(Block() for _ in range(number))
+    return nn.ModuleList(Block(width) for _ in range(number))
 
 
 def run(model, seen=None, device="cpu"):
     """Loss and gradients; `seen` is called when a block has run, there and back."""
     torch.manual_seed(4)
-    x = torch.randn(3, 16, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    width = model[0].qkv.in_features
+    x = torch.randn(3, 16, width, generator=torch.Generator().manual_seed(1)).to(device)
     x.requires_grad_()
-    table = torch.linspace(0.5, 1.5, WIDTH, device=device)
+    table = torch.linspace(0.5, 1.5, width, device=device)
     y, loss = x, 0.0
     for block in model:
         y, aux = block(y, table)
@@ -420,15 +421,14 @@ def test_every_layout_trains_alike():
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "compiled"])
 def test_same_numbers_on_a_gpu(recompute, backend):
-    model = blocks_of(5).cuda()
+    model = blocks_of(5, 64).cuda()
     want = run(ahead(copy.deepcopy(model), recompute, backend), device="cuda")
     again = run(ahead(copy.deepcopy(model), recompute, backend), device="cuda")
     if not same(again, want):
         pytest.skip("this model is not computed alike twice")
     torch._dynamo.reset()
-    device = torch.device("cuda", torch.cuda.current_device())
-    other, offload = ahead(copy.deepcopy(model), recompute, backend), Offload(device)
-    offload.least_numbers = 1
+    offload = Offload("cuda", least_numbers=1)
+    other = ahead(copy.deepcopy(model), recompute, backend)
     apply_offload(other, offload)
     for _ in range(3):
         other.zero_grad()

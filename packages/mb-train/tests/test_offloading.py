@@ -264,3 +264,36 @@ def test_plan_and_warnings_name_the_hosts_memory(monkeypatch):
     monkeypatch.setattr("mb_train.plan.words.host_memory", lambda: found.on_host - 1)
     warning = memory_warning(config, 64, 1, types.SimpleNamespace(type="cuda"), "H200")
     assert "Lower --optimizer-offload-fraction or --cpu-offloading-num-layers or --micro" in warning
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("both", "way"),
+    [
+        ([], ["--cpu-offloading-num-layers", "8"]),
+        (["--compile"], ["--cpu-offloading-num-layers", "4"]),
+        (["--recompute-granularity", "selective"], ["--cpu-offloading-num-layers", "8"]),
+        ([], ["--offload-modules", "core_attn", "attn_proj", "moe_act"]),
+    ],
+    ids=str,
+)
+def test_a_gpu_has_less_and_computes_the_same(tmp_path, both, way):
+    """A run with experts in bf16, which is alike twice: so losses are compared to the bit."""
+    larger = {
+        "device": "cuda", "num-layers": "8", "hidden-size": "512", "seq-length": "2048",
+        "micro-batch-size": "8", "global-batch-size": "16", "min-offloaded-tensor-size": "65536",
+        "moe-num-experts": "8", "moe-top-k": "2",
+    }  # fmt: skip
+    words = [*RUN, *(word for name, value in larger.items() for word in (f"--{name}", value))]
+    found = []
+    for name, more in (("plain", []), ("there", way)):
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        folder = tmp_path / name
+        more = ["--deterministic-mode", "--bf16", *both, *more, "--save", str(folder)]
+        assert main([*words, *more]) == 0
+        found.append((losses(folder), torch.cuda.max_memory_allocated()))
+    (want, before), (got, after) = found
+    assert got == want != []
+    assert after < 0.9 * before

@@ -56,10 +56,11 @@ class Offload:
         sent: bytes that have been copied to the host since the start.
     """
 
-    def __init__(self, device: torch.device, *, least_numbers: int = LEAST_NUMBERS) -> None:
+    def __init__(self, device: torch.device | str, *, least_numbers: int = LEAST_NUMBERS) -> None:
         at_least_0(least_numbers=least_numbers)
-        self.device, self.least_numbers = device, least_numbers
-        self.copies = Copies(device)
+        self.device = torch.empty(0, device=device).device  # with its number
+        self.least_numbers = least_numbers
+        self.copies = Copies(self.device)
         self.sent = 0
         self._call: _Call | None = None  # that runs
         self._leaving: _Call | None = None  # that ran, whose storages are on their way out

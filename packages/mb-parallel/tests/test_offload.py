@@ -5,7 +5,9 @@ import copy
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import tiny_gpt
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig, dMoE
 from mb_parallel import offload as module
+from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher
 from mb_parallel.offload import Offload, apply_offload, evenly_spread, lasting
 from mb_parallel.offload_copies import Cargo, Copies
 from mb_parallel.recompute import apply_recompute
@@ -250,8 +253,13 @@ def test_what_lives_on_is_known():
     layer = dMoE(MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=2))
     copied = torch.zeros(3)
     layer.experts.working_copies["w1"] = copied
-    found = list(lasting(layer))
+    place = Mock(size=2, rank=0)
+    buffers = PeerBuffers(place)
+    buffers._memories["rows"] = SimpleNamespace(arena=(arena := torch.zeros(9)))
+    layer.dispatcher = GlobalCapacity(PeerDispatcher(2, place, buffers), 2, 1.0, place)
+    found = list(lasting(nn.Sequential(layer)))
     assert any(each is copied for each in found)
+    assert any(each is arena for each in found)
     for parameter in (*layer.parameters(), *layer.buffers()):
         assert any(each is parameter for each in found)
 

@@ -250,9 +250,8 @@ def evenly_spread(count: int, total: int) -> list[int]:
 
     So the copies of one hide behind all that compute before the next.
     """
-    return (
-        [number * total // count for number in range(count)] if count < total else [*range(total)]
-    )
+    count = min(count, total)
+    return [number * total // count for number in range(count)]
 
 
 def _call_block(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

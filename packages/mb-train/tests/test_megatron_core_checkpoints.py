@@ -78,6 +78,19 @@ def change_each(folder, change):
         ),
         ({}, {"num_experts": 0}, {"tp": 2}),
         ({"attention_scale": 0.2}, {"softmax_scale": 0.2, "use_mup": False}, {"tp": 4}),
+        (
+            {"use_mup": True, "mup_base_hidden_size": 8, "embedding_multiplier": 3.0},
+            {
+                "use_mup": True,
+                "mup_base_hidden_size": 8,
+                "mup_embedding_mult": 3.0,
+                "mup_output_mult": 0.25,
+                "mup_width_mult": 4.0,
+                "scaling_recipe": "mup",
+                "scaling_base_hidden_size": 8,
+            },
+            {"tp": 2},
+        ),
         (LLAMA, LLAMA, {"tp": 2, "pp": 2, "chunks": 2}),
         (
             LLAMA | {"swiglu": False, "activation": "swiglu(alpha=1.702, limit=7.0)"},
@@ -168,7 +181,7 @@ def test_the_command_makes_a_run(tmp_path):
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
         ({"apply_layernorm_1p": True}, "norms multiply by 1 more than the weights"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
-        ({"use_mup": True}, "are not scaled by the width"),
+        ({"scaling_recipe": "depth_mup"}, "none or mup, got 'depth_mup'"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
         (
             {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4},

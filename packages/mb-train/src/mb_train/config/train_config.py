@@ -40,12 +40,14 @@ from mb_train.config.training import (
     RegularizationFields,
     TrainingFields,
 )
+from mb_train.config.width import WidthFields
 
 # Headings of --help, and tables of a TOML file, in this order.
 GROUPS: dict[str, type[Any]] = {
     "model": ModelFields,
     "attention": AttentionFields,
     "positions": PositionFields,
+    "width": WidthFields,
     "moe": MoEFields,
     "regularization": RegularizationFields,
     "training": TrainingFields,
@@ -118,6 +120,7 @@ class TrainConfig(
         self._check_halves()
         self._check_layers_of_experts()
         self._check_fp8()
+        self._check_mup()
 
     @property
     def reads_token_files(self) -> bool:
@@ -372,6 +375,13 @@ class TrainConfig(
             raise ValueError(
                 "Expected --moe-mlp-impl grouped with --fp8-format, got sparse, whose products are "
                 "not computed in 8-bit floats."
+            )
+
+    def _check_mup(self) -> None:
+        if self.use_mup and self.optimizer != "adam":
+            raise ValueError(
+                "Expected --optimizer adam with --use-mup, whose rules for rates are of its steps, "
+                f"got {self.optimizer}. Leave one of the two out."
             )
 
 

@@ -80,7 +80,8 @@ _REASONS: Mapping[str, str] = {
     "say --moe-router-force-load-balancing, for a benchmark": "--moe-router-force-biased",
     "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
     "token is dropped": "--moe-expert-rank-capacity-factor",
-    "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
+    "it follows from --hidden-size and --mup-base-hidden-size": "--mup-width-mult",
+    "of a model's scales only those of its width are here: see --use-mup": "--scaling-*",
     "there is one residual stream": """
         --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
     """,
@@ -352,7 +353,12 @@ def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[s
 
 
 def nearest(word: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter."""
-    near = difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter.
+
+    Words that go on from this one are more similar than any other.
+    """
+    known = list(known)
+    near = sorted((other for other in known if other.startswith(word)), key=len)
+    near = near or difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" The nearest is {near[0]}." if near else " See --help."

@@ -25,7 +25,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 _REFUSED = (
     "mtp_use_repeated_layer", "rotary_interleaved",
     "qk_l2_norm", "moe_latent_size", "moe_extended_tp",
-    "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
+    "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
     "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
@@ -42,7 +42,8 @@ _STORED_OTHERWISE = {
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "quick_geglu",
-    "glu_linear_offset", "activation_func_clamp_value",
+    "glu_linear_offset", "activation_func_clamp_value", "mup_embedding_mult", "mup_output_mult",
+    "scaling_recipe", "scaling_base_hidden_size", "scaling_base_head_dim",
 )  # fmt: skip
 # Arguments about a choice by score, which Sinkhorn's balance passes over.
 _OF_SCORES = (

@@ -189,6 +189,14 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --attention-backend unfused""",
         ),
         (
+            "gpt3_mcore_te_tp1_pp1_mup", "gpt",
+            f"""{_SMALL} --num-layers 12 --micro-batch-size 4 --train-iters 50 --timing-log-level 0
+            --save-interval 10000 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+            --use-distributed-optimizer --no-mmap-bin-files --attention-softmax-in-fp32
+            --dist-ckpt-strictness log_all --bf16 --attention-backend unfused --use-mup
+            --mup-base-hidden-size 256 --async-save --use-persistent-ckpt-worker""",
+        ),
+        (
             "train_llama2.sh", "gpt",
             f"""{_AMD} --context-parallel-size 1 --num-layers 80 --hidden-size 8192
             --ffn-hidden-size 28672 --num-attention-heads 64 --seq-length 4096

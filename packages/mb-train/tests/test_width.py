@@ -1,4 +1,4 @@
-"""Multipliers of embeddings, of what joins the residual and of scores; and what μP makes of them."""
+"""Multipliers of embeddings, of what joins the residual and of scores; what μP makes of them."""
 
 import math
 from types import SimpleNamespace

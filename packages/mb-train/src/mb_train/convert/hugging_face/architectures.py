@@ -342,7 +342,9 @@ ARCHITECTURES = {
             "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
             experts.AFMOE, unrotated.AFMOE_ALIASES, rules_of=unrotated.afmoe_rules,
         ),
-        _llama_like("granite", "GraniteForCausalLM", granite.granite_fields, granite.granite_config),
+        _llama_like(
+            "granite", "GraniteForCausalLM", granite.granite_fields, granite.granite_config
+        ),
         _granite_moe(
             "granitemoe", "GraniteMoeForCausalLM", granite.granite_moe_fields,
             granite.granite_moe_config,

@@ -155,7 +155,7 @@ def decoder(rng: random.Random, tp: int, cp: int) -> list[str]:
     model += [rng.choice(["", "", "--attention-output-gate"])]
     model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
     numbers = "--embedding-multiplier 4 --residual-multiplier 0.5 --logits-scaling 3"
-    model += [rng.choice(["", "", numbers, "--use-mup --mup-base-hidden-size 8"])]
+    model += [rng.choice(["", "", numbers])]
     if cp == 1:
         model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]

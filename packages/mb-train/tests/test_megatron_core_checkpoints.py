@@ -260,7 +260,6 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
         ({"moe_shared_expert_glu_interleave_size": 8}, "in turn: --moe-shared-expert-glu-inter"),
         ({"moe_n_hash_layers": 2}, "chooses by its scores"),
-        ({"moe_expert_rank_capacity_factor": 1.5}, "which is of each expert"),
         ({"num_experts": 2}, "nothing uses|missing"),
     ],
 )

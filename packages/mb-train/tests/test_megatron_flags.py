@@ -167,6 +167,11 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--tokenizer-library tiktoken",
             r"--tokenizer-library to be one of .* See --tokenizer-typ",
         ),
+        ("--moe-expert-rank-capacity-factor all", "-capacity-factor to be a number, got all"),
+        (
+            "--expert-outer-dp-sharding-strategy optim",
+            r"to be no_shard, got 'optim'\. Replicas share noth",
+        ),
         (
             "--outer-dp-sharding-strategy optim",
             r"to be no_shard, got 'optim'\. Replicas share noth",
@@ -336,6 +341,10 @@ def test_older_spellings_mean_what_they_meant():
         (
             "--moe-expert-capacity-factor 1.25",
             {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
+        ),
+        (
+            "--moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
+            {"moe_row_policy": "budget", "moe_row_budget": 1.5, "moe_capacity_factor": 0.0},
         ),
         (
             "--moe-token-drop-policy position --moe-expert-capacity-factor -1",

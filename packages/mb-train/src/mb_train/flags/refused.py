@@ -78,8 +78,6 @@ _REASONS: Mapping[str, str] = {
         --moe-n-hash-layers --moe-enable-routing-replay
     """,
     "say --moe-router-force-load-balancing, for a benchmark": "--moe-router-force-biased",
-    "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
-    "token is dropped": "--moe-expert-rank-capacity-factor",
     "it follows from --hidden-size and --mup-base-hidden-size": "--mup-width-mult",
     "of a model's scales only those of its width are here: see --use-mup": "--scaling-*",
     "there is one residual stream": """

@@ -344,7 +344,7 @@ def test_older_spellings_mean_what_they_meant():
         ),
         (
             "--moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
-            {"moe_row_policy": "budget", "moe_row_budget": 1.5, "moe_capacity_factor": 0.0},
+            {"moe_row_policy": "budget", "moe_row_budget": 1.5},
         ),
         (
             "--moe-token-drop-policy position --moe-expert-capacity-factor -1",

@@ -23,13 +23,12 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "rotary_interleaved",
-    "qk_l2_norm", "moe_latent_size", "moe_extended_tp",
-    "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
-    "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
-    "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
-    "hybrid_layer_pattern", "retro_add_retriever",
-    "post_self_attn_layernorm", "post_mlp_layernorm",
+    "mtp_use_repeated_layer", "rotary_interleaved", "qk_l2_norm", "moe_latent_size",
+    "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
+    "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
+    "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
+    "hybrid_layer_pattern", "retro_add_retriever", "post_self_attn_layernorm",
+    "post_mlp_layernorm",
 )  # fmt: skip
 # Why, of an argument whose flag is no matter to a training here.
 _STORED_OTHERWISE = {

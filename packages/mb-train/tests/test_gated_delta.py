@@ -17,10 +17,10 @@ from mb_train.models.bert import Bert
 from mb_train.models.cache import KVCache
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.delta_net import (
-    DeltaRule,
+    DeltaCore,
     GatedDeltaNet,
     GatedNorm,
-    ShortConvolution,
+    short_convolution,
 )
 from mb_train.models.gated_delta import (
     DeltaContext,
@@ -229,20 +229,21 @@ def test_which_way_is_taken_is_told(monkeypatch):
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_a_convolution_is_torchs_but_for_documents(taps):
-    module = ShortConvolution(7, taps).double()
-    x = torch.randn(B, 20, 7, dtype=torch.float64, requires_grad=True)
-    leaves = [x, module.weight]
-    padded = F.pad(x, (0, 0, taps - 1, 0))
-    y = F.conv1d(padded.mT, module.weight[:, None], groups=7).mT
-    found = with_gradients([module(padded, None)], leaves)
+    x = torch.randn(B, 20, 2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, taps, dtype=torch.float64, requires_grad=True)
+    leaves = [x, weight]
+    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0))
+    y = F.conv1d(padded.flatten(2).mT, weight.flatten(0, 1)[:, None], groups=6).mT.view_as(x)
+    found = with_gradients([short_convolution(padded, weight, None)], leaves)
     torch.testing.assert_close(found, with_gradients([F.silu(y)], leaves))
     begins_BS = torch.zeros(B, 20, dtype=torch.bool)
     begins_BS[0, [1, 2, 9]] = begins_BS[1, 19] = True
-    divided = module(padded, begins_BS)
+    divided = short_convolution(padded, weight, begins_BS)
     for row, ends in enumerate(([1, 2, 9, 20], [19, 20])):
         for begin, end in zip([0, *ends], ends, strict=False):
-            alone = F.pad(x[row : row + 1, begin:end], (0, 0, taps - 1, 0))
-            torch.testing.assert_close(divided[row, begin:end], module(alone, None)[0])
+            alone = F.pad(x[row : row + 1, begin:end], (0, 0, 0, 0, taps - 1, 0))
+            found = short_convolution(alone, weight, None)[0]
+            torch.testing.assert_close(divided[row, begin:end], found)
 
 
 def test_a_layer_is_its_parts():
@@ -352,13 +353,13 @@ def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():
     assert all(map(config_of(delta_layers=None).has_state, range(3)))
 
 
-@pytest.mark.parametrize("granularity", ["rule", "block"])
+@pytest.mark.parametrize("granularity", ["core", "block"])
 def test_recompute_changes_no_gradient(granularity):
     x, found = torch.randint(31, (B, S)), []
     for again in (False, True):
         torch.manual_seed(0)
         model = GPT(config_of(moe=MOE))
-        kinds = DeltaRule if granularity == "rule" else Block
+        kinds = DeltaCore if granularity == "core" else Block
         if again:
             assert apply_recompute([m for m in model.modules() if isinstance(m, kinds)], "full")
         loss = model(x, labels_BS=x, ends_BN=torch.tensor([[9, S]] * B)).total()
@@ -375,7 +376,7 @@ def test_blocks_compile_around_the_rule(again):
     found = []
     for compiled in (False, True):
         if compiled and again:
-            apply_recompute([m for m in model.modules() if isinstance(m, DeltaRule)], "full")
+            apply_recompute([m for m in model.modules() if isinstance(m, DeltaCore)], "full")
         for block in model.stack.blocks.values() if compiled else ():
             block.compile(backend="aot_eager")
         for tokens in (S, 33):
@@ -456,7 +457,14 @@ def test_in_fp8_the_gates_maps_are_not():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"context_parallel_size": 2}, "--context-parallel-size 1 with --experimental-att.*got 2"),
+        (
+            {"context_parallel_size": 4},
+            "--linear-num-key-heads to be a multiple of --context-parallel-size 4, .*, got 2",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "--linear-num-key-heads .*-size 2 x --tensor-model-parallel-size 2, .* got 2",
+        ),
         ({"model": "bert"}, "--model gpt with --experimental-attention-variant .*, got bert"),
         ({"model": "t5", "decoder_seq_length": 16}, "--model gpt with --experimental.*got t5"),
         ({"linear_num_value_heads": 3}, "to divide --linear-num-value-heads, got 2 and 3"),

@@ -35,6 +35,7 @@ from mb_train.models.mtp import last_layer
 from mb_train.models.t5 import T5
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
+from torch._subclasses import FakeTensorMode
 
 B, S, D = 2, 70, 24
 SIZES = DeltaSizes(key_heads=2, value_heads=6, key=5, value=3, taps=4)
@@ -351,6 +352,17 @@ def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():
         assert of_module.delta_layers == (last,)
         assert isinstance(Block(of_module, 0).attention, GatedDeltaNet) == last
     assert all(map(config_of(delta_layers=None).has_state, range(3)))
+
+
+def test_nothing_in_plain_pytorch_waits_for_the_device():
+    """Which a CUDA graph could not hold: numbers are not known here, and shapes are enough."""
+    module = GatedDeltaNet(config_of())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(B, S, D, requires_grad=True)
+        begins_BS = torch.zeros(B, S, dtype=torch.bool)
+        y = module(x, BlockContext(delta=DeltaContext(begins_BS)))
+        grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    assert [g.shape for g in grads] == [x.shape, *(p.shape for p in module.parameters())]
 
 
 @pytest.mark.parametrize("granularity", ["core", "block"])

@@ -412,6 +412,7 @@ def test_older_spellings_mean_what_they_meant():
             {"context_parallel_size": 1},
         ),
         ("--context-parallel-size 2 --cp-comm-type p2p", {"context_parallel_size": 2}),
+        ("--context-parallel-size 2 --linear-cp-mode chunkwise", {"context_parallel_size": 2}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", {}),
         (
             "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",

@@ -424,6 +424,8 @@ def test_every_recipe_can_be_planned(name, capsys):
     assert (f"not fitted to measured steps of --model {kind}" in out) == (
         kind not in ("gpt", "bert")
     )
+    with_state = "experimental_attention_variant" in recipe(name)
+    assert ("layers with a state by the kernels of mb-train[delta]" in out) == with_state
     assert " ms a step on H200" in out
 
 

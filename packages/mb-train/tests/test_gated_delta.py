@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
+from mb_parallel import ParallelDims
+from mb_parallel.context_parallel import parallelize_context
 from mb_parallel.recompute import apply_recompute
+from mb_parallel.testing import run_ranks
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig
 from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.models import gated_delta
-from mb_train.models.attention import BlockContext
+from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.cache import KVCache
 from mb_train.models.config import DeltaSizes, TransformerConfig
@@ -397,6 +400,46 @@ def test_blocks_compile_around_the_rule(again):
             found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(found[2:], found[:2])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+
+
+def _with_gradients(model, tokens_BS, part, ends_BN):
+    """The loss of a part of the sequences, and its gradients."""
+    own = tokens_BS[:, part]
+    loss = model(
+        own,
+        labels_BS=own,
+        weights_BS=torch.full(own.shape, 1 / tokens_BS.numel()),
+        positions_BS=torch.arange(tokens_BS.shape[1])[None, part],
+        ends_BN=ends_BN,
+    ).total()
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def _parts_of_sequences(rank, ranks, again, compiled):
+    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
+    tokens_BS = torch.randint(31, (B, S), generator=torch.Generator().manual_seed(1))
+    ends_BN = torch.tensor([[9, S], [35, S]])
+    torch.manual_seed(0)
+    model = GPT(config_of())
+    wanted = _with_gradients(model, tokens_BS, slice(None), ends_BN)
+    cores = [m for m in model.modules() if isinstance(m, CoreAttention | DeltaCore)]
+    if again:
+        apply_recompute(cores, "full")
+    assert parallelize_context(cores, mesh) == 3
+    model.parts = ranks
+    for block in model.stack.blocks.values() if compiled else ():
+        block.compile(backend="aot_eager")
+    part = slice(rank * S // ranks, (rank + 1) * S // ranks)
+    found = _with_gradients(model, tokens_BS, part, ends_BN)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mesh.all_reduce(got.detach(), "dp"), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_ranks_that_share_sequences_add_up_to_one(again, compiled):
+    """Documents too, one of which ends where a part does."""
+    run_ranks(_parts_of_sequences, 2, again, compiled)
 
 
 def test_what_rows_are_filled_up_with_moves_no_state():

@@ -143,6 +143,12 @@ def change_each(folder, change):
             LLAMA | FURTHER | STATES | {"linear_attention_freq": None},
             {"tp": 2},
         ),
+        (
+            LLAMA | STATES,
+            LLAMA | STATES
+            | {"experimental_attention_variant": None, "linear_attention_type": "gated_delta_net"},
+            {},
+        ),
         # What a checkpoint says of them whatever its model is.
         (LLAMA, LLAMA | STATES | {"experimental_attention_variant": None}, {}),
         (LLAMA | {"no_rope_freq": 1}, LLAMA | {"no_rope_freq": [1] * 4}, {}),

@@ -447,6 +447,13 @@ def test_older_spellings_mean_what_they_meant():
                 "linear_attention_freq": 4,
             },
         ),
+        (
+            "--linear-attention-type gated_delta_net --linear-attention-freq 2",
+            {
+                "experimental_attention_variant": "gated_delta_net",
+                "linear_attention_freq": 2,
+            },
+        ),
         ("--linear-attention-freq [1]*3", {"linear_attention_freq": 4}),
         ("--linear-attention-freq 3", {"linear_attention_freq": 3}),
         ("--no-rope-freq 4", {"no_rope_freq": 4}),

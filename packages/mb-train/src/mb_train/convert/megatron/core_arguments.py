@@ -68,7 +68,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     experts = bool(given.get("num_experts"))
     if not experts:  # those of experts have defaults all the same
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
-    if "experimental_attention_variant" not in given:
+    if not given.keys() & {"experimental_attention_variant", "linear_attention_type"}:
         given = {name: value for name, value in given.items() if not name.startswith("linear_")}
     if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
         given.pop("moe_token_drop_policy", None)

@@ -138,6 +138,35 @@ def test_in_fp32_heads_that_fade_fast_lose_nothing(fading):
         assert float(((got - want).norm() / want.norm()).detach()) < 1e-6
 
 
+# Of keys, decays, and shares to write.
+EXTREMES = {
+    "nothing written": lambda k, decay, beta: (k, decay, 0 * beta),
+    "all written": lambda k, decay, beta: (k, decay, 0 * beta + 1),
+    "some keys of zero": lambda k, decay, beta: (k * (decay[..., :1, None] < -1), decay, beta),
+    "one key": lambda k, decay, beta: (0 * k + k[:, :1], decay, 0 * beta + 1),
+    "nothing fades": lambda k, decay, beta: (k, 0 * decay, beta),
+    "all is forgotten": lambda k, decay, beta: (k, 1e5 * decay, beta),
+    "some tokens forget": lambda k, decay, beta: (
+        k, torch.where(decay < -2, 1e4, 1e-6) * decay, beta,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", EXTREMES.values(), ids=EXTREMES)
+def test_at_the_ends_of_their_ranges(change):
+    def computed(leaves, rule, *more):
+        q, k, v, *gates = leaves
+        k, *gates = change(k, *gates)
+        return with_gradients(rule(q, k, v, *gates, *more), leaves)
+
+    leaves = inputs(100, torch.float32)[:5]
+    found = computed(leaves, gated_delta_rule, DeltaContext())
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    for got, want in zip(found, computed(exact, slow), strict=True):
+        assert bool(got.isfinite().all())
+        assert float(((got - want).norm() / want.norm().clamp(min=0.1)).detach()) < 1e-5
+
+
 def test_sixteen_bits_are_computed_in_fp32():
     leaves = inputs(200, torch.bfloat16)
     y, state = gated_delta_rule(*leaves[:5], DeltaContext())

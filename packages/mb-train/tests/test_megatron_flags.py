@@ -421,6 +421,7 @@ def test_older_spellings_mean_what_they_meant():
             {"context_parallel_size": 1},
         ),
         ("--context-parallel-size 2 --cp-comm-type p2p", {"context_parallel_size": 2}),
+        ("--context-parallel-size 2 --linear-cp-mode chunkwise", {"context_parallel_size": 2}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", {}),
         (
             "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
@@ -453,6 +454,13 @@ def test_older_spellings_mean_what_they_meant():
             {
                 "experimental_attention_variant": "gated_delta_net",
                 "linear_attention_freq": 4,
+            },
+        ),
+        (
+            "--linear-attention-type gated_delta_net --linear-attention-freq 2",
+            {
+                "experimental_attention_variant": "gated_delta_net",
+                "linear_attention_freq": 2,
             },
         ),
         ("--linear-attention-freq [1]*3", {"linear_attention_freq": 4}),

@@ -32,7 +32,7 @@ _REASONS: Mapping[str, str] = {
     "attention is a softmax over what came before, its gate that of --attention-output-gate, or "
     "a state by --experimental-attention-variant gated_delta_net": """
         --head-wise-attn-gate --linear-attention-* --dsa-* --csa-* --o-groups --o-lora-rank
-        --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
+        --use-lf-gate --lf-conv2d-* --gdn-*
     """,
     "say --attention-output-gate": "--use-gated-attention",
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",

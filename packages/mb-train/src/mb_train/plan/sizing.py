@@ -286,7 +286,7 @@ def _demand(
         Demand(products=(blocks * again - halved / 2 + heads) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(
-            2 * sum(layer.all for layer in layers) * samples,
+            2 * sum(layer.all + layer.core for layer in layers) * samples,
             2 * logits * samples / ranks,
             sentences=not of_gpt,
         ),

@@ -125,7 +125,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     half = rng.random() if kind != "ict" else 1.0  # whose towers' gradients all but cancel
     model += ["--fp16 --initial-loss-scale 4096"] if half < 0.15 else []
     model += ["--bf16"] if 0.15 <= half < 0.3 else []
-    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp, cp)
+    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
     model += [rng.choice(["", "", "--decoupled-lr 1e-2"])]
     # Parts of rows have scales of their own.
     model += ["--fp8-format e4m3"] if half >= 0.15 and tp == 1 and rng.random() < 0.2 else []
@@ -140,7 +140,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
 
 
-def decoder(rng: random.Random, tp: int, cp: int) -> list[str]:
+def decoder(rng: random.Random, tp: int) -> list[str]:
     """Flags of a GPT."""
     model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
     model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
@@ -154,8 +154,9 @@ def decoder(rng: random.Random, tp: int, cp: int) -> list[str]:
     model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
     model += [rng.choice(["", "", "--attention-output-gate"])]
     model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
-    if cp == 1:
-        model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
+    numbers = "--embedding-multiplier 4 --residual-multiplier 0.5 --logits-scaling 3"
+    model += [rng.choice(["", "", numbers])]
+    model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 

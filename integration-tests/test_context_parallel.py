@@ -24,6 +24,13 @@ GPU_DOCUMENTS = (
 )
 
 
+STATES = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32 "
+    "--linear-value-head-dim 32"
+)
+
+
 @pytest.fixture(scope="module")
 def one_process(tokens, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("one") / "run"
@@ -156,9 +163,10 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(tokens, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("more", ["", "--zero-stage 3 --compile", "--expert-model-parallel-size 2"])
-def test_documents_over_two_gpus_are_those_of_one(tokens, tmp_path, more):
+@pytest.mark.parametrize("model", ["", STATES], ids=["attention", "states"])
+def test_documents_over_two_gpus_are_those_of_one(tokens, tmp_path, model, more):
     """Flash attention within documents, whose key-value head is repeated for both."""
     one, two = tmp_path / "one", tmp_path / "two"
-    tiny_run.torchrun(tiny_run.flags(tokens, one, GPU_DOCUMENTS), 1)
-    tiny_run.torchrun(tiny_run.flags(tokens, two, GPU_DOCUMENTS, f"{CP} 2 {more}"), 2)
+    tiny_run.torchrun(tiny_run.flags(tokens, one, GPU_DOCUMENTS, model), 1)
+    tiny_run.torchrun(tiny_run.flags(tokens, two, GPU_DOCUMENTS, model, f"{CP} 2 {more}"), 2)
     assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=5e-3)

@@ -77,6 +77,7 @@ SINKS = (
     "--window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --activation swigluoai "
     f"--moe-mlp-bias --moe-router-bias {HEADS} {GROUPS}"
 )
+UNTIED = "--untie-embeddings-and-output-weights"
 # Layer 0 has a window and positions, layer 1 neither; of three, layer 2 has both again.
 GATES = (
     "--attention-output-gate --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
@@ -89,8 +90,12 @@ STATES = (
     "--linear-value-head-dim 5 --attention-output-gate --normalization RMSNorm --qk-layernorm "
     f"{HEADS} {GROUPS}"
 )
+# Of four times the base's width; the modules for further tokens have the same numbers.
+WIDTH = (
+    "--use-mup --mup-base-hidden-size 8 --embedding-multiplier 4 --residual-multiplier 0.5 "
+    f"--moe-router-lr-mult 0.5 --mtp-num-layers 1 --norm-placement both {UNTIED}"
+)
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
-UNTIED = "--untie-embeddings-and-output-weights"
 # Without sequence and context parallelism, where a rank balances its own part of a sequence.
 SINKHORN = "--moe-router-type sinkhorn --moe-router-score-function sigmoid --micro-batch-size 2"
 # Evaluated in between without them.
@@ -101,6 +106,7 @@ ALONE = {
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
     "sinkhorn": SINKHORN, "gates": GATES, "states": STATES,
+    "width": WIDTH,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -137,7 +143,16 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         f"--zero-stage 3 --recompute-granularity selective {STATES} {DOCUMENTS}",
         True,
     ),
+    "states cp2, documents": (2, f"{CP} 2 {STATES} {DOCUMENTS}", True),
+    "states cp2 zero3, selective": (
+        2,
+        f"{CP} 2 --zero-stage 3 --recompute-granularity selective {STATES}",
+        True,
+    ),
     "states zero0": (2, f"--zero-stage 0 --recompute-granularity full {STATES}", False),
+    "width tp2 sp": (2, f"{TP} 2 {SP} {WIDTH} {ROWS}", True),
+    "width pp2": (2, f"{PP} 2 {WIDTH}", True),
+    "width ep2, zero3": (2, f"{EP} 2 {A2A} --zero-stage 3 {WIDTH}", True),
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
@@ -201,6 +216,9 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "gates tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {GATES} {FURTHER}", True),
     "states tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {SP} {STATES} {FURTHER}", True),
     "states tp2 ep2 zero3": (4, f"{TP} 2 {EP} 2 --zero-stage 3 {STATES} {DOCUMENTS} {ROWS}", True),
+    "states cp4 ep2, documents": (4, f"{CP} 4 {EP} 2 {STATES} {DOCUMENTS}", True),
+    "states cp2 tp2 sp, documents": (4, f"{CP} 2 {TP} 2 {SP} {STATES} {DOCUMENTS} {ROWS}", True),
+    "states cp2 pp2 further": (4, f"{CP} 2 {PP} 2 {STATES} {FURTHER}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),
     "sinkhorn tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKHORN}", True),

@@ -129,6 +129,48 @@ def test_each_rank_is_given_the_numbers_of_its_heads(ranks):
     run_ranks(_numbers_of_heads, ranks)
 
 
+class _WithStates(nn.Module):
+    """Two heads for each key head; numbers of one kind in 16 bits, of two in fp32."""
+
+    def forward(self, mixed_BSGX, decay_BSGR, beta_BSGR, begins_BS, *, weight_GXT):
+        assert (mixed_BSGX.dtype, decay_BSGR.dtype) == (torch.bfloat16, torch.float32)
+        weighted_BSG = torch.einsum("bsgx,gxt->bsg", mixed_BSGX.float(), weight_GXT)
+        weighted_BSG = weighted_BSG.masked_fill(begins_BS[..., None], 0)
+        y_BSGR = (weighted_BSG[..., None] * beta_BSGR).cumsum(1) * decay_BSGR.exp()
+        return y_BSGR.flatten(2)[..., None]
+
+
+def _states(rank: int, ranks: int, compiled: bool) -> None:
+    mesh, core = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu"), _WithStates()
+    parallelize_context([core], mesh)
+    if compiled:
+        core.compile(backend="aot_eager", fullgraph=True)
+    part = slice(rank * 3, (rank + 1) * 3)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    by_head = normal(2, 3 * ranks, 4, 5).bfloat16(), *normal(2, 2, 3 * ranks, 4, 2)
+    begins, dy = normal(2, 3 * ranks) > 0, normal(2, 3 * ranks, 8, 1)
+    weight = normal(4, 5, 3).requires_grad_()
+    found = []
+    for call, mine in ((_WithStates(), slice(None)), (core, part)):
+        leaves = [x[:, mine].clone().requires_grad_() for x in by_head]
+        y = call(*leaves, begins, weight_GXT=weight)
+        found.append([y, *torch.autograd.grad(y, [*leaves, weight], dy[:, mine])])
+    (*whole, wanted), (*mine, gradient) = found
+    assert [x.dtype for x in mine] == [x.dtype for x in whole]
+    torch.testing.assert_close(mine, [x[:, part] for x in whole])
+    mesh.all_reduce(gradient, "dp")
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(("ranks", "compiled"), [(2, False), (4, False), (2, True)])
+def test_states_are_exchanged_by_key_head_and_in_their_dtypes(ranks, compiled):
+    run_ranks(_states, ranks, compiled)
+
+
 def _curvature(rank: int, ranks: int) -> list[torch.Tensor]:
     """The gradient of a gradient's square, of a part."""
     mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
@@ -157,7 +199,7 @@ REFUSALS = (
     "parallelize_context once.",
     "Expected cores to be several modules, got one Core.",
     "Expected a ParallelMesh, got NoneType.",
-    "Expected cp = 2 and the 3 key-value heads to divide the 3 query heads of a rank",
+    "Expected cp = 2 and the 3 key-value heads to divide the 3 heads of a rank",
     "Expected layers of experts that know of cp = 2 and tp = 1, got one that counts each rank's "
     "tokens alone. Call parallelize_experts first, with ep = 1 too.",
 )

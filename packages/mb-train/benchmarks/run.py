@@ -1,7 +1,7 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
-                                                [gpt-oss] [fp8] [paper:MoE ...]
+                                                [gpt-oss] [qwen3-next] [fp8] [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers] [long]
 
@@ -13,13 +13,15 @@ so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four la
 OLMoE-1B-7B, 16 sequences of 1024 a step. `deepseek`: the same of DeepSeek-V2-Lite, whose first
 layer is dense, with GPT-2's vocabulary. `gpt-oss`: four layers of gpt-oss-20b, with that
 vocabulary too; transformers' attention there is `flex_attention`, whose sinks it puts in
-afterwards, or eager. `fp8`: four layers of OLMoE-1B-7B, two of Mixtral-8x7B, four of Llama-3-8B,
-each in bf16 and with `--fp8-format`. `scaling`: under torchrun, tokens of all GPUs, beside
-what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
-and experts with a capacity. `long`: GPT-2 125M, and with 64 top-1 experts, on sequences of 32,768
-tokens, one for each GPU and step: of which all GPUs have a part (context parallelism), or each its
-own, and what one GPU alone does with a step of one; `long:documents` within documents of some 1000
-tokens.
+afterwards, or eager. `qwen3-next`: four layers of Qwen3-Next-80B-A3B, three of them with a state
+(flash-linear-attention's kernels, if that is installed, on both sides), with 128 of its 512
+experts and that vocabulary; `plain` without those kernels. `fp8`: four layers of OLMoE-1B-7B, two
+of Mixtral-8x7B, four of Llama-3-8B, each in bf16 and with `--fp8-format`. `scaling`: under
+torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
+the other ways of tokens to experts, and experts with a capacity. `long`: GPT-2 125M, and with 64
+top-1 experts, on sequences of 32,768 tokens, one for each GPU and step: of which all GPUs have a
+part (context parallelism), or each its own, and what one GPU alone does with a step of one;
+`long:documents` within documents of some 1000 tokens.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences.
@@ -44,6 +46,7 @@ import os
 import statistics
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +65,7 @@ from mb_train.config.recipes import recipe
 from mb_train.logs.metrics import Accumulator
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import compute_dtype
+from mb_train.models import gated_delta
 from mb_train.schedule import BatchSizes, build_schedule
 from mb_train.tasks import GPTTask
 from mb_train.train.step import train_step
@@ -303,6 +307,13 @@ def gpt_oss(attention: str) -> nn.Module:
     return GptOssForCausalLM(config)
 
 
+def qwen3_next() -> nn.Module:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    shape = {"vocab_size": V, "num_experts": 128, "num_hidden_layers": 4, "use_cache": False}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**shape))
+
+
 def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
     """A model of transformers' in bf16, compiled whole."""
     with torch.device("cuda"):
@@ -325,6 +336,17 @@ our_deepseek = functools.partial(
 our_gpt_oss = functools.partial(
     shallow, "gpt-oss-20b", make_vocab_size_divisible_by=128, moe_loss_weight=0.0
 )
+our_qwen3_next = functools.partial(
+    shallow, "qwen3-next-80b-a3b", make_vocab_size_divisible_by=128, moe_num_experts=128,
+    moe_loss_weight=0.0,
+)  # fmt: skip
+
+
+def plain_qwen3_next() -> dict[str, float]:
+    """Ours without flash-linear-attention, as where it is not installed."""
+    with unittest.mock.patch.object(gated_delta, "installed_kernel", return_value=None):
+        return our_qwen3_next()
+
 
 LLAMA = {
     "hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32,
@@ -417,6 +439,13 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             for attention in ("flex_attention", "eager")
             for precision in ("fp32 masters", "bf16")
         },
+    },
+    "qwen3-next": {
+        "mb-train --compile": our_qwen3_next,
+        "transformers, fp32 masters": lambda: theirs(qwen3_next, masters=True),
+        "mb-train --compile, bf16 moments": lambda: our_qwen3_next(optimizer_state_dtype="bf16"),
+        "transformers, bf16": lambda: theirs(qwen3_next, masters=False),
+        "mb-train --compile, plain": plain_qwen3_next,
     },
     "fp8": {
         f"{name}, {kind}": functools.partial(model, fp8_format=format)

@@ -89,6 +89,14 @@ SINKS_ARGS = SINKS | {
 }  # fmt: skip
 
 
+# In all layers but the last.
+STATES = {
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+
+
 LAST = "final_layernorm"
 
 
@@ -149,6 +157,8 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
         if kind == "te":  # it fuses a norm with the map behind it, and behind this one is a router
             if "attention.qkv.weight" in here:
                 norm_1 = "self_attention.linear_qkv.layer_norm_{}"
+            if "attention.qkvz.weight" in here:
+                norm_1 = "self_attention.in_proj.layer_norm_{}"
             if "mlp.router.weight" not in here:
                 norm_2 = "mlp.linear_fc1.layer_norm_{}"
         layer = {}
@@ -167,6 +177,10 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
             if f"mlp.up.{name}" in here:
                 halves = ("gate", "up") if gated else ("up",)
                 layer[f"mlp.linear_fc1.{name}"] = fc1(*(here[f"mlp.{h}.{name}"] for h in halves))
+        if "attention.qkvz.weight" in here:
+            own = with_state(here, cut)
+            layer |= {f"self_attention.{name}": weight for name, weight in own.items()}
+            del layer["self_attention.linear_proj.weight"]
         if (sinks := here.get("attention.sinks")) is not None:
             layer["self_attention.core_attention.softmax_offset"] = cut(sinks)
         for our, groups in (("q", 4), ("q_up", 4), ("kv_down", 1)):
@@ -230,6 +244,42 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
             found["output_layer.weight"] = cut(head)
         found["output_layer._extra_state"] = None
     return found
+
+
+def sizes_of_states():
+    return [
+        STATES[f"linear_{of}"]
+        for of in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    ]
+
+
+def with_state(here, cut):
+    """A rank's tensors of a layer with a state: its heads' rows, kind by kind."""
+    G, H, C, V = sizes_of_states()
+    R = H // G
+
+    def kinds(name, *rows):
+        by_head = here[name].unflatten(0, (G, -1)).split(rows, dim=1)
+        return [cut(part.flatten(0, 1)) for part in by_head]
+
+    rows = kinds("attention.qkvz.weight", C, C, R * V, R * V) + kinds("attention.ba.weight", R, R)
+    conv = torch.cat(kinds("attention.conv.weight", C, C, R * V))[:, None]
+    return {
+        "in_proj.weight": torch.cat(rows), "conv1d.weight": conv,
+        "A_log": cut(here["attention.gates.A_log"]),
+        "dt_bias": cut(here["attention.gates.dt_bias"]),
+        "out_norm.weight": here["attention.norm.weight"],
+        "out_proj.weight": cut(here["attention.out.weight"], 1),
+    }  # fmt: skip
+
+
+def kind_by_kind(rows, tp):
+    """What a rank's in_proj or convolution holds, by Megatron's names."""
+    G, H, C, V = sizes_of_states()
+    counts = {"query": G * C, "key": G * C, "value": H * V, "z": H * V, "beta": H, "alpha": H}
+    ends = torch.tensor([count // tp for count in counts.values()]).cumsum(0)
+    parts = rows.tensor_split(ends[ends < len(rows)])
+    return dict(zip(counts, parts, strict=False))
 
 
 def arguments(*, tp=1, pp=1, ep=1, chunks=1, **also):

@@ -175,6 +175,21 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --logging-level 10""",
         ),
         (
+            "deepseek_proxy_mfsdp_v2_ep2_bf16_cg", "gpt",
+            f"""{_LATENT} --expert-model-parallel-size 2 --tensor-model-parallel-size 1
+            --pipeline-model-parallel-size 1 --use-megatron-fsdp --megatron-fsdp-version 2
+            --data-parallel-sharding-strategy optim_grads_params --outer-dp-sharding-strategy
+            no_shard --deterministic-mode --ckpt-format fsdp_dtensor
+            --no-gradient-accumulation-fusion --micro-batch-size 32 --global-batch-size 256
+            --exit-duration-in-mins 60 --seq-length 1024 --num-layers 8 --hidden-size 512
+            --ffn-hidden-size 2048 --num-attention-heads 8 --max-position-embeddings 1024
+            --make-vocab-size-divisible-by 64 --cuda-graph-impl=full_iteration --moe-paged-stash
+            --moe-expert-rank-capacity-factor=1.5 --moe-use-grouped-tensor
+            --use-transformer-engine-op-fuser --num-experts 8 --moe-layer-freq ([0]*3+[1]*5)
+            --q-lora-rank 256 --kv-lora-rank 128 --rotary-scaling-factor 1.0 --eval-iters 10
+            --logging-level 10""",
+        ),
+        (
             "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer", "gpt",
             f"""{_SINKHORN} --distributed-backend nccl2 --train-iters 100 --save-interval 50
             --use-distributed-optimizer --ckpt-fully-parallel-load
@@ -202,6 +217,14 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --moe-grouped-gemm --use-distributed-optimizer --overlap-grad-reduce
             --overlap-param-gather --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness log_all
             --attention-backend unfused""",
+        ),
+        (
+            "gpt3_mcore_te_tp1_pp1_mup", "gpt",
+            f"""{_SMALL} --num-layers 12 --micro-batch-size 4 --train-iters 50 --timing-log-level 0
+            --save-interval 10000 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+            --use-distributed-optimizer --no-mmap-bin-files --attention-softmax-in-fp32
+            --dist-ckpt-strictness log_all --bf16 --attention-backend unfused --use-mup
+            --mup-base-hidden-size 256 --async-save --use-persistent-ckpt-worker""",
         ),
         (
             "train_llama2.sh", "gpt",

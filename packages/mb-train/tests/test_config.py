@@ -349,6 +349,8 @@ def test_every_choice_of_a_model_reaches_it():
         "moe_router_type": ("sinkhorn", "router"),
         "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
         "softmax_type": ("learnable", "softmax"), "attention_output_gate": (True, "output_gate"),
+        **{name: (0.25, name) for name in ("embedding_multiplier", "residual_multiplier")},
+        "logits_scaling": (8.0, "logits_scaling"),
     }  # fmt: skip
     others = {
         "normalization": "RMSNorm", "qk_layernorm": True, "use_rope_scaling": True, "swiglu": True,

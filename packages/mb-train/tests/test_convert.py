@@ -98,6 +98,11 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
         ("afmoe", {"mup_enabled": True, "rope_parameters": {**YARN}}),
+        ("afmoe", {"mup_enabled": True, "tie_word_embeddings": True}),
+        ("granite", {"logits_scaling": 49.0, "tie_word_embeddings": True}),
+        ("granite", {"attention_multiplier": 1, "embedding_multiplier": 12, "head_dim": 12}),
+        ("granitemoe", {"num_local_experts": 60, "num_hidden_layers": 1}),
+        ("granitemoeshared", {"shared_intermediate_size": 0, "rope_parameters": LLAMA3}),
         ("qwen3_next", {"partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 1}),
         ("qwen3_5_moe_text", {"rope_parameters": {**YARN}, "tie_word_embeddings": True}),
     ],
@@ -277,6 +282,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("qwen3_moe", {}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
+        ("granitemoeshared", {"tie_word_embeddings": True}),
         ("qwen3_next", {}),
     ],
     ids=str,
@@ -314,16 +320,17 @@ def test_without_a_shared_expert(tmp_path, kind):
         torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
-def test_embeddings_that_a_class_multiplies_are_ours_multiplied(tmp_path):
-    model, said = theirs("afmoe", mup_enabled=True), []
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_that_a_class_multiplies_are_multiplied_here_too(tmp_path, tied):
+    model = theirs("afmoe", mup_enabled=True, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "hf")
-    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
-    assert "its class multiplies embeddings by 6.9282: they are read as these products" in said
-    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    assert load_trained(tmp_path / "run").config.embedding_multiplier == 48**0.5
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
     ).eval()
-    assert not back.config.mup_enabled
+    assert back.config.mup_enabled
     for other in (load_trained(tmp_path / "run").model, back):
         torch.testing.assert_close(logits_of(other), logits_of(model), rtol=1e-4, atol=1e-5)
 

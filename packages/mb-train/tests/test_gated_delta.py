@@ -7,20 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
+from mb_parallel import ParallelDims
+from mb_parallel.context_parallel import parallelize_context
 from mb_parallel.recompute import apply_recompute
+from mb_parallel.testing import run_ranks
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig
 from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.models import gated_delta
-from mb_train.models.attention import BlockContext
+from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.cache import KVCache
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.delta_net import (
-    DeltaRule,
+    DeltaCore,
     GatedDeltaNet,
     GatedNorm,
-    ShortConvolution,
+    short_convolution,
 )
 from mb_train.models.gated_delta import (
     DeltaContext,
@@ -35,6 +38,7 @@ from mb_train.models.mtp import last_layer
 from mb_train.models.t5 import T5
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
+from torch._subclasses import FakeTensorMode
 
 B, S, D = 2, 70, 24
 SIZES = DeltaSizes(key_heads=2, value_heads=6, key=5, value=3, taps=4)
@@ -134,6 +138,35 @@ def test_in_fp32_heads_that_fade_fast_lose_nothing(fading):
         assert float(((got - want).norm() / want.norm()).detach()) < 1e-6
 
 
+# Of keys, decays, and shares to write.
+EXTREMES = {
+    "nothing written": lambda k, decay, beta: (k, decay, 0 * beta),
+    "all written": lambda k, decay, beta: (k, decay, 0 * beta + 1),
+    "some keys of zero": lambda k, decay, beta: (k * (decay[..., :1, None] < -1), decay, beta),
+    "one key": lambda k, decay, beta: (0 * k + k[:, :1], decay, 0 * beta + 1),
+    "nothing fades": lambda k, decay, beta: (k, 0 * decay, beta),
+    "all is forgotten": lambda k, decay, beta: (k, 1e5 * decay, beta),
+    "some tokens forget": lambda k, decay, beta: (
+        k, torch.where(decay < -2, 1e4, 1e-6) * decay, beta,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", EXTREMES.values(), ids=EXTREMES)
+def test_at_the_ends_of_their_ranges(change):
+    def computed(leaves, rule, *more):
+        q, k, v, *gates = leaves
+        k, *gates = change(k, *gates)
+        return with_gradients(rule(q, k, v, *gates, *more), leaves)
+
+    leaves = inputs(100, torch.float32)[:5]
+    found = computed(leaves, gated_delta_rule, DeltaContext())
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    for got, want in zip(found, computed(exact, slow), strict=True):
+        assert bool(got.isfinite().all())
+        assert float(((got - want).norm() / want.norm().clamp(min=0.1)).detach()) < 1e-5
+
+
 def test_sixteen_bits_are_computed_in_fp32():
     leaves = inputs(200, torch.bfloat16)
     y, state = gated_delta_rule(*leaves[:5], DeltaContext())
@@ -229,20 +262,21 @@ def test_which_way_is_taken_is_told(monkeypatch):
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_a_convolution_is_torchs_but_for_documents(taps):
-    module = ShortConvolution(7, taps).double()
-    x = torch.randn(B, 20, 7, dtype=torch.float64, requires_grad=True)
-    leaves = [x, module.weight]
-    padded = F.pad(x, (0, 0, taps - 1, 0))
-    y = F.conv1d(padded.mT, module.weight[:, None], groups=7).mT
-    found = with_gradients([module(padded, None)], leaves)
+    x = torch.randn(B, 20, 2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, taps, dtype=torch.float64, requires_grad=True)
+    leaves = [x, weight]
+    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0))
+    y = F.conv1d(padded.flatten(2).mT, weight.flatten(0, 1)[:, None], groups=6).mT.view_as(x)
+    found = with_gradients([short_convolution(padded, weight, None)], leaves)
     torch.testing.assert_close(found, with_gradients([F.silu(y)], leaves))
     begins_BS = torch.zeros(B, 20, dtype=torch.bool)
     begins_BS[0, [1, 2, 9]] = begins_BS[1, 19] = True
-    divided = module(padded, begins_BS)
+    divided = short_convolution(padded, weight, begins_BS)
     for row, ends in enumerate(([1, 2, 9, 20], [19, 20])):
         for begin, end in zip([0, *ends], ends, strict=False):
-            alone = F.pad(x[row : row + 1, begin:end], (0, 0, taps - 1, 0))
-            torch.testing.assert_close(divided[row, begin:end], module(alone, None)[0])
+            alone = F.pad(x[row : row + 1, begin:end], (0, 0, 0, 0, taps - 1, 0))
+            found = short_convolution(alone, weight, None)[0]
+            torch.testing.assert_close(divided[row, begin:end], found)
 
 
 def test_a_layer_is_its_parts():
@@ -352,13 +386,24 @@ def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():
     assert all(map(config_of(delta_layers=None).has_state, range(3)))
 
 
-@pytest.mark.parametrize("granularity", ["rule", "block"])
+def test_nothing_in_plain_pytorch_waits_for_the_device():
+    """Which a CUDA graph could not hold: numbers are not known here, and shapes are enough."""
+    module = GatedDeltaNet(config_of())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(B, S, D, requires_grad=True)
+        begins_BS = torch.zeros(B, S, dtype=torch.bool)
+        y = module(x, BlockContext(delta=DeltaContext(begins_BS)))
+        grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    assert [g.shape for g in grads] == [x.shape, *(p.shape for p in module.parameters())]
+
+
+@pytest.mark.parametrize("granularity", ["core", "block"])
 def test_recompute_changes_no_gradient(granularity):
     x, found = torch.randint(31, (B, S)), []
     for again in (False, True):
         torch.manual_seed(0)
         model = GPT(config_of(moe=MOE))
-        kinds = DeltaRule if granularity == "rule" else Block
+        kinds = DeltaCore if granularity == "core" else Block
         if again:
             assert apply_recompute([m for m in model.modules() if isinstance(m, kinds)], "full")
         loss = model(x, labels_BS=x, ends_BN=torch.tensor([[9, S]] * B)).total()
@@ -375,7 +420,7 @@ def test_blocks_compile_around_the_rule(again):
     found = []
     for compiled in (False, True):
         if compiled and again:
-            apply_recompute([m for m in model.modules() if isinstance(m, DeltaRule)], "full")
+            apply_recompute([m for m in model.modules() if isinstance(m, DeltaCore)], "full")
         for block in model.stack.blocks.values() if compiled else ():
             block.compile(backend="aot_eager")
         for tokens in (S, 33):
@@ -384,6 +429,46 @@ def test_blocks_compile_around_the_rule(again):
             found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(found[2:], found[:2])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+
+
+def _with_gradients(model, tokens_BS, part, ends_BN):
+    """The loss of a part of the sequences, and its gradients."""
+    own = tokens_BS[:, part]
+    loss = model(
+        own,
+        labels_BS=own,
+        weights_BS=torch.full(own.shape, 1 / tokens_BS.numel()),
+        positions_BS=torch.arange(tokens_BS.shape[1])[None, part],
+        ends_BN=ends_BN,
+    ).total()
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def _parts_of_sequences(rank, ranks, again, compiled):
+    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
+    tokens_BS = torch.randint(31, (B, S), generator=torch.Generator().manual_seed(1))
+    ends_BN = torch.tensor([[9, S], [35, S]])
+    torch.manual_seed(0)
+    model = GPT(config_of())
+    wanted = _with_gradients(model, tokens_BS, slice(None), ends_BN)
+    cores = [m for m in model.modules() if isinstance(m, CoreAttention | DeltaCore)]
+    if again:
+        apply_recompute(cores, "full")
+    assert parallelize_context(cores, mesh) == 3
+    model.parts = ranks
+    for block in model.stack.blocks.values() if compiled else ():
+        block.compile(backend="aot_eager")
+    part = slice(rank * S // ranks, (rank + 1) * S // ranks)
+    found = _with_gradients(model, tokens_BS, part, ends_BN)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mesh.all_reduce(got.detach(), "dp"), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_ranks_that_share_sequences_add_up_to_one(again, compiled):
+    """Documents too, one of which ends where a part does."""
+    run_ranks(_parts_of_sequences, 2, again, compiled)
 
 
 def test_what_rows_are_filled_up_with_moves_no_state():
@@ -456,7 +541,14 @@ def test_in_fp8_the_gates_maps_are_not():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"context_parallel_size": 2}, "--context-parallel-size 1 with --experimental-att.*got 2"),
+        (
+            {"context_parallel_size": 4},
+            "--linear-num-key-heads to be a multiple of --context-parallel-size 4, .*, got 2",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "--linear-num-key-heads .*-size 2 x --tensor-model-parallel-size 2, .* got 2",
+        ),
         ({"model": "bert"}, "--model gpt with --experimental-attention-variant .*, got bert"),
         ({"model": "t5", "decoder_seq_length": 16}, "--model gpt with --experimental.*got t5"),
         ({"linear_num_value_heads": 3}, "to divide --linear-num-value-heads, got 2 and 3"),

@@ -171,6 +171,11 @@ KINDS = {
         "linear_attention_freq": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 6, "linear_value_head_dim": 5,
     },
+    "granite": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0,
+        "attention_scale": 0.7, "moe_top_k": 2, "moe_renormalize": True,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both"},

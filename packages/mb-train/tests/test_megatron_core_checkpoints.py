@@ -26,6 +26,7 @@ from megatron_core_models import (
     SINKHORN_ARGS,
     SINKS,
     SINKS_ARGS,
+    STATES,
     VOCAB,
     arguments,
     check_read,
@@ -78,6 +79,19 @@ def change_each(folder, change):
         ),
         ({}, {"num_experts": 0}, {"tp": 2}),
         ({"attention_scale": 0.2}, {"softmax_scale": 0.2, "use_mup": False}, {"tp": 4}),
+        (
+            {"use_mup": True, "mup_base_hidden_size": 8, "embedding_multiplier": 3.0},
+            {
+                "use_mup": True,
+                "mup_base_hidden_size": 8,
+                "mup_embedding_mult": 3.0,
+                "mup_output_mult": 0.25,
+                "mup_width_mult": 4.0,
+                "scaling_recipe": "mup",
+                "scaling_base_hidden_size": 8,
+            },
+            {"tp": 2},
+        ),
         (LLAMA, LLAMA, {"tp": 2, "pp": 2, "chunks": 2}),
         (
             LLAMA | {"swiglu": False, "activation": "swiglu(alpha=1.702, limit=7.0)"},
@@ -130,6 +144,26 @@ def change_each(folder, change):
             LLAMA | GATES | {"add_qkv_bias": True, "no_rope_freq": [0, 1, 0, 1]},
             {},
         ),
+        (LLAMA | STATES, LLAMA | STATES, {"tp": 2, "pp": 2}),
+        (
+            LLAMA | STATES | GATES | MIXTURE | {"linear_attention_freq": 2},
+            LLAMA | STATES | GATES | MIXTURE_ARGS
+            | {"experimental_attention_variant": "gdn", "linear_attention_freq": [1, 0, 1, 0]},
+            {"tp": 4, "ep": 2},
+        ),
+        (
+            LLAMA | FURTHER | STATES | {"linear_attention_freq": None},
+            LLAMA | FURTHER | STATES | {"linear_attention_freq": None},
+            {"tp": 2},
+        ),
+        (
+            LLAMA | STATES,
+            LLAMA | STATES
+            | {"experimental_attention_variant": None, "linear_attention_type": "gated_delta_net"},
+            {},
+        ),
+        # What a checkpoint says of them whatever its model is.
+        (LLAMA, LLAMA | STATES | {"experimental_attention_variant": None}, {}),
         (LLAMA | {"no_rope_freq": 1}, LLAMA | {"no_rope_freq": [1] * 4}, {}),
         (LLAMA | {"no_rope_freq": 5}, LLAMA | {"no_rope_freq": [0] * 4}, {}),
         (
@@ -166,14 +200,15 @@ def test_the_command_makes_a_run(tmp_path):
         ({"mtp_num_layers": 1}, r"missing .*mtp\.layers\.0\.eh_proj\.weight"),
         ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
         ({"hybrid_override_pattern": "M*-"}, "there are no Mamba layers"),
-        ({"apply_layernorm_1p": True}, "norms multiply by 1 more than the weights"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
-        ({"use_mup": True}, "are not scaled by the width"),
+        ({"scaling_recipe": "depth_mup"}, "none or mup, got 'depth_mup'"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
         (
-            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4},
-            "without --experimental-attention-variant: layers without attention are not read",
+            {"experimental_attention_variant": "dsa"},
+            "--experimental-attention-variant to be one of gated_delta_net, got 'dsa'",
         ),
+        (STATES | {"linear_attention_freq": [0, 1, 1, 1]}, "to be states in all layers but every"),
+        (STATES | {"linear_conv_kernel_dim": 4}, r"missing .*in_proj\.weight\.alpha"),
         ({"head_wise_attn_gate": True}, "its gate that of --attention-output-gate"),
         ({"attention_output_gate": True}, r"attention\.qkv\.weight of .* to be \[128, 32\], got"),
         (LLAMA | {"no_rope_freq": [1, 0, 0, 0]}, "--no-rope-freq to be no positions in every n-th"),
@@ -190,6 +225,28 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
     folder = write(tmp_path / "checkpoints", our_model(), **args)
     with pytest.raises(ValueError, match=says):
         read_megatron(folder)
+
+
+@pytest.mark.parametrize("kind", ["te", "local"])
+@pytest.mark.parametrize("fields", [LLAMA | STATES | FURTHER, LATENT | {"q_lora_rank": 16}, {}])
+def test_norms_around_one_are_ours_and_one(tmp_path, fields, kind):
+    model = our_model(**fields)
+    with torch.no_grad():
+        norms = [p for name, p in model.named_parameters() if "norm" in name and "weight" in name]
+        for norm in norms:
+            norm.copy_((64 * norm).round() / 64)  # of which one less is exact
+    folder = write(tmp_path / "checkpoints", model, kind=kind, **fields, apply_layernorm_1p=True)
+    theirs = []
+
+    def from_one(content):
+        for name, tensor in content["model"].items():
+            if name.endswith(("norm_weight", "norm.weight")):
+                content["model"][name] = tensor - 1
+                theirs.append(name)
+
+    change_each(folder, from_one)
+    assert len(theirs) == len(norms)
+    check_read(folder, model)
 
 
 def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
@@ -247,7 +304,6 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
         ({"moe_shared_expert_glu_interleave_size": 8}, "in turn: --moe-shared-expert-glu-inter"),
         ({"moe_n_hash_layers": 2}, "chooses by its scores"),
-        ({"moe_expert_rank_capacity_factor": 1.5}, "which is of each expert"),
         ({"num_experts": 2}, "nothing uses|missing"),
     ],
 )

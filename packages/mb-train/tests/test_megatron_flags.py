@@ -167,6 +167,11 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--tokenizer-library tiktoken",
             r"--tokenizer-library to be one of .* See --tokenizer-typ",
         ),
+        ("--moe-expert-rank-capacity-factor all", "-capacity-factor to be a number, got all"),
+        (
+            "--expert-outer-dp-sharding-strategy optim",
+            r"to be no_shard, got 'optim'\. Replicas share noth",
+        ),
         (
             "--outer-dp-sharding-strategy optim",
             r"to be no_shard, got 'optim'\. Replicas share noth",
@@ -338,6 +343,10 @@ def test_older_spellings_mean_what_they_meant():
             {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
         ),
         (
+            "--moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
+            {"moe_row_policy": "budget", "moe_row_budget": 1.5},
+        ),
+        (
             "--moe-token-drop-policy position --moe-expert-capacity-factor -1",
             {"moe_capacity_factor": 0.0, "moe_drop_policy": "position"},
         ),
@@ -412,6 +421,7 @@ def test_older_spellings_mean_what_they_meant():
             {"context_parallel_size": 1},
         ),
         ("--context-parallel-size 2 --cp-comm-type p2p", {"context_parallel_size": 2}),
+        ("--context-parallel-size 2 --linear-cp-mode chunkwise", {"context_parallel_size": 2}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", {}),
         (
             "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
@@ -444,6 +454,13 @@ def test_older_spellings_mean_what_they_meant():
             {
                 "experimental_attention_variant": "gated_delta_net",
                 "linear_attention_freq": 4,
+            },
+        ),
+        (
+            "--linear-attention-type gated_delta_net --linear-attention-freq 2",
+            {
+                "experimental_attention_variant": "gated_delta_net",
+                "linear_attention_freq": 2,
             },
         ),
         ("--linear-attention-freq [1]*3", {"linear_attention_freq": 4}),

@@ -20,6 +20,8 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.machine.memory import host_memory
+from mb_train.models.attention import CoreAttention
+from mb_train.models.delta_net import DeltaCore
 from mb_train.models.gpt import GPT
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops, flops_in_fp8
@@ -71,6 +73,7 @@ KINDS = {
     "states-of-one-width": STATES | {
         "linear_num_value_heads": 2, "linear_value_head_dim": 24, "linear_attention_freq": None,
     },
+    "states-recompute-of-cores": STATES | {"recompute_granularity": "selective"},
     "states-and-latents": STATES | LATENT | {
         "linear_key_head_dim": 64, "group_query_attention": False,
     },
@@ -194,6 +197,9 @@ def test_activations_are_what_autograd_keeps(kind):
     if config.recompute_granularity == "full":
         blocks = list(model.stack.blocks.values())
         apply_recompute(blocks[:1] if config.recompute_method == "block" else blocks, "full")
+    if config.recompute_granularity == "selective":
+        cores = [m for m in model.modules() if isinstance(m, CoreAttention | DeltaCore)]
+        apply_recompute(cores, "full")
     counted = activations_bytes(work, config, ParallelDims(), width, on_gpu=False).here
     kept = kept_bytes(model, config)
     if config.bf16:  # casts of the weights, counted with those
@@ -201,6 +207,9 @@ def test_activations_are_what_autograd_keeps(kind):
     if config.recompute_granularity == "full":  # and one layer again in the backward pass
         alone, _, one = config_and_model({"num_layers": 1})
         kept += kept_bytes(one, alone)
+    if config.recompute_granularity == "selective":  # and a core
+        more, _, one = config_and_model(KINDS["states"])
+        kept += (kept_bytes(one, more) - kept) / 2  # of two layers with a state
     assert counted == pytest.approx(kept, rel=0.15)
 
 
@@ -415,6 +424,8 @@ def test_every_recipe_can_be_planned(name, capsys):
     assert (f"not fitted to measured steps of --model {kind}" in out) == (
         kind not in ("gpt", "bert")
     )
+    with_state = "experimental_attention_variant" in recipe(name)
+    assert ("layers with a state by the kernels of mb-train[delta]" in out) == with_state
     assert " ms a step on H200" in out
 
 

@@ -56,6 +56,10 @@ QWEN_NEXT = {
     "initializer_range": 0.1, "partial_rotary_factor": 0.25,
     "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
 }  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+    "logits_scaling": 6.0, "pad_token_id": None,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -108,6 +112,17 @@ ALL = {
     ),
     "exaone_moe": ("ExaoneMoe", {**EXAONE, "n_group": 2, "topk_group": 1, "pad_token_id": None}),
     "afmoe": ("Afmoe", {**EXAONE, "route_scale": 2.5, "head_dim": 12}),
+    "granite": ("Granite", GRANITE),
+    "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            **GRANITE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 24,
+        },
+    ),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.

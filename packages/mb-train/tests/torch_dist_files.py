@@ -6,7 +6,7 @@ import json
 import re
 
 import torch
-from megatron_core_models import EXPERTS, HIDDEN, LAYERS, arguments, their_share
+from megatron_core_models import EXPERTS, HIDDEN, LAYERS, arguments, kind_by_kind, their_share
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -33,7 +33,8 @@ AXES = (
     (r"word_embeddings\.weight|output_layer\.weight", 0),
     (r"linear_(qkv|fc1)\.(weight|bias)|eh_proj\.weight", 0),
     (r"linear_(q|q_up|kv_up)_proj\.weight", 0),
-    (r"linear_(proj|fc2)\.weight", 1),
+    (r"(linear_(proj|fc2)|out_proj)\.weight", 1),
+    (r"(in_proj|conv1d)\.weight\.\w+|A_log|dt_bias", 0),
 )
 DOWN = ((r"linear_(q|kv)_down_proj\.weight", 0),)
 
@@ -86,6 +87,11 @@ def items_of(share, ranks, sizes, first_layer, *, kind, stacked, apart, gated):
         if key.endswith("_extra_state"):
             if (t, e) == (0, 0):
                 yield bytes_item(f"{key}/shard_{layer}_{LAYERS}", tensor)
+            continue
+        if re.search(r"(in_proj|conv1d)\.weight$", key):
+            for part, own in kind_by_kind(tensor, tp).items():
+                if e == 0:
+                    yield tensor_item(f"{key}.{part}", own, lead, {0: (t, tp)})
             continue
         key = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.\w+)$", r"\2\1", key)
         if match := re.fullmatch(r"(.+\.mlp\.experts\.)(linear_fc\d\.\D+)(\d+)", key):

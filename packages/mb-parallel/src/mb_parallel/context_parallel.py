@@ -18,14 +18,18 @@ every other, causal or not. Queries, keys and values travel in one message.
 Where ranks are more than key-value heads, or cut across the queries of one, keys and values are
 repeated before they travel: each rank is sent those that its queries need.
 
+What is computed with states in place of attention (Gated DeltaNet) is exchanged alike, by key head,
+in front of its convolution.
+
 Letters: B sequences, S tokens of a sequence, s of a rank's part of it, H query heads, G key-value
-heads, C width of a head, V of its value, P ranks, W all that a rank is sent of a token.
+heads, C width of a head, V of its value, P ranks, h heads of each, W all that a rank is sent of a
+token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.collectives import exchange
 
 _GROUP = "_mb_context_group"
+_OF_HEADS = ("sinks_H", "weight_GXT")
 
 
 def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
@@ -49,12 +54,16 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     of its heads. What else it is given, such as a mask, is of the whole sequences, and alike for
     all heads. The ranks draw different random numbers already, as data-parallel ranks do.
 
+    A core with states is called with three tensors [B, s, G, ...] of as many key heads, and by name
+    with `weight_GXT` [G, ...], of which it gets its heads' too. What it returns may have several
+    heads for each of these, one behind the other.
+
     Call it after `parallelize_tensors` and `apply_recompute`, which is to keep what was exchanged,
     and before compilation and `apply_data_parallel`. Everything else of the model works token by
     token on its part, with positions of the whole, and the losses of the ranks have to add up.
 
     Args:
-        cores: every attention core of the model.
+        cores: every attention core of the model, and every core with states.
         mesh: from `ParallelDims.build`; nothing is done where cp is 1.
 
     Returns:
@@ -63,7 +72,7 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     Raises:
         ValueError: one module for several, one that exchanges heads already, another mesh. In a
             core's forward: a number of query heads that cp, or the number of key-value heads, does
-            not divide.
+            not divide, or of a state's key heads that cp does not.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -99,20 +108,20 @@ def _over_whole_sequences(
     k_BsGC: Tensor,
     v_BsGV: Tensor,
     *args: Any,
-    sinks_H: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     group = getattr(core, _GROUP).group
     whole = heads_for_parts((q_BsHC, k_BsGC, v_BsGV), group)
-    if sinks_H is not None:
-        kwargs["sinks_H"] = sinks_H.unflatten(0, (group.size(), -1))[group.rank()]
+    for name in _OF_HEADS:
+        if (of_heads := kwargs.get(name)) is not None:
+            kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]
     return parts_for_heads(forward(*whole, *args, **kwargs), group)
 
 
-def heads_for_parts(
-    qkv: tuple[Tensor, Tensor, Tensor], group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def heads_for_parts(qkv: tuple[Tensor, Tensor, Tensor], group: ProcessGroup) -> list[Tensor]:
     """Of all heads of a part, [B, s, H, C]: this rank's of the whole sequences, [B, S, H / P, C].
+
+    Tensors of one dtype travel in one message.
 
     Args:
         qkv: queries, keys and values; the latter two of fewer heads, perhaps, and repeated then as
@@ -125,20 +134,29 @@ def heads_for_parts(
     ranks, heads, groups = group.size(), q_BsHC.shape[2], k_BsGC.shape[2]
     if heads % ranks or heads % groups:
         raise ValueError(
-            f"Expected cp = {ranks} and the {groups} key-value heads to divide the {heads} query "
-            "heads of a rank, for each computes attention of whole ones. Choose a smaller cp, or "
-            "spread the rest over pipeline stages or by sequence parallelism."
+            f"Expected cp = {ranks} and the {groups} key-value heads to divide the {heads} heads "
+            "of a rank, for each computes with whole ones. Choose a smaller cp, or spread the rest "
+            "over pipeline stages or by sequence parallelism."
         )
     repeats = math.lcm(groups, ranks) // groups
     if repeats > 1:
         k_BsGC, v_BsGV = (x.repeat_interleave(repeats, dim=2) for x in (k_BsGC, v_BsGV))
     parts = [x.unflatten(2, (ranks, -1)) for x in (q_BsHC, k_BsGC, v_BsGV)]
+    whole = list(parts)
+    for dtype in dict.fromkeys(x.dtype for x in parts):
+        alike = [i for i, x in enumerate(parts) if x.dtype == dtype]
+        for i, x in zip(alike, _exchanged([parts[i] for i in alike], group), strict=True):
+            whole[i] = x
+    return whole
+
+
+def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Each [B, s, P, h, ...] for [B, S, h, ...], in one message."""
     sizes = [x.shape[3:] for x in parts]
     sent_PBsW = torch.cat([x.flatten(3).movedim(2, 0) for x in parts], dim=3)
     whole_BSW = exchange(sent_PBsW, group).movedim(0, 1).flatten(1, 2)
     split = whole_BSW.split([math.prod(size) for size in sizes], dim=2)
-    q, k, v = (x.unflatten(2, size) for x, size in zip(split, sizes, strict=True))
-    return q, k, v
+    return [x.unflatten(2, size) for x, size in zip(split, sizes, strict=True)]
 
 
 def parts_for_heads(y_BSHV: Tensor, group: ProcessGroup) -> Tensor:

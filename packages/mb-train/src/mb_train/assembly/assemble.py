@@ -36,7 +36,7 @@ from mb_train.assembly.offloading import keep_on_host, offload_of
 from mb_train.config import TrainConfig, whole
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
-from mb_train.models.delta_net import DeltaGates, DeltaRule
+from mb_train.models.delta_net import DeltaCore, DeltaGates
 from mb_train.models.gated_delta import delta_note
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
@@ -224,7 +224,7 @@ def _spread(
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)
-        parallelize_context(_cores(blocks, CoreAttention), mesh)
+        parallelize_context(_cores(blocks), mesh)
         model.parts = mesh.cp_size
     if config.compile and device.type == "cuda":
         compile_blocks(blocks, config, tp_size=mesh.tp_size)
@@ -282,14 +282,16 @@ def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int
         block.compile()
 
 
-def _cores(blocks: list[Block], *kinds: type[nn.Module]) -> list[nn.Module]:
+def _cores(blocks: list[Block]) -> list[nn.Module]:
+    """The modules in which tokens meet."""
+    kinds = CoreAttention | DeltaCore
     return [m for block in blocks for m in block.modules() if isinstance(m, kinds)]
 
 
 def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
-        apply_recompute(_cores(blocks, CoreAttention, DeltaRule), "full")
+        apply_recompute(_cores(blocks), "full")
     elif config.recompute_granularity == "full":
         first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
         apply_recompute(blocks[:first], "full")

@@ -93,11 +93,6 @@ def check_capturable(config: TrainConfig, device: torch.device, dims: ParallelDi
             "another --moe-balance-over",
             "global_batch, whose micro-batches count those before them",
         ),
-        (
-            config.delta_sizes is not None,
-            "no --experimental-attention-variant",
-            f"{config.experimental_attention_variant}, whose kernels are not captured",
-        ),
         (sparse, "--moe-mlp-impl grouped", "sparse, whose topology is read back to the host"),
     ):
         if there:

@@ -75,27 +75,44 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
         else:
             groups += decay_groups(part, config.weight_decay)
     modules = [module for part in parts for module in part.modules()]
-    if config.moe_router_lr_mult != 1:
-        routers = (p for m in modules if isinstance(m, Router) for p in m.parameters())
-        groups = _apart(groups, routers, lr_mult=config.moe_router_lr_mult)
+    embeddings = [p for m in modules if isinstance(m, Embedding) for p in m.parameters()]
+    ends: list[Tensor] = []
     if config.rates_of_ends is not None:
         tables = [m.tokens.weight for m in modules if isinstance(m, Embedding)]
         heads = [m.head.weight for m in modules if isinstance(m, GPT | T5) and m.head is not None]
-        groups = _apart(groups, [*tables, *heads], rates=config.rates_of_ends)
+        ends = [*tables, *heads]
+        groups = _apart(groups, ends, rates=config.rates_of_ends)
+    if config.moe_router_lr_mult != 1:
+        routers = (p for m in modules if isinstance(m, Router) for p in m.parameters())
+        groups = _apart(groups, routers, lr_mult=config.moe_router_lr_mult)
+    if config.wider != 1:
+        decaying = (p for group in groups if group["decays"] for p in group["params"])
+        matrices = _without(decaying, embeddings)
+        groups = _apart(groups, matrices, eps=config.adam_eps / config.wider)
+        groups = _apart(groups, _without(matrices, ends), lr_mult=1 / config.wider)
     return [group for group in groups if group["params"]]
 
 
 def _apart(
-    groups: list[dict[str, Any]], chosen: Iterable[Tensor], **own: Any
+    groups: list[dict[str, Any]], chosen: Iterable[Tensor], *, lr_mult: float = 1.0, **own: Any
 ) -> list[dict[str, Any]]:
-    """Groups without the chosen parameters, behind each its chosen ones, if any, with `own`."""
+    """Groups without the chosen parameters, behind each its chosen ones, if any, with `own`.
+
+    Their `lr_mult` multiplies that which they have already.
+    """
     ids = set(map(id, chosen))
     apart = []
     for group in groups:
         theirs = [p for p in group["params"] if id(p) in ids]
         others = [p for p in group["params"] if id(p) not in ids]
+        own["lr_mult"] = lr_mult * group.get("lr_mult", 1.0)
         apart += [{**group, "params": others}, {**group, "params": theirs, **own}]
     return apart
+
+
+def _without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    ids = set(map(id, others))
+    return [tensor for tensor in tensors if id(tensor) not in ids]
 
 
 def build_scaler(config: TrainConfig) -> GradScaler | None:

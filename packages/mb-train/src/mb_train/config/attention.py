@@ -76,7 +76,8 @@ class AttentionFields:
     experimental_attention_variant: str | None = flag(
         "what stands in place of attention in all layers but every n-th: a state that each token "
         "corrects and lets fade, as in Qwen3-Next", choices=("gated_delta_net",),
-        said_as={"gdn": "gated_delta_net"}, on_load="model", in_force="delta_sizes",
+        said_as={"gdn": "gated_delta_net"}, also=("--linear-attention-type",), on_load="model",
+        in_force="delta_sizes",
     )  # fmt: skip
     linear_attention_freq: int | None = flag(
         "every n-th layer attends beside layers with a state; default none does", bounds=POSITIVE,

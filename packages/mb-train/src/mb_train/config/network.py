@@ -9,13 +9,15 @@ from mb_train.config.attention import AttentionFields
 from mb_train.config.field import flag_name, whole
 from mb_train.config.model import ModelFields
 from mb_train.config.positions import PositionFields
+from mb_train.config.width import WidthFields
 
+_MULTIPLIERS = ("use_mup", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 # As `mb_kernels.activation` has them, which would bring torch into every --help.
 _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network(ModelFields, AttentionFields, PositionFields):
+class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
     """A model without its experts."""
 
     @property
@@ -135,6 +137,33 @@ class Network(ModelFields, AttentionFields, PositionFields):
         return self.no_rope_freq is None or (layer + 1) % self.no_rope_freq != 0
 
     @property
+    def wider(self) -> float:
+        """How many times as wide as the model that its rates were found for, see `WidthFields`."""
+        return self.width_mult(whole(self.hidden_size))
+
+    @property
+    def multipliers(self) -> list[float] | None:
+        """Of embeddings and of what joins the residual, and the divisor of tokens' scores, as in
+        JSON; None if all are 1, as in runs of before."""
+        divisor = self.wider if self.logits_scaling is None else self.logits_scaling
+        found = [self.embedding_multiplier, self.residual_multiplier, divisor]
+        return None if found == [1, 1, 1] else found
+
+    @property
+    def mup(self) -> list[float | None] | None:
+        """What rates, weights at the start and attention follow from; None without μP."""
+        if not self.use_mup:
+            return None
+        return [self.wider, self.mup_base_head_dim or 1.0, self.mup_attn_scale_power]
+
+    @property
+    def scale_of_scores(self) -> float | None:
+        """What attention's scores are multiplied by; None: one over the root of a head's width."""
+        if self.attention_scale is not None or not self.use_mup:
+            return self.attention_scale
+        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_size**self.mup_attn_scale_power
+
+    @property
     def rope_scaling(self) -> tuple[Any, ...] | None:
         """How rotations are slowed, and by how much, as `models.config.RopeScaling` has it."""
         if self.use_rope_scaling:
@@ -182,6 +211,7 @@ class Network(ModelFields, AttentionFields, PositionFields):
         _check_delta(self)
         _check_slowing(self)
         _check_softmax(self)
+        _check_width(self)
         _check_two_stacks(self)
         if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
@@ -260,6 +290,20 @@ def _check_softmax(config: Network) -> None:
     }
     for words in (words for words, given in settings.items() if given and config.model != "gpt"):
         raise ValueError(f"Expected --model gpt with {words}, got {config.model}.")
+
+
+def _check_width(config: Network) -> None:
+    """Raise ValueError for multipliers in a model that does not multiply by them."""
+    given = [name for name in _MULTIPLIERS if getattr(config, name) not in (None, 1, False)]
+    if given and config.model != "gpt":
+        raise ValueError(
+            f"Expected --model gpt with {', '.join(map(flag_name, given))}, got {config.model}."
+        )
+    if config.use_mup and config.multi_latent_attention:
+        raise ValueError(
+            "Expected no --multi-latent-attention with --use-mup, which divides the scores of "
+            "other attention alone, got both. Leave one of the two out."
+        )
 
 
 def _check_two_stacks(config: Network) -> None:

@@ -41,12 +41,14 @@ from mb_train.config.training import (
     RegularizationFields,
     TrainingFields,
 )
+from mb_train.config.width import WidthFields
 
 # Headings of --help, and tables of a TOML file, in this order.
 GROUPS: dict[str, type[Any]] = {
     "model": ModelFields,
     "attention": AttentionFields,
     "positions": PositionFields,
+    "width": WidthFields,
     "moe": MoEFields,
     "regularization": RegularizationFields,
     "training": TrainingFields,
@@ -127,6 +129,7 @@ class TrainConfig(
         self._check_halves()
         self._check_layers_of_experts()
         self._check_fp8()
+        self._check_mup()
 
     @property
     def reads_token_files(self) -> bool:
@@ -268,19 +271,17 @@ class TrainConfig(
                 f"Expected --context-parallel-size 1 with --model {self.model}, whose sequences "
                 f"are short, and padded, got {cp}. Leave it out: the ranks then share the samples."
             )
-        if cp > 1 and self.delta_sizes is not None:
-            raise ValueError(
-                "Expected --context-parallel-size 1 with --experimental-attention-variant "
-                f"{self.experimental_attention_variant}, whose states pass from token to token, "
-                f"got {cp}. Leave it out: the ranks then share the samples."
-            )
-        if cp > 1 and whole(self.num_attention_heads) % (cp * tp):
-            across = f" x --tensor-model-parallel-size {tp}" if tp > 1 else ""
-            raise ValueError(
-                "Expected --num-attention-heads to be a multiple of --context-parallel-size "
-                f"{cp}{across}, for each rank computes attention of whole heads, got "
-                f"{self.num_attention_heads}. Lower --context-parallel-size."
-            )
+        across = f" x --tensor-model-parallel-size {tp}" if tp > 1 else ""
+        shared = {"--num-attention-heads": self.num_attention_heads}
+        if self.delta_sizes is not None:
+            shared["--linear-num-key-heads"] = self.linear_num_key_heads
+        for words, heads in shared.items():
+            if cp > 1 and whole(heads) % (cp * tp):
+                raise ValueError(
+                    f"Expected {words} to be a multiple of --context-parallel-size {cp}{across}, "
+                    f"for each rank computes with whole heads, got {heads}. Lower "
+                    "--context-parallel-size."
+                )
 
     def _check_shared_sequences(self) -> None:
         sharing: dict[str, int] = {}
@@ -381,6 +382,13 @@ class TrainConfig(
             raise ValueError(
                 "Expected --moe-mlp-impl grouped with --fp8-format, got sparse, whose products are "
                 "not computed in 8-bit floats."
+            )
+
+    def _check_mup(self) -> None:
+        if self.use_mup and self.optimizer != "adam":
+            raise ValueError(
+                "Expected --optimizer adam with --use-mup, whose rules for rates are of its steps, "
+                f"got {self.optimizer}. Leave one of the two out."
             )
 
 

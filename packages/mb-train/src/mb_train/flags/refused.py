@@ -32,7 +32,7 @@ _REASONS: Mapping[str, str] = {
     "attention is a softmax over what came before, its gate that of --attention-output-gate, or "
     "a state by --experimental-attention-variant gated_delta_net": """
         --head-wise-attn-gate --linear-attention-* --dsa-* --csa-* --o-groups --o-lora-rank
-        --use-lf-gate --lf-conv2d-* --gdn-* --linear-cp-mode
+        --use-lf-gate --lf-conv2d-* --gdn-*
     """,
     "say --attention-output-gate": "--use-gated-attention",
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
@@ -78,9 +78,8 @@ _REASONS: Mapping[str, str] = {
         --moe-n-hash-layers --moe-enable-routing-replay
     """,
     "say --moe-router-force-load-balancing, for a benchmark": "--moe-router-force-biased",
-    "say --moe-capacity-factor, which is of each expert, or --moe-row-policy budget, with which no "
-    "token is dropped": "--moe-expert-rank-capacity-factor",
-    "embeddings, scores and logits are not scaled by the width": "--use-mup --mup-*",
+    "it follows from --hidden-size and --mup-base-hidden-size": "--mup-width-mult",
+    "of a model's scales only those of its width are here: see --use-mup": "--scaling-*",
     "there is one residual stream": """
         --enable-hyper-connections --num-residual-streams --mhc-* --use-fused-mhc
     """,
@@ -352,7 +351,12 @@ def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[s
 
 
 def nearest(word: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter."""
-    near = difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter.
+
+    Words that go on from this one are more similar than any other.
+    """
+    known = list(known)
+    near = sorted((other for other in known if other.startswith(word)), key=len)
+    near = near or difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" The nearest is {near[0]}." if near else " See --help."

@@ -275,6 +275,7 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "context-parallel ranks exchange heads by all-to-all, and the results are those of any way": """
         --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --cp-partition-mode=1
+        --linear-cp-mode=1
     """,
     "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",
     "stages get equally many layers, the first ones more where they do not divide": """

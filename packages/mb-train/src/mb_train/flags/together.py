@@ -10,6 +10,7 @@
 --fine-grained-activation-offloading and                 --offload-modules core_attn
     --offload-modules core_attn
 --cpu-offloading --cpu-offloading-num-layers 4           --cpu-offloading-num-layers 4
+--use-mup and --mup-embedding-mult 10                    --use-mup --embedding-multiplier 10
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ _OFFLOADING = {
     "--cpu-offloading-activations": "cpu_offloading_num_layers",
 }
 _ONE_HERE = {"expert_fc1", "moe_act"}
+_MUP = ("--mup-embedding-mult", "--mup-output-mult")
+_RECIPE = "--scaling-recipe"
+_BASES = {
+    "--scaling-base-hidden-size": "mup_base_hidden_size",
+    "--scaling-base-head-dim": "mup_base_head_dim",
+}
 # Modules whose activations Megatron can compute anew one by one, and which here are kept.
 KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
 
@@ -120,6 +127,38 @@ def _offloading(said: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _mup(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Multipliers of μP, which Megatron passes over without it, and today's names of its base.
+
+    Raises:
+        ValueError: such a number without it, another recipe, or two bases.
+    """
+    recipe = said.get(_RECIPE, "none")
+    if recipe not in ("none", "mup"):
+        raise ValueError(
+            f"Expected {_RECIPE} none or mup, got {recipe!r}: nothing follows from a model's depth."
+        )
+    found: dict[str, Any] = {"use_mup": True} if recipe == "mup" else {}
+    for flag, field in _BASES.items():
+        if flag not in said:
+            continue
+        base = (_count if field == "mup_base_hidden_size" else number)(flag, said[flag])
+        if said.get(field, base) != base:
+            raise ValueError(f"Expected one base of μP, got {flag} {base} and {said[field]}.")
+        found[field] = base
+    numbers = {flag: number(flag, said[flag]) for flag in _MUP if flag in said}
+    wanted = [flag for flag, value in numbers.items() if value != 1]
+    wanted += [flag for flag in _BASES if flag in said]
+    if wanted and not {**said, **found}.get("use_mup"):
+        raise ValueError(
+            f"Expected --use-mup with {', '.join(wanted)}, without which Megatron Core passes over "
+            "them. Leave them out, or say --embedding-multiplier and --logits-scaling."
+        )
+    embedding, output = (numbers.get(flag, 1.0) for flag in _MUP)
+    found |= {} if embedding == 1 else {"embedding_multiplier": embedding}
+    return found if output == 1 else found | {"logits_scaling": 1 / output}
+
+
 # What flags are read together, and by what: the fields, or flags, that they set.
 _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = (
     ((QUICK_GEGLU, *_NUMBERS), _gate),
@@ -127,10 +166,12 @@ _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[st
     ((_CHUNKS,), _layers_of_chunks),
     (_SHARED, _shared_experts),
     (tuple(_OFFLOADING), _offloading),
+    ((*_MUP, _RECIPE, *_BASES), _mup),
 )
 # Those that nothing else reads, and whether a value follows.
 TOGETHER: Mapping[str, bool] = {
     **dict.fromkeys((*_NUMBERS, _CUT, _CHUNKS, "--num-shared-experts"), True),
+    **dict.fromkeys((*_MUP, _RECIPE, *_BASES), True),
     **dict.fromkeys(("--enable-shared-expert", *_OFFLOADING), False),
 }
 

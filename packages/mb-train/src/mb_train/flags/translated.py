@@ -83,6 +83,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     # Here there is only this choice, which a script may name.
     "--outer-dp-sharding-strategy": {"no_shard": {}},
+    "--expert-outer-dp-sharding-strategy": {"no_shard": {}},
     "--encoder-tensor-model-parallel-size": {"0": {}},
     "--encoder-pipeline-model-parallel-size": {"0": {}},
     "--activation-offload-fraction": {"1.0": {}, "1": {}},
@@ -103,9 +104,12 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
     "--muon-scalar-optimizer": {"adam": {}},
 }
+_NOTHING_SHARED = (
+    " Replicas share nothing: leave --num-distributed-optimizer-instances out for none."
+)
 _INSTEAD: Mapping[str, str] = {
-    "--outer-dp-sharding-strategy": " Replicas share nothing: leave "
-    "--num-distributed-optimizer-instances out for none.",
+    "--outer-dp-sharding-strategy": _NOTHING_SHARED,
+    "--expert-outer-dp-sharding-strategy": _NOTHING_SHARED,
     "--attention-sink-k": " --softmax-type learnable gives each head a sink.",
     "--extra-vocab-size": " A tokenizer says its own size, --make-vocab-size-divisible-by pads it.",
     "--dataset": " --data-path reads the files of mb-data preprocess, and Megatron's.",
@@ -137,6 +141,12 @@ def _alone(flag: str, said: str | Sequence[str]) -> str:
 def _capacity_factor(word: str) -> Mapping[str, Any]:
     factor = number("--moe-expert-capacity-factor", word)
     return {"moe_capacity_factor": max(factor, 0.0)}  # below 0 is none, there as here 0
+
+
+def _room(word: str) -> Mapping[str, Any]:
+    """Of a rank, over an even share; Core too runs a step again that needs more."""
+    factor = number("--moe-expert-rank-capacity-factor", word)
+    return {"moe_row_policy": "budget", "moe_row_budget": factor}
 
 
 def _weight(flag: str, said: str | Sequence[str]) -> Mapping[str, Any]:
@@ -172,6 +182,7 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         lambda _: {"moe_uniform_expert_assignment": True},
     ),
     "--moe-expert-capacity-factor": (True, _capacity_factor),
+    "--moe-expert-rank-capacity-factor": (True, _room),
     "--moe-layer-recompute": (False, lambda _: {"moe_recompute": True}),
     "--recompute-modules": ("+", _recomputed),
     "--torch-fsdp2-no-reshard-after-forward": (False, lambda _: {"zero_stage": 2}),

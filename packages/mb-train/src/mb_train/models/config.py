@@ -104,6 +104,9 @@ class TransformerConfig:
             BERT), and no norm then ends the model, one follows the embedding; behind the "output",
             x + norm(f(x)) (OLMo 2, arXiv 2501.00656); "both" before f and behind its output,
             x + norm(f(norm(x))), with two norms (GLM-4).
+        embedding_multiplier, residual_multiplier: of what the embedding gives, and of what
+            attention and feed-forward add.
+        logits_scaling: the scores of tokens are divided by it.
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
         qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE);
             with latent attention what they are made of ("latent").
@@ -126,6 +129,7 @@ class TransformerConfig:
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
+        ends_init_std: that of embeddings and of a head of its own; None: init_std.
         fp8: the linear maps of blocks, and experts, multiply by their weights in 8-bit floats.
         fp8_spares: but not those of so many blocks at the start of a stack, and at its end.
 
@@ -155,6 +159,9 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     qk_norm_eps: float | None = None
     norms: str = "before"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     fp32_residual: bool = False
     qk_norm: str = "none"
     positions: str = "learned"
@@ -175,6 +182,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     init_std: float = 0.02
     output_init_std: float = 0.02
+    ends_init_std: float | None = None
     fp8: bool = False
     fp8_spares: tuple[int, int] = (0, 0)
     mtp_modules: int = 0
@@ -212,6 +220,11 @@ class TransformerConfig:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":
             raise ValueError("Expected latent sizes with qk_norm latent, got none.")
+
+    @property
+    def ends_std(self) -> float:
+        """Standard deviation of embeddings, and of a head of its own, at the start."""
+        return self.init_std if self.ends_init_std is None else self.ends_init_std
 
     @property
     def value_size(self) -> int:

@@ -16,9 +16,13 @@ By the names of Qwen3-Next, whose rows ours are, but for those of the convolutio
 
 Nothing here has a bias, nor positions: the state forgets in order.
 
+Tokens meet in the convolution and in the rule alone. These are one module, `DeltaCore`, which is
+given the convolution's weight: it is computed again by selective recompute, and exchanges heads for
+parts of sequences in context parallelism. All else works token by token.
+
 Letters: B sequences, S tokens of a sequence, D hidden, G key heads, H value heads, R value heads of
-a key head (H / G), C width of a key, V of a value, X channels of the convolution, T its taps, K
-tokens before a token (T - 1), J K more than S.
+a key head (H / G), C width of a key, V of a value, X a key head's channels of the convolution (2 C
++ R V), T its taps, K tokens before a token (T - 1), J K more than S.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ _FADING = (1.0, 16.0)
 class Gates(NamedTuple):
     """Of each value head: see the rule."""
 
-    decay_BSH: Tensor
-    beta_BSH: Tensor
+    decay_BSGR: Tensor
+    beta_BSGR: Tensor
 
 
 class GatedDeltaNet(nn.Module):
@@ -60,7 +64,7 @@ class GatedDeltaNet(nn.Module):
         assert config.delta is not None
         G, H, C, V, taps = config.delta
         hidden, R = config.hidden_size, H // G
-        self.parts, self.per_group = (C, C, R * V), R
+        self.channels, self.values, self.per_group = 2 * C + R * V, R * V, R
 
         def project(*maps: int, exact: bool = False) -> Linear:
             """To so many rows of each map for a key head: the maps take turns, head by head."""
@@ -68,97 +72,148 @@ class GatedDeltaNet(nn.Module):
             std = config.init_std
             return Linear(hidden, rows, std=std, bias=False, fused=maps, exact=exact)
 
-        self.qkvz = project(*self.parts, R * V)
+        self.qkvz = project(C, C, R * V, R * V)
         self.ba = project(R, R, exact=True)
-        self.conv = ShortConvolution(G * sum(self.parts), taps)
+        self.conv = ShortConvolution(G * self.channels, taps)
         self.gates = DeltaGates(H)
-        self.rule = DeltaRule()
+        self.mixer = DeltaCore(C, V)
         self.norm = GatedNorm(V, config.norm_eps)
         self.out = Linear(H * V, hidden, std=config.output_init_std, bias=False)
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
-        R, values = self.per_group, self.parts[2]
-        by_head = self.qkvz(x_BSD).unflatten(2, (-1, sum(self.parts) + values))
-        mixed, z = by_head.split([sum(self.parts), values], dim=3)
-        b, a = self.ba(x_BSD).unflatten(2, (-1, 2, R)).unbind(3)
-        gates = self.gates(b.flatten(2), a.flatten(2))
-        computed = self._whole if context.cache is None else self._going_on
-        y_BSHV = computed(mixed.flatten(2), gates, context)
-        z_BSHV = z.unflatten(3, (R, -1)).flatten(2, 3)
+        by_head = self.qkvz(x_BSD).unflatten(2, (-1, self.channels + self.values))
+        mixed_BSGX, z = by_head.split([self.channels, self.values], dim=3)
+        b, a = self.ba(x_BSD).unflatten(2, (-1, 2, self.per_group)).unbind(3)
+        gates, weight_GXT = self.gates(b, a), self.conv().unflatten(0, (-1, self.channels))
+        if context.cache is None:
+            delta = context.delta or DeltaContext()
+            y_BSHV = self.mixer(mixed_BSGX, *gates, delta, weight_GXT=weight_GXT)
+        else:
+            y_BSHV = self._going_on(mixed_BSGX, gates, weight_GXT, context)
+        z_BSHV = z.unflatten(3, (self.per_group, -1)).flatten(2, 3)
         return self.out(self.norm(y_BSHV, z_BSHV).flatten(2))
 
-    def _whole(self, mixed_BSX: Tensor, gates: Gates, context: BlockContext) -> Tensor:
-        """Of sequences from their beginning."""
-        delta = context.delta or DeltaContext()
-        behind_zeros = F.pad(mixed_BSX, (0, 0, self.conv.taps - 1, 0))
-        y_BSHV, _ = self.rule(*self._apart(behind_zeros, delta.begins_BS), gates, delta)
-        return y_BSHV
-
-    def _going_on(self, mixed_BSX: Tensor, gates: Gates, context: BlockContext) -> Tensor:
-        """Of further tokens of a cache, which holds the last K channels and the state."""
+    def _going_on(
+        self, mixed_BSGX: Tensor, gates: Gates, weight_GXT: Tensor, context: BlockContext
+    ) -> Tensor:
+        """Of further tokens of a cache, which holds the last K tokens' channels and the state."""
         cache, valid_BS = context.cache, context.valid_BS
         assert cache is not None
         assert valid_BS is not None
-        B, _, X = mixed_BSX.shape
-        K, H = self.conv.taps - 1, gates.beta_BSH.shape[2]
-        tail_BKX, state = cache.held(self) or (
-            mixed_BSX.new_zeros(B, K, X),
-            gates.beta_BSH.new_zeros(B, H, self.parts[1], self.parts[2] // self.per_group),
-        )
-        joined = torch.cat([tail_BKX, mixed_BSX], dim=1)
-        last_BK = valid_BS.sum(1)[:, None] + torch.arange(K, device=valid_BS.device)
-        rows_B1 = torch.arange(B, device=valid_BS.device)[:, None]
+        tail_BKGX, state = cache.held(self) or self.mixer.nothing(mixed_BSGX, gates, weight_GXT)
+        joined = torch.cat([tail_BKGX, mixed_BSGX], dim=1)
+        places_K = torch.arange(tail_BKGX.shape[1], device=valid_BS.device)
+        last_BK = valid_BS.sum(1)[:, None] + places_K
+        rows_B1 = torch.arange(len(last_BK), device=valid_BS.device)[:, None]
         # What a row was filled up with neither fades nor writes.
-        gates = Gates(*(gate * valid_BS[..., None] for gate in gates))
+        gates = Gates(*(gate * valid_BS[..., None, None] for gate in gates))
         delta = context.delta or DeltaContext()
-        y_BSHV, state = self.rule(*self._apart(joined, None), gates, delta, state)
+        y_BSHV, state = self.mixer.behind(joined, gates, delta, weight_GXT, state)
+        assert state is not None
         cache.hold(self, joined[rows_B1, last_BK], state)
         return y_BSHV
 
-    def _apart(self, mixed_BJX: Tensor, begins_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BSGC, k_BSGC, v_BSHV of tokens behind K others."""
-        by_head = self.conv(mixed_BJX, begins_BS).unflatten(2, (-1, sum(self.parts)))
-        q, k, values = by_head.split(list(self.parts), dim=3)
-        return q, k, values.unflatten(3, (self.per_group, -1)).flatten(2, 3)
+
+class DeltaCore(nn.Module):
+    """The convolution and the rule, with queries and keys of length 1: the part without weights.
+
+    Args:
+        key: C.
+        value: V.
+    """
+
+    def __init__(self, key: int, value: int) -> None:
+        super().__init__()
+        self.key, self.value = key, value
+
+    def forward(
+        self,
+        mixed_BSGX: Tensor,
+        decay_BSGR: Tensor,
+        beta_BSGR: Tensor,
+        context: DeltaContext,
+        *,
+        weight_GXT: Tensor,
+    ) -> Tensor:
+        """y_BSHV of sequences from their beginning.
+
+        Args:
+            mixed_BSGX: what the convolution sums up, of each key head [query, key, values].
+            weight_GXT: with what, see `short_convolution`.
+        """
+        behind_zeros = F.pad(mixed_BSGX, (0, 0, 0, 0, weight_GXT.shape[2] - 1, 0))
+        gates = Gates(decay_BSGR, beta_BSGR)
+        y_BSHV, _ = self.behind(behind_zeros, gates, context, weight_GXT)
+        return y_BSHV
+
+    def behind(
+        self,
+        mixed_BJGX: Tensor,
+        gates: Gates,
+        context: DeltaContext,
+        weight_GXT: Tensor,
+        state_BHCV: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `gated_delta_rule`, of S tokens behind K others."""
+        by_head = short_convolution(mixed_BJGX, weight_GXT, context.begins_BS)
+        q, k, values = by_head.tensor_split([self.key, 2 * self.key], dim=3)
+        v_BSHV = values.unflatten(3, (-1, self.value)).flatten(2, 3)
+        decay, beta = (gate.flatten(2) for gate in gates)
+        q, k = unit_length(q), unit_length(k)
+        return gated_delta_rule(q, k, v_BSHV, decay, beta, context, state_BHCV=state_BHCV)
+
+    def nothing(
+        self, mixed_BSGX: Tensor, gates: Gates, weight_GXT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The K tokens, and the state, in front of the first token."""
+        B, _, G, X = mixed_BSGX.shape
+        heads = G * gates.beta_BSGR.shape[3]
+        return (
+            mixed_BSGX.new_zeros(B, weight_GXT.shape[2] - 1, G, X),
+            gates.beta_BSGR.new_zeros(B, heads, self.key, self.value),
+        )
+
+
+def short_convolution(x_BJGX: Tensor, weight_GXT: Tensor, begins_BS: Tensor | None) -> Tensor:
+    """SiLU of each channel's weighted sum over a token and the K before it, y_BSGX in x's dtype.
+
+    A sum of shifted products in fp32, not `F.conv1d`: what is shifted stays one tensor, and
+    products across the beginning of a document are left out.
+
+    Args:
+        x_BJGX: K places and the S tokens behind them.
+        weight_GXT: the last tap is the token's own.
+        begins_BS: bool, true where a document begins; None: one a sequence.
+    """
+    K = weight_GXT.shape[2] - 1
+    S = x_BJGX.shape[1] - K
+    weight_GXT = weight_GXT.to(torch.promote_types(x_BJGX.dtype, torch.float32))
+    y_BSGX = x_BJGX[:, K:] * weight_GXT[..., K]
+    documents = None if begins_BS is None else F.pad(begins_BS.cumsum(1), (K, 0))
+    for tap in range(K):
+        product = x_BJGX[:, tap : tap + S] * weight_GXT[..., tap]
+        if documents is not None:
+            apart = documents[:, tap : tap + S] != documents[:, K:]
+            product = product.masked_fill(apart[..., None, None], 0)
+        y_BSGX = y_BSGX + product
+    return F.silu(y_BSGX).to(x_BJGX.dtype)
 
 
 class ShortConvolution(nn.Module):
-    """SiLU of each channel's weighted sum over a token and those before it, x_BJX to y_BSX.
-
-    A sum of shifted products in fp32, not `F.conv1d`: what is shifted stays one tensor, and
-    products across the beginning of a document are left out. weight [X, T], as of a conv1d: the
-    last tap is the token's own.
+    """The weight of a short causal convolution, [channels, T] as of a conv1d, on its way to a core.
 
     Args:
-        channels: X.
+        channels: G X.
         taps: T.
     """
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        self.taps = taps
         self.weight = nn.Parameter(torch.empty(channels, taps))
         nn.init.uniform_(self.weight, -(taps**-0.5), taps**-0.5)  # as torch's convolutions
 
-    def forward(self, x_BJX: Tensor, begins_BS: Tensor | None) -> Tensor:
-        """y_BSX in x's dtype.
-
-        Args:
-            x_BJX: K places and the S tokens behind them.
-            begins_BS: bool, true where a document begins; None: one a sequence.
-        """
-        K = self.taps - 1
-        S = x_BJX.shape[1] - K
-        weight_XT = self.weight.to(torch.promote_types(x_BJX.dtype, torch.float32))
-        y_BSX = x_BJX[:, K:] * weight_XT[:, K]
-        documents = None if begins_BS is None else F.pad(begins_BS.cumsum(1), (K, 0))
-        for tap in range(K):
-            product = x_BJX[:, tap : tap + S] * weight_XT[:, tap]
-            if documents is not None:
-                apart = documents[:, tap : tap + S] != documents[:, K:]
-                product = product.masked_fill(apart[..., None], 0)
-            y_BSX = y_BSX + product
-        return F.silu(y_BSX).to(x_BJX.dtype)
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class DeltaGates(nn.Module):
@@ -179,28 +234,12 @@ class DeltaGates(nn.Module):
         with torch.no_grad():
             self.A_log.log_()
 
-    def forward(self, b_BSH: Tensor, a_BSH: Tensor) -> Gates:
-        b, a = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (b_BSH, a_BSH))
+    def forward(self, b_BSGR: Tensor, a_BSGR: Tensor) -> Gates:
+        b, a = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (b_BSGR, a_BSGR))
+        A_log, dt_bias = (x.view(a.shape[2:]) for x in (self.A_log, self.dt_bias))
         # softplus, of whose gradient the compiler of torch 2.13 takes the strides for others.
-        steps = torch.logaddexp(a + self.dt_bias, a.new_zeros(()))
-        return Gates(-self.A_log.exp() * steps, b.sigmoid())
-
-
-class DeltaRule(nn.Module):
-    """The rule, with queries and keys of length 1: a unit of selective recompute."""
-
-    def forward(
-        self,
-        q_BSGC: Tensor,
-        k_BSGC: Tensor,
-        v_BSHV: Tensor,
-        gates: Gates,
-        context: DeltaContext,
-        state_BHCV: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `gated_delta_rule`."""
-        q, k = unit_length(q_BSGC), unit_length(k_BSGC)
-        return gated_delta_rule(q, k, v_BSHV, *gates, context, state_BHCV=state_BHCV)
+        steps = torch.logaddexp(a + dt_bias, a.new_zeros(()))
+        return Gates(-A_log.exp() * steps, b.sigmoid())
 
 
 class GatedNorm(nn.Module):

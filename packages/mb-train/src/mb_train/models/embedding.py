@@ -34,7 +34,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
         for table in (self.tokens, self.positions, self.token_types):
             if table is not None:
-                nn.init.normal_(table.weight, std=config.init_std)
+                nn.init.normal_(table.weight, std=config.ends_std)
 
     def of_stage(self, *, embeds: bool, head: bool) -> Embedding | None:
         """What a stage of a pipeline keeps of it: all, a tied head's token table, or nothing.

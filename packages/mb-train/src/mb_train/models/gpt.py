@@ -167,7 +167,7 @@ class GPT(nn.Module):
         if at_B is not None:
             rows_B = torch.arange(len(at_B), device=at_B.device)
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
-        return scores(x_BSD, head_weight(self.head, self.embedding))
+        return scores(self._scaled(x_BSD), head_weight(self.head, self.embedding))
 
     def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
         """Scores after each row's last new token, [B, V] fp32; `cache` then holds the new ones too.
@@ -186,7 +186,7 @@ class GPT(nn.Module):
         context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache, delta=delta)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
-        return scores(x_BD, head_weight(self.head, self.embedding))
+        return scores(self._scaled(x_BD), head_weight(self.head, self.embedding))
 
     def _hidden(
         self,
@@ -219,11 +219,19 @@ class GPT(nn.Module):
     def _embedded(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """x_BSD, as the first block takes it."""
         assert self.embedding is not None
-        return self.embedding(tokens_BS, positions_BS).to(self.compute_dtype)
+        x_BSD = self.embedding(tokens_BS, positions_BS).to(self.compute_dtype)
+        multiplier = self.config.embedding_multiplier
+        return x_BSD if multiplier == 1 else multiplier * x_BSD
 
     def _loss(self, x_BSD: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
         weight_VD = head_weight(self.head, self.embedding)
+        x_BSD = self._scaled(x_BSD)
         return self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Hidden states of which the head makes scores."""
+        divisor = self.config.logits_scaling
+        return x if divisor == 1 else x / divisor
 
     def _of_all_modules(self, reports: ExpertReports) -> ExpertReports:
         """Reports whose mean is over the experts of modules for further tokens too."""

@@ -17,7 +17,7 @@ def own_head(config: TransformerConfig) -> Linear | None:
     """A head with weights of its own; None if it is tied to the embedding."""
     if config.tie_embeddings:
         return None
-    return Linear(config.hidden_size, config.vocab_size, std=config.init_std, bias=False)
+    return Linear(config.hidden_size, config.vocab_size, std=config.ends_std, bias=False)
 
 
 def head_weight(head: Linear | None, embedding: Embedding | None) -> Tensor:

@@ -85,6 +85,7 @@ class Block(nn.Module):
         super().__init__()
         self.norms, both = config.norms, config.norms == "both"
         self.narrow = compute_dtype if config.fp32_residual else None
+        self.multiplier = config.residual_multiplier
         self.norm_1 = Norm(config)
         self.norm_1_out = Norm(config) if both else None
         if cross and config.latent is not None:
@@ -144,8 +145,8 @@ class Block(nn.Module):
     def _after(self, norm: Norm, norm_out: Norm | None, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
         """What comes of the half of the block that put out y_BSD."""
         norm_out = norm if self.norms == "output" else norm_out
-        y_BSD = y_BSD if norm_out is None else norm_out(y_BSD)
-        x_BSD = x_BSD + self.dropout(y_BSD)
+        y_BSD = self.dropout(y_BSD if norm_out is None else norm_out(y_BSD))
+        x_BSD = x_BSD + (y_BSD if self.multiplier == 1 else self.multiplier * y_BSD)
         return norm(x_BSD) if self.norms == "sum" else x_BSD
 
 

@@ -17,7 +17,7 @@ from mb_parallel.expert_parallel import choose_dispatcher
 from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
 from mb_train.config.offloading import LAYER_INPUT
-from mb_train.models.config import DeltaSizes, TransformerConfig
+from mb_train.models.config import TransformerConfig
 from mb_train.models.gated_delta import CHUNK
 from mb_train.models.workload import Pass, Workload
 from mb_train.plan.flops import delta_widths
@@ -27,11 +27,15 @@ _LOGITS, _LOGIT_ROWS = 2**29, 8192
 
 
 class Kept(NamedTuple):
-    """Numbers of a sample that a layer leaves: all of them, and among them its input, and those of
-    modules, by the names of --offload-modules."""
+    """Numbers of a sample that a layer leaves: all of them, and among them its input.
+
+    core: those that it leaves for a while, when its core with a state is computed again.
+    modules: of all, those of modules, by the names of --offload-modules.
+    """
 
     all: float
     input: float
+    core: float
     modules: Mapping[str, float]
 
 
@@ -55,14 +59,13 @@ def activations_bytes(
     """
     samples, hidden = whole(config.micro_batch_size), work.passes[0].blocks.hidden_size
     rows, tokens_here = _room(config, dims, on_gpu=on_gpu)
-    pairs = not on_gpu and config.recompute_granularity != "selective"
     layers = kept_by_layer(
-        work, config, dims, width, rows=rows, tokens_here=tokens_here, pairs=pairs
+        work, config, dims, width, rows=rows, tokens_here=tokens_here, pairs=not on_gpu
     )
     again = [n for n, a in zip(layers, recomputes(config, len(layers)), strict=True) if a]
     # Of blocks that compute again the input is kept, and one's inside, as long as it is at it.
     kept = sum(layer.all for layer in layers) - sum(layer.all - layer.input for layer in again)
-    kept += max((layer.all for layer in again), default=0)
+    kept += max((layer.all for layer in again), default=0) + max(layer.core for layer in layers)
     away = away_by_layer(config, layers) if on_gpu else []
     # A block's are on the way, there or back, and still or already here; two blocks' where nothing
     # else is let go of in between.
@@ -126,6 +129,7 @@ def kept_by_layer(
             plain PyTorch.
     """
     split = dims.tp if config.sequence_parallel else 1
+    selective = config.recompute_granularity == "selective"
     found = []
     behind = work.behind if dims.pp == 1 else ()
     for number, each in enumerate((*work.passes, *behind)):
@@ -134,7 +138,11 @@ def kept_by_layer(
             around += 6 * each.blocks.hidden_size
         experts += each.blocks.hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
-            latents, attention = _in_attention(each, layer, dims, width, pairs=pairs)
+            some = pairs and not selective
+            latents, attention = _in_attention(each, layer, dims, width, pairs=some)
+            core = _in_core(each.blocks, layer, width, chunks=pairs)
+            if not selective:
+                attention, core = attention + core, 0.0
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
             token = (around + latents) / split + attention / dims.tp + ffn
             tokens, hidden = each.tokens / dims.cp, each.blocks.hidden_size / split
@@ -148,7 +156,8 @@ def kept_by_layer(
                 "moe_act": (experts / split + hidden) * each.blocks.has_experts(layer),
             }
             of_modules = {name: tokens * numbers for name, numbers in modules.items()}
-            found.append(Kept(tokens * token, tokens * hidden, of_modules))
+            own = (tokens * numbers for numbers in (token, hidden, core / dims.tp))
+            found.append(Kept(*own, of_modules))
     return found[: -(-len(found) // dims.pp)]
 
 
@@ -185,33 +194,36 @@ def _in_attention(
     """Numbers of a token in a layer's attention: of its latents, and of its heads."""
     config = each.blocks
     if config.delta is not None and config.has_state(layer):
-        return 0.0, _with_state(config.delta, width, chunks=pairs)
+        keys, values = delta_widths(config.delta)
+        # In front of the convolution; what the state returned, behind its norm, and gated; the gate
+        # and its SiLU.
+        return 0.0, 2 * keys + values + 3 * values + 2 * values * 4 / width
     latents, inside = _projected(each, width)
     inside += _exchanged(each, dims) + _as_attended(config, layer)
     return latents, inside + (_pairs(each) if pairs else 0)
 
 
-def _with_state(delta: DeltaSizes, width: int, *, chunks: bool) -> float:
-    """Numbers of a token's heads in a layer with a state.
+def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool) -> float:
+    """Numbers of a token in a layer's convolution and rule, if it has a state.
 
     Args:
         chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
     """
-    wide, heads = 4 / width, delta.value_heads
-    keys, values = delta_widths(delta)
+    if config.delta is None or not config.has_state(layer):
+        return 0.0
+    wide, heads = 4 / width, config.delta.value_heads
+    keys, values = delta_widths(config.delta)
     mixed = 2 * keys + values
-    # In front of the convolution and behind it; queries and keys before they have length 1; as the
-    # rule is given them.
-    found = mixed + wide * mixed + wide * 2 * keys + mixed
-    # What the state returned, behind its norm, and gated; the gate and its SiLU.
-    found += 3 * values + 2 * wide * values
+    # Behind the convolution; queries and keys before they have length 1; as the rule is given them.
+    found = wide * mixed + wide * 2 * keys + mixed
     if not chunks:
         return found + heads * CHUNK  # a triangular matrix of each chunk
-    of_heads = heads * delta.key  # as often as value heads
+    of_heads = heads * config.delta.key  # as often as value heads
     # Queries and keys, also times what fades and is written; the system's right side, its solution,
     # values and what is written; five matrices of a chunk; states before and between chunks.
     own = 5 * of_heads + 2 * (of_heads + values) + 2 * values
-    return found + wide * (own + 5 * heads * CHUNK + 2 * of_heads * delta.value / CHUNK)
+    states = 2 * of_heads * config.delta.value / CHUNK
+    return found + wide * (own + 5 * heads * CHUNK + states)
 
 
 def _projected(each: Pass, width: int) -> tuple[float, float]:

@@ -296,7 +296,7 @@ def _step_s(
     ranks = dims.cp_tp * dims.pp
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
-    kept, sentences = 2 * sum(layer.all for layer in layers) * samples, not of_gpt
+    kept, sentences = 2 * sum(layer.all + layer.core for layer in layers) * samples, not of_gpt
     in_blocks = [
         Demand(products=(blocks * again - halved / 2) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),

@@ -49,6 +49,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
                 f"              of the GPU alone, and not fitted to measured steps of --model "
                 f"{config.model}: without --cuda-graph the host may take longer"
             )
+        if config.delta_sizes is not None:
+            lines.append(
+                "              of layers with a state by the kernels of mb-train[delta], and not "
+                "fitted to measured steps; plain PyTorch takes longer, and keeps more"
+            )
         if config.fp8_format is not None:
             lines.append(
                 "              of products in FP8 at twice the peak of bf16, and of rounding at "

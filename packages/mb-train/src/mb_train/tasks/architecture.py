@@ -51,10 +51,11 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         rope_layers=None if config.unrotated is None else turned,
         rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),
         norms=config.norms,
+        **_multipliers(config),
         fp32_residual=config.fp32_residual_connection,
         delta=None if config.delta_sizes is None else DeltaSizes._make(config.delta_sizes[:-1]),
         delta_layers=None if config.delta_sizes is None else with_state,
-        attention_scale=config.attention_scale,
+        attention_scale=config.scale_of_scores,
         window=None if config.windows is None else config.window_size,
         window_layers=None if config.windows is None else near,
         output_gate=config.attention_output_gate,
@@ -64,8 +65,9 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         tie_embeddings=not config.untie_embeddings_and_output_weights,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
-        init_std=config.init_method_std,
+        init_std=_std(config),
         output_init_std=_residual_std(config),
+        ends_init_std=config.init_method_std,
         fp8=config.fp8_spares is not None,
         fp8_spares=config.fp8_spares or (0, 0),
         mtp_modules=config.mtp_num_layers,
@@ -99,12 +101,22 @@ def expert_config(config: TrainConfig) -> MoEConfig | None:
             hidden_size=whole(config.hidden_size),
             ffn_hidden_size=config.expert_ffn_size,
             activation=config.activation_name,
-            init_method_std=config.init_method_std,
+            init_method_std=_std(config),
             output_init_std=_residual_std(config),
             fp8=config.fp8_format is not None,
             **config.moe_arguments(),
         )
 
 
+def _multipliers(config: TrainConfig) -> dict[str, float]:
+    names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return dict(zip(names, config.multipliers or (1.0, 1.0, 1.0), strict=True))
+
+
+def _std(config: TrainConfig) -> float:
+    """Of matrices at the start: of a wider model's, with μP, the smaller."""
+    return config.init_method_std / config.wider**0.5
+
+
 def _residual_std(config: TrainConfig) -> float:
-    return output_std(config.init_method_std, whole(config.num_layers))
+    return output_std(_std(config), whole(config.num_layers))

@@ -49,7 +49,6 @@ class Architecture:
         guessing: a pattern of tensors that do so and have no layer's number.
         shared: one tensor may hold parts of several of ours.
         copies: tensors that files may hold once more under another name, and which these are.
-        scale: of a config.json, what the class multiplies embeddings by; ours hold the product.
         renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
     """
@@ -71,7 +70,6 @@ class Architecture:
     guessing: str | None = None
     shared: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
-    scale: Callable[[Json], float] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = special_tokens
 

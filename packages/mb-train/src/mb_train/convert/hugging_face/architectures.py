@@ -25,6 +25,7 @@ from mb_train.convert.hugging_face import (
     glm4,
     gpt2,
     gpt_oss,
+    granite,
     llama,
     olmo,
     phi3,
@@ -64,6 +65,8 @@ def architecture_for(config: TrainConfig) -> Architecture:
     """
     found = ARCHITECTURES[_nearest(config)]
     assert found.config is not None
+    if found.model_type in granite.DEFAULTS:
+        config = granite.spelled_out(config)
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
     # Of experts that it cannot have their number says it all.
@@ -104,6 +107,8 @@ def _nearest(config: TrainConfig) -> str:
         return "glm4"
     if config.norms == "output":
         return _nearest_olmo(config)
+    if config.multipliers is not None or config.scale_of_scores is not None:
+        return _nearest_granite(config)
     over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
     if config.moe_num_experts is None:
         if config.unrotated is not None:
@@ -138,6 +143,13 @@ def _nearest_olmo(config: TrainConfig) -> str:
     return "olmo2" if config.windows is None else "olmo3"
 
 
+def _nearest_granite(config: TrainConfig) -> str:
+    if config.moe_num_experts is None:
+        return "granite"
+    shared = config.moe_shared_expert_intermediate_size is not None
+    return "granitemoeshared" if shared else "granitemoe"
+
+
 # How many rows tables have: the weights say so themselves.
 _ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
@@ -156,7 +168,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
-    **unrotated.DEFAULTS, **qwen_next.DEFAULTS,
+    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -188,6 +200,16 @@ def _llama_like(
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
         renamed={r"^(?!model\.|lm_head\.)": "model."},
+    )
+
+
+def _granite_moe(kind: str, name: str, *of: Any) -> Architecture:
+    found = _llama_like(kind, name, *of, aliases=granite.ALIASES)
+    return replace(
+        found,
+        rules=lambda _, c: decoder_rules(c, granite.expert_rules),
+        stacked=lambda _, c: decoder_rules(c, partial(granite.expert_rules, today=True)),
+        renamed={**found.renamed, **granite.RENAMED},
     )
 
 
@@ -316,12 +338,20 @@ ARCHITECTURES = {
             unrotated.exaone_moe_config, experts.EXAONE, unrotated.ALIASES,
             guessing=r"model\.mtp\..*",
         ),
-        replace(
-            _llama_like(
-                "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
-                experts.AFMOE, unrotated.AFMOE_ALIASES, rules_of=unrotated.afmoe_rules,
-            ),
-            scale=unrotated.afmoe_scale,
+        _llama_like(
+            "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
+            experts.AFMOE, unrotated.AFMOE_ALIASES, rules_of=unrotated.afmoe_rules,
+        ),
+        _llama_like(
+            "granite", "GraniteForCausalLM", granite.granite_fields, granite.granite_config
+        ),
+        _granite_moe(
+            "granitemoe", "GraniteMoeForCausalLM", granite.granite_moe_fields,
+            granite.granite_moe_config,
+        ),
+        _granite_moe(
+            "granitemoeshared", "GraniteMoeSharedForCausalLM", granite.granite_moe_shared_fields,
+            granite.granite_moe_shared_config,
         ),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,

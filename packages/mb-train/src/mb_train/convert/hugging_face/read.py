@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mb_data
 import torch
-from mb_layers.state_dicts import Rule, Translation
+from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
@@ -111,9 +111,6 @@ def read_model(
     if headless:
         rules = [rule for rule in rules if not rule.target.startswith(_BERT_HEADS)]
         shapes = {n: shape for n, shape in shapes.items() if not n.startswith(_BERT_HEADS)}
-    if found.scale is not None and (scale := found.scale(found.settled(theirs))) != 1:
-        rules = _scaled(rules, scale)
-        say(f"its class multiplies embeddings by {scale:.6g}: they are read as these products")
     place = {name: number for number, name in enumerate(shapes)}
     rules.sort(key=lambda rule: place.get(rule.target, 0))
     weights = Translation(source, rules, shapes, shared=found.shared)
@@ -161,14 +158,6 @@ def _rules_of(
             f"{least:,} layers or experts in {folder / 'config.json'}."
         )
     return rules_of
-
-
-def _scaled(rules: Sequence[Rule], scale: float) -> list[Rule]:
-    """The same, with the embedding of tokens multiplied by a number."""
-    return [
-        rule._replace(build=lambda rows: rows.float() * scale) if rule.target == _TOKENS else rule
-        for rule in rules
-    ]
 
 
 def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """SmolLM3, EXAONE 4, K-EXAONE and AFMoE (Arcee's Trinity): some layers have no positions.
 
 In SmolLM3 every n-th layer has none. In the others layers with a window turn queries and keys, and
-those that see all tokens do not. AFMoE's attention has a gate; its embeddings may be multiplied,
-which ours are for good when they are read.
+those that see all tokens do not. AFMoE's attention has a gate; its embeddings may be multiplied.
 """
 
 from __future__ import annotations
@@ -148,22 +147,18 @@ def afmoe_fields(config: Json) -> dict[str, Any]:
     refuse(config, score_func=("sigmoid",), route_norm=(True,), norm_topk_prob=(True,),
            n_group=(1, None), topk_group=(1, None), num_expert_groups=(1, None),
            num_limited_groups=(1, None))  # fmt: skip
-    if config["mup_enabled"]:
-        # Of a tied head the multiplied embedding would be another one.
-        refuse(config, tie_word_embeddings=(False,))
     every = by_type(config, config["global_attn_every_n_layers"])
     return (
         llama_fields(config)
         | _windows_alone_turned(config, every)
         | v3_experts(config, config["num_dense_layers"])
         | _BY_HEAD
-        | {"norm_placement": "both", "attention_output_gate": True}
+        | {
+            "norm_placement": "both",
+            "attention_output_gate": True,
+            "embedding_multiplier": config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0,
+        }
     )
-
-
-def afmoe_scale(config: Json) -> float:
-    """What its class multiplies embeddings by."""
-    return config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0
 
 
 def afmoe_config(config: TrainConfig) -> dict[str, Any]:
@@ -180,7 +175,7 @@ def afmoe_config(config: TrainConfig) -> dict[str, Any]:
             "route_scale": config.moe_router_topk_scaling_factor,
             "route_norm": True,
             "score_func": "sigmoid",
-            "mup_enabled": False,
+            "mup_enabled": config.embedding_multiplier != 1,
         }
     )
 

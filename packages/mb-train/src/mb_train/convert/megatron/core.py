@@ -7,8 +7,10 @@ experts of a layer are modules (`local_experts.K`), the numbered weights of one 
 tensors (`weight1`, `weight2`). Rows of linear_qkv are [groups][q heads, k, v][head size], with
 gates behind the q heads, as ours are; those of a gated linear_fc1 are gate over up, in each rank.
 Maps of latent attention have our rows too, but for the rotated ones (`rotated_rows`); those down to
-a latent are on each rank, or, in local layers, a share of their rows. Modules for further tokens
-are mtp.layers.K on the last stage.
+a latent are on each rank, or, in local layers, a share of their rows. Layers with a state have one
+map, in_proj, in whose rows queries, keys, values, z, beta and alpha of a rank's heads follow each
+other, and a convolution of the first three; ours are by key head. Modules for further tokens are
+mtp.layers.K on the last stage.
 
 Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
 """
@@ -26,6 +28,7 @@ from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
+from mb_train.convert.grouped_rows import by_group
 from mb_train.convert.megatron.core_arguments import config_of
 from mb_train.convert.megatron.layout import Layout
 from mb_train.convert.megatron.safe_pickle import Opaque
@@ -36,7 +39,8 @@ from mb_train.convert.rotated_rows import in_halves
 _NAMES = (
     (r"^decoder\.", ""),
     (r"^(mtp\.layers\.\d+\.)(transformer_layer|mtp_model_layer)\.", r"\1"),
-    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"self_attention\.out_proj\.", "self_attention.linear_proj."),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm."),
     (r"mlp\.experts\.local_experts\.", "mlp.experts."),
@@ -49,6 +53,8 @@ _JOINED = (
     (r"linear_(proj|fc2)\.weight", 1),
     (r"eh_proj\.weight", 0),
     (r"core_attention\.softmax_offset", 0),
+    (r"(in_proj|conv1d)\.weight\.\w+", 0),
+    (r"self_attention\.(A_log|dt_bias)", 0),
 )
 # Ours, and what it is there; then those of a layer.
 _TOP = {
@@ -68,6 +74,9 @@ _LAYER = {
     "attention.kv_down": "self_attention.linear_kv_down_proj",
     "attention.kv_norm": "self_attention.kv_layernorm",
     "attention.kv_up": "self_attention.linear_kv_up_proj",
+    "attention.qkvz": "self_attention.in_proj", "attention.ba": "self_attention.in_proj",
+    "attention.conv": "self_attention.conv1d", "attention.gates": "self_attention",
+    "attention.norm": "self_attention.out_norm",
     "mlp.gate": "mlp.linear_gate", "mlp.up": "mlp.linear_up", "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router", "mlp.experts": "mlp.experts.{}",
     "mlp.shared_expert": "mlp.shared_experts",
@@ -78,6 +87,11 @@ _BEHIND = {
 }  # fmt: skip
 # Of these the last rows are rotated: of each head's, or the one key that all heads share.
 _ROTATED = {"attention.q": True, "attention.q_up": True, "attention.kv_down": False}
+# What these have for each key head, of tensors that hold it kind by kind, in this order.
+_OF_HEADS = {
+    "attention.qkvz": ("query", "key", "value", "z"), "attention.ba": ("beta", "alpha"),
+    "attention.conv": ("query", "key", "value"),
+}  # fmt: skip
 _BY_THEMSELVES = {
     "balancing_bias": "expert_bias", "gate": "gate_weight", "sinks": "softmax_offset",
 }  # fmt: skip
@@ -115,12 +129,30 @@ def _flat(model: Any, args: Namespace, rank: int) -> dict[str, Tensor]:
             common_name(name),
             count=1,
         )
-        names = names_within(name, args)
-        parts = dict(zip(names, tensor.chunk(len(names)), strict=True))
+        parts = _parts(name, tensor, args)
         if twice := found.keys() & parts.keys():
             raise ValueError(f"Expected one tensor {min(twice)} of a layer's kinds, got two.")
         found |= parts
     return found
+
+
+def _parts(name: str, tensor: Tensor, args: Namespace) -> dict[str, Tensor]:
+    """What a rank's tensor of a common name holds, by the names that a distributed checkpoint has.
+
+    There those of a layer with a state are tensors of their own.
+    """
+    match = re.search(r"\.(in_proj|conv1d)\.weight$", name)
+    if match is None:
+        names = names_within(name, args)
+        return dict(zip(names, tensor.chunk(len(names)), strict=True))
+    heads, keys = args.linear_num_value_heads, args.linear_num_key_heads * args.linear_key_head_dim
+    values = heads * args.linear_value_head_dim
+    rows = {"query": keys, "key": keys, "value": values}
+    if match[1] == "in_proj":
+        rows |= {"z": values, "beta": heads, "alpha": heads}
+    sizes = [count // args.tensor_model_parallel_size for count in rows.values()]
+    split = zip(rows, tensor.split(sizes), strict=True)
+    return {f"{name}.{part}": own for part, own in split}
 
 
 def common_name(name: str) -> str:
@@ -183,6 +215,11 @@ def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
         groups = whole(config.num_attention_heads) if _ROTATED[module] else 1
         rotated = config.qk_pos_emb_head_dim
         return Rule(ours, (f"{prefix}.{kind}",), lambda rows: in_halves(rows, groups, rotated))
+    if module in _OF_HEADS:
+        sources = tuple(f"{prefix}.{kind}.{part}" for part in _OF_HEADS[module])
+        key_heads = config.linear_num_key_heads
+        # Those of a convolution are [rows, 1, taps].
+        return Rule(ours, sources, lambda *rows: by_group(rows, key_heads).flatten(1))
     if kind not in ("w1", "w2", "b1", "b2"):
         return Rule(ours, (f"{prefix}.{_BY_THEMSELVES.get(kind, kind)}",))
     ups = ("gate", "up") if config.is_glu else ("up",)

@@ -23,26 +23,19 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "rotary_interleaved",
-    "qk_l2_norm", "moe_latent_size", "moe_extended_tp",
-    "use_mup", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
-    "moe_n_hash_layers", "moe_expert_rank_capacity_factor",
-    "moe_router_topk_limited_devices", "heterogeneous_layers_config_path", "is_hybrid_model",
-    "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
-    "hybrid_layer_pattern", "retro_add_retriever",
-    "post_self_attn_layernorm", "post_mlp_layernorm",
+    "mtp_use_repeated_layer", "rotary_interleaved", "qk_l2_norm", "moe_latent_size",
+    "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
+    "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
+    "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
+    "hybrid_layer_pattern", "retro_add_retriever", "post_self_attn_layernorm",
+    "post_mlp_layernorm",
 )  # fmt: skip
-# Why, of an argument whose flag is no matter to a training here.
-_STORED_OTHERWISE = {
-    "apply_layernorm_1p": "norms multiply by 1 more than the weights in its files",
-    "experimental_attention_variant": "layers without attention are not read from its files",
-    "linear_attention_freq": "layers without attention are not read from its files",
-}
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "quick_geglu",
-    "glu_linear_offset", "activation_func_clamp_value",
+    "glu_linear_offset", "activation_func_clamp_value", "mup_embedding_mult", "mup_output_mult",
+    "scaling_recipe", "scaling_base_hidden_size", "scaling_base_head_dim",
 )  # fmt: skip
 # Arguments about a choice by score, which Sinkhorn's balance passes over.
 _OF_SCORES = (
@@ -74,6 +67,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     experts = bool(given.get("num_experts"))
     if not experts:  # those of experts have defaults all the same
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if not given.keys() & {"experimental_attention_variant", "linear_attention_type"}:
+        given = {name: value for name, value in given.items() if not name.startswith("linear_")}
     if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
         given.pop("moe_token_drop_policy", None)
     _refuse(given, names)
@@ -85,7 +80,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         known = [given[name] for name in map(_argument, flags) if name in given]
         for value in known[:1]:
             said[f.name] = (value or None) if spec(f).zero_is_none else value
-    said["position_embedding_type"] = said["position_embedding_type"].removesuffix("_absolute")
+            if isinstance(value, str):
+                said[f.name] = spec(f).said_as.get(value, value)
     said |= _of_layers(given)
     typed = [flag_name(name) for name, value in given.items() if value is not False]
     typed += [flag for name, flag in _TURNED_OFF.items() if not given.get(name, True)]
@@ -117,9 +113,8 @@ def _by_sinkhorn(given: Mapping[str, Any]) -> bool:
 
 
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
-    reasons = {name: refusal(flag_name(name)) for name in _REFUSED} | _STORED_OTHERWISE
-    for name in (name for name in reasons if given.get(name)):
-        raise ValueError(f"Expected a model without {flag_name(name)}: {reasons[name]}.")
+    for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
+        raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
     if any(".mixer." in name for name in names):
         raise ValueError(f"Expected attention in every layer: {refusal('--mamba-')}.")
     if given.get("apply_residual_connection_post_layernorm"):
@@ -145,7 +140,8 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
 def _of_layers(given: Mapping[str, Any]) -> dict[str, int]:
     """What is said of each layer by a list, or of a window by a pair."""
     layers = ["--num-layers", str(given["num_layers"])]
-    for name in ("moe_layer_freq", "window_attn_skip_freq", "window_size", "no_rope_freq"):
+    by_layer = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"
+    for name in (*by_layer, "window_size"):
         if isinstance(given.get(name), (list, tuple)):
             layers += [flag_name(name), str(given[name])]
     _, _, *words = spelled_out(layers)

@@ -9,11 +9,13 @@ What the optimizer keeps is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mb_layers.on_demand import Picked
+from mb_layers.state_dicts import Rule, Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig
@@ -24,6 +26,7 @@ from mb_train.convert.new_run import in_fp32, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
 
 _GPT2 = "GPT2BPETokenizer"
+_NORM = re.compile(r".*norm(_\w+)?\.weight")  # by our names
 _LAYOUTS = (fork.LAYOUT, core.LAYOUT)
 
 
@@ -93,7 +96,18 @@ def _read(
     if version < 2:
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
+    if getattr(args, "apply_layernorm_1p", False):
+        weights = _around_one(weights)
     return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
+
+
+def _around_one(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """With norms, which multiply by 1 more than their weights in the files, as ours have them."""
+    rules = [
+        Rule(name, (name,), (lambda w: w.float() + 1) if _NORM.fullmatch(name) else None)
+        for name in weights
+    ]
+    return Translation(weights, rules, list(weights))
 
 
 def _with_modules(

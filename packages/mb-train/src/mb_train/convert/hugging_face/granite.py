@@ -1,0 +1,130 @@
+"""Granite, dense and with experts: Llama's with multipliers of what flows through them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from mb_layers import MoEConfig
+from mb_layers.state_dicts import Rule
+
+from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.config_json import Json
+from mb_train.convert.hugging_face.llama import llama_config, llama_fields
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}  # fmt: skip
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+# What each class has for a setting that a file leaves out, sizes of the model apart.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "granite": _DEFAULTS,
+    "granitemoe": {**_DEFAULTS, **_EXPERTS},
+    "granitemoeshared": {**_DEFAULTS, **_EXPERTS, "shared_intermediate_size": 0},
+}
+ALIASES = {"num_experts": "num_local_experts"}
+# Theirs of a layer's experts and router, in files and within transformers 5's model.
+_NAMES = {
+    "experts.w1": ("input_linear.weight", "experts.gate_up_proj"),
+    "experts.w2": ("output_linear.weight", "experts.down_proj"),
+    "router.weight": ("router.layer.weight", "router.weight"),
+}
+# From the former to the latter, whatever a folder has.
+RENAMED = {
+    rf"\.block_sparse_moe\.{re.escape(file)}$": f".block_sparse_moe.{today}"
+    for file, today in _NAMES.values()
+}
+
+
+def granite_fields(config: Json) -> dict[str, Any]:
+    """Llama's, and four numbers; the one of attention stands in the place of 1 / sqrt(C)."""
+    return llama_fields(config) | {
+        "embedding_multiplier": float(config["embedding_multiplier"]),
+        "residual_multiplier": float(config["residual_multiplier"]),
+        "logits_scaling": float(config["logits_scaling"]),
+        "attention_scale": float(config["attention_multiplier"]),
+    }
+
+
+def granite_moe_fields(config: Json) -> dict[str, Any]:
+    """The same with Mixtral's experts, whose weights of a token add up to 1."""
+    top_k = config["num_experts_per_tok"]
+    return granite_fields(config) | {
+        "moe_ffn_hidden_size": config["intermediate_size"],
+        "moe_num_experts": config["num_local_experts"],
+        "moe_top_k": top_k,
+        "moe_renormalize": True,
+        # Their loss counts every choice of a token: it is top-k when balanced, ours 1.
+        "moe_loss_weight": top_k * (config["router_aux_loss_coef"] or 0.0),
+    }
+
+
+def granite_moe_shared_fields(config: Json) -> dict[str, Any]:
+    """The same with an expert that all tokens visit, if it has a width."""
+    shared = config["shared_intermediate_size"] or None
+    return granite_moe_fields(config) | {"moe_shared_expert_intermediate_size": shared}
+
+
+def granite_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    embedding, residual, logits = config.multipliers or (1.0, 1.0, 1.0)
+    return llama_config(config) | {
+        "embedding_multiplier": embedding,
+        "residual_multiplier": residual,
+        "logits_scaling": logits,
+        "attention_multiplier": config.scale_of_scores or config.head_size**-0.5,
+    }
+
+
+def granite_moe_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    return granite_config(config) | {
+        "num_local_experts": config.moe_num_experts,
+        "num_experts_per_tok": config.moe_top_k,
+        "intermediate_size": config.expert_ffn_size,
+        "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
+    }
+
+
+def granite_moe_shared_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    shared = config.moe_shared_expert_intermediate_size or 0
+    return granite_moe_config(config) | {"shared_intermediate_size": shared}
+
+
+def spelled_out(config: TrainConfig) -> TrainConfig:
+    """A model with the multipliers that follow from others of its fields, as a file has them."""
+    embedding, residual, logits = config.multipliers or (1.0, 1.0, 1.0)
+    return replace(
+        config, embedding_multiplier=embedding, residual_multiplier=residual,
+        logits_scaling=logits, attention_scale=config.scale_of_scores or config.head_size**-0.5,
+        use_mup=False, mup_base_hidden_size=None, mup_base_head_dim=None, mup_attn_scale_power=1.0,
+    )  # fmt: skip
+
+
+def expert_rules(moe: MoEConfig, ours: str, theirs: str, *, today: bool = False) -> list[Rule]:
+    """Those of a layer's experts, all of them in one tensor; see `experts.ExpertRules`.
+
+    Args:
+        today: by the names within transformers 5's model, not by those of files.
+    """
+    rules = [
+        Rule(f"{ours}mlp.{our}", (f"{theirs}block_sparse_moe.{names[today]}",))
+        for our, names in _NAMES.items()
+    ]
+    if moe.shared_expert_hidden_size is not None:
+        shared = {"w1": "input_linear", "w2": "output_linear"}
+        rules += [
+            Rule(
+                f"{ours}mlp.shared_expert.{our}",
+                (f"{theirs}shared_mlp.{their}.weight",),
+                lambda rows: rows[None],
+                lambda w: (w.squeeze(0),),
+            )
+            for our, their in shared.items()
+        ]
+    return rules

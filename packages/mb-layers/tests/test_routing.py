@@ -469,6 +469,16 @@ def test_routers_compile_without_graph_breaks(router: type) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def test_routers_are_exported_with_a_dynamic_batch(router: type) -> None:
+    layer = build(router).eval()
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(layer, (tokens(6, 4),), dynamic_shapes=shapes).module()
+    for number in (2, 6, 11):
+        x = tokens(number, 4)
+        assert_close("y", program(x).y, layer(x).y)
+
+
 @pytest.mark.parametrize(
     ("router", "overrides"),
     [

@@ -151,6 +151,9 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
     ):
         with pytest.raises(ValueError, match="expected a row of expert_ids_TK and of weights_TK"):
             layer(x, routing=fewer, mask=torch.ones(3, dtype=torch.bool))
+    column = routed._replace(token_ids_N=torch.tensor([[0], [1], [2]]))
+    with pytest.raises(ValueError, match=r"token_ids_N of one dimension, got .*\(3, 1\)"):
+        layer(x, routing=column)
     layer.router = _Pair()
     with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
         layer(x)

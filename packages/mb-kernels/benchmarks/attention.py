@@ -56,11 +56,11 @@ class Case:
         *given, dy = self.row
         how = (self.causal, C**-0.5)
         inputs = (*given, self.bias, self.offsets)
-        y, lse = torch.ops.mb.relative_attention(*inputs, *how)
+        y, norms = torch.ops.mb.relative_attention(*inputs, *how)
         backward = torch.ops.mb.relative_attention_backward
         return {
             "forward": lambda: torch.ops.mb.relative_attention(*inputs, *how),
-            "backward": lambda: backward(dy, *inputs, y, lse, *how, need_bias),
+            "backward": lambda: backward(dy, *inputs, y, norms, *how, need_bias),
         }
 
     def sdpa(self) -> dict[str, Callable[[], object]]:

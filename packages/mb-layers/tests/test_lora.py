@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from pathlib import Path
 
@@ -76,6 +77,17 @@ def test_adapters_equal_merged_weights(overrides: dict, rank: int) -> None:
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, *adapters.values()))))
     for name, got, expected in zip(("y", "x", *adapters), *results, strict=True):
         assert_close(name, got, expected)
+
+
+def test_weights_made_of_several_tensors_are_frozen_and_adapters_before_are_not() -> None:
+    layer = build()
+    for name in ("w1", "w2"):
+        nn.utils.parametrizations.weight_norm(layer.experts, name)
+    for _ in range(2):
+        add_lora(layer.experts, rank=2, alpha=4.0)
+    trained = {n for n, p in layer.experts.named_parameters() if p.requires_grad}
+    parts = itertools.product(("w1", "w2"), (1, 2), "ab")
+    assert trained == {f"parametrizations.{name}.{at}.{part}" for name, at, part in parts}
 
 
 def test_a_vectorized_jacobian_is_that_of_its_rows() -> None:

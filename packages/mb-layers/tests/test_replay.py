@@ -15,6 +15,7 @@ from mb_layers import (
     MoE,
     MoEConfig,
     NoisyTopKRouter,
+    RecordedRouting,
     SinkhornRouter,
     collect,
     dMoE,
@@ -387,6 +388,7 @@ def test_other_ids_are_named() -> None:
         (torch.zeros(3, 2, 2), "integer expert ids below 6 .* got torch.float32"),
         (torch.zeros(3, 2, 2).cfloat(), "integer expert ids below 6 .* got torch.complex64"),
         (None, "ids of all layers as a tensor or an array, got a NoneType"),
+        (RecordedRouting(), r"got a RecordedRouting; pass its expert_ids\(\)"),
         ({"layers.0.layer": [[1]], "layers.1.layer": [[1]]}, "'layers.0.layer' as a tensor or an"),
     ):
         with pytest.raises(ValueError, match=why), replay_routing(model, bad):

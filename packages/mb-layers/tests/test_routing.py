@@ -151,6 +151,9 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
     ):
         with pytest.raises(ValueError, match="expected a row of expert_ids_TK and of weights_TK"):
             layer(x, routing=fewer, mask=torch.ones(3, dtype=torch.bool))
+    column = routed._replace(token_ids_N=torch.tensor([[0], [1], [2]]))
+    with pytest.raises(ValueError, match=r"token_ids_N of one dimension, got .*\(3, 1\)"):
+        layer(x, routing=column)
     layer.router = _Pair()
     with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
         layer(x)
@@ -467,6 +470,16 @@ def test_routers_compile_without_graph_breaks(router: type) -> None:
     if router is not NoisyTopKRouter:  # the generator is consumed in another order
         assert_close("y", y, layer(x, mask=mask).y)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def test_routers_are_exported_with_a_dynamic_batch(router: type) -> None:
+    layer = build(router).eval()
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(layer, (tokens(6, 4),), dynamic_shapes=shapes).module()
+    for number in (2, 6, 11):
+        x = tokens(number, 4)
+        assert_close("y", program(x).y, layer(x).y)
 
 
 @pytest.mark.parametrize(

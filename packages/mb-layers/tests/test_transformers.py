@@ -157,6 +157,10 @@ def test_unknown_blocks_are_refused() -> None:
     block.experts.config.router_jitter_noise = 0.1
     with pytest.raises(ValueError, match=r"router_jitter_noise=0, got 0\.1"):
         mb.moe_from_block(block)
+    with pytest.raises(ValueError, match=r"moe_norm_min of at most 1e-12, got 0\.5"):
+        mb.swap_blocks(build("ernie4_5_moe", moe_norm_min=0.5))
+    with pytest.raises(ValueError, match="a shared expert of some width, got one of 0"):
+        mb.swap_blocks(build("glm4_moe", n_shared_experts=0))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])

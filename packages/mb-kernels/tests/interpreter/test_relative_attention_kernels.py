@@ -67,3 +67,18 @@ def test_a_bias_without_gradient_and_tokens_that_see_nothing():
     assert_close("y", y, want, dtype=torch.float32)
     for got, grad in zip((q, k, v), torch.autograd.grad(want.square().sum(), exact), strict=True):
         assert_close("gradient", got.grad, grad, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bias", [1e4, -1e30, 1e30, torch.finfo(torch.float32).min], ids=str)
+def test_a_bias_that_drowns_the_products_keeps_the_gradients(bias):
+    """All scores of a token are alike up to rounding: what it attends to is the mean."""
+    q, (k, v, weight) = torch.zeros(40, 1, 16), torch.randn(3, 40, 1, 16)
+    exact = [t.double() for t in (q, k, v, torch.zeros(1, 79))]
+    found = []
+    for given in ([q, k, v, torch.full((1, 79), bias)], exact):
+        leaves = [t.detach().requires_grad_() for t in given]
+        op = reference.relative_attention if given is exact else relative_attention
+        y = op(*leaves, torch.tensor([0, 40]), causal=True)
+        found.append([y, *torch.autograd.grad((y * weight).sum(), leaves)])
+    for name, got, want in zip(("y", "dq", "dk", "dv", "d_bias"), *found, strict=True):
+        assert_close(name, got, want, dtype=torch.float32)

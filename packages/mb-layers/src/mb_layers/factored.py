@@ -117,9 +117,11 @@ def add_lora(
     for name in names:
         with torch.no_grad():
             adapter = LoRA(getattr(experts, name), rank=rank, alpha=alpha)
-        if not parametrize.is_parametrized(experts, name):
-            getattr(experts, name).requires_grad_(False)
         parametrize.register_parametrization(experts, name, adapter, unsafe=True)
+        # The weight, or what another parametrization makes it of; not the adapters before this one.
+        made = experts.get_submodule(f"parametrizations.{name}")
+        for base in made.parameters(recurse=False):
+            base.requires_grad_(False)
 
 
 def merge_lora(experts: nn.Module) -> None:

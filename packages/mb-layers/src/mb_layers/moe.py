@@ -308,6 +308,8 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
                 f"expected a row of {name} for each of {num_tokens} tokens, got {described(values)}"
             )
     weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
+    if token_ids is not None and token_ids.dim() != 1:
+        raise ValueError(f"expected token_ids_N of one dimension, got {described(token_ids)}")
     rows = num_tokens if token_ids is None else token_ids.numel()
     balanced = ids if routed.balanced_ids_TK is None else routed.balanced_ids_TK
     if balanced.shape != ids.shape:

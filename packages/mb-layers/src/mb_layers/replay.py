@@ -231,8 +231,10 @@ def _as_tensor(whose: str, ids: object) -> Tensor:
     elif hasattr(ids, "__array__"):
         ids = torch.tensor(ids)
     if not isinstance(ids, Tensor):
+        hint = "; pass its expert_ids()" if isinstance(ids, RecordedRouting) else ""
         raise ValueError(
             f"expected the expert ids of {whose} as a tensor or an array, got {described(ids)}"
+            + hint
         )
     # Of what has no sign torch compares little, and clamps -1 to its largest number.
     return ids if ids.dtype.is_signed or ids.dtype is torch.bool else ids.long()

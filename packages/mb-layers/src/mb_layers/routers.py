@@ -67,20 +67,22 @@ class ExpertChoiceRouter(Router):
             num_tokens, experts = x_TD.shape[0], config.num_experts
             limit = -(-config.top_k * num_tokens // experts)  # all experts' C is the same
             order_TE = torch.sort(choice_TE, dim=0, descending=True, stable=True).indices
-            tokens_EC = order_TE[:limit].T.contiguous()
+            # Not [:limit], nor reshape below: with a dynamic T torch.export cannot tell that the
+            # limit is at most T and never 0.
+            place_C = torch.arange(limit, device=x_TD.device)
+            tokens_EC = order_TE.T.index_select(1, place_C)
             weights_EC = scores_TE.T.gather(1, tokens_EC) * config.routed_scaling_factor
         ids_EC = torch.arange(experts, device=x_TD.device, dtype=torch.int32)[:, None]
         ids_EC = ids_EC.expand(tokens_EC.shape)
         if mask_T is not None:
             real_limit = -(-config.top_k * mask_T.sum() // experts)
-            place_C = torch.arange(limit, device=x_TD.device)
             ids_EC = torch.where(mask_T[tokens_EC] & (place_C < real_limit), ids_EC, -1)
         return RouterOutput(
-            weights_EC.reshape(-1, 1),
-            ids_EC.reshape(-1, 1),
+            weights_EC.flatten()[:, None],
+            ids_EC.flatten()[:, None],
             probs_TE,
             logits_TE,
-            tokens_EC.reshape(-1),
+            tokens_EC.flatten(),
         )
 
 

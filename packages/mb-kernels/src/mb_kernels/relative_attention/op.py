@@ -46,6 +46,8 @@ def relative_attention(
 
     Returns:
         y_THC in the dtype of q. Products are computed in it, sums, softmax and bias in fp32.
+        Hidden keys weigh 0, and 0 times NaN is NaN: as in torch's attention one NaN or infinity in
+        a key or value may reach every token of its segment, and the gradients too.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match; heads wider than 128 on a GPU.
@@ -90,7 +92,7 @@ def relative_attention(
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=wide_dtype(q))
+    return q.new_empty(q.shape), q.new_empty((2, q.shape[1], q.shape[0]), dtype=wide_dtype(q))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,7 +141,7 @@ registration.register(
 )
 registration.register(
     "relative_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor bias, "
-    "Tensor offsets, Tensor y, Tensor lse, bool causal, float scale, bool need_bias) "
+    "Tensor offsets, Tensor y, Tensor norms, bool causal, float scale, bool need_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.backward,
     kernels="mb_kernels.relative_attention.kernels",

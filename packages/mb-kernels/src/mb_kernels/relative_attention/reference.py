@@ -38,14 +38,17 @@ def forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """y_THC, and lse_HT, the logsumexp of each token's scores."""
-    y_parts, lse_parts = [], []
+    """y_THC, and norms_2HT: each token's highest score, the sum of exp(scores - it) as log2.
+
+    0 and 0 of a token that sees nothing.
+    """
+    y_parts, norms_parts = [], []
     for rows in _segments(offsets_N1, bias_HA, q_THC.shape[0]):
         q_HLC, k_HLC, v_HLC = _by_head(q_THC.shape[1], q_THC[rows], k_TGC[rows], v_TGC[rows])
         scores_HLL = _scores(q_HLC, k_HLC, bias_HA, causal, scale)
         y_parts.append((_softmax(scores_HLL) @ v_HLC).transpose(0, 1).to(q_THC.dtype))
-        lse_parts.append(scores_HLL.logsumexp(-1))
-    return torch.cat(y_parts), torch.cat(lse_parts, dim=1)
+        norms_parts.append(_norms(scores_HLL))
+    return torch.cat(y_parts), torch.cat(norms_parts, dim=2)
 
 
 def backward(
@@ -56,7 +59,7 @@ def backward(
     bias_HA: Tensor,
     offsets_N1: Tensor,
     y_THC: Tensor,
-    lse_HT: Tensor,
+    norms_2HT: Tensor,
     causal: bool,
     scale: float,
     need_bias: bool,
@@ -64,12 +67,12 @@ def backward(
     """Gradients of q, k, v and, in fp32 (fp64 if q is), of the bias ([0] without `need_bias`)."""
     H, A = bias_HA.shape
     dq, dk, dv = (torch.zeros_like(x) for x in (q_THC, k_TGC, v_TGC))
-    d_bias_HA = torch.zeros_like(bias_HA, dtype=lse_HT.dtype)
+    d_bias_HA = torch.zeros_like(bias_HA, dtype=norms_2HT.dtype)
     for rows in _segments(offsets_N1, bias_HA, q_THC.shape[0]):
         q_HLC, k_HLC, v_HLC = _by_head(H, q_THC[rows], k_TGC[rows], v_TGC[rows])
         dy_HLC, y_HLC = _by_head(H, dy_THC[rows], y_THC[rows])
         scores_HLL = _scores(q_HLC, k_HLC, bias_HA, causal, scale)
-        p_HLL = _softmax(scores_HLL)  # exp(scores - lse) is off by what lse was rounded
+        p_HLL = _softmax(scores_HLL)
         means_HL1 = (dy_HLC * y_HLC).sum(-1, keepdim=True)
         d_scores_HLL = p_HLL * (dy_HLC @ v_HLC.mT - means_HL1)
         dq[rows] = (d_scores_HLL @ k_HLC * scale).transpose(0, 1).to(dq.dtype)
@@ -131,3 +134,12 @@ def _softmax(scores_HLL: Tensor) -> Tensor:
     """Over keys; zeros for a token that sees none."""
     nothing_HL1 = (scores_HLL == -torch.inf).all(-1, keepdim=True)
     return scores_HLL.masked_fill(nothing_HL1, 0.0).softmax(-1).masked_fill(nothing_HL1, 0.0)
+
+
+def _norms(scores_HLL: Tensor) -> Tensor:
+    if not scores_HLL.numel():
+        return scores_HLL.new_zeros(2, *scores_HLL.shape[:2])
+    peaks_HL = scores_HLL.amax(-1)
+    peaks_HL = peaks_HL.masked_fill(peaks_HL == -torch.inf, 0.0)
+    totals_HL = (scores_HLL - peaks_HL[..., None]).exp().sum(-1)
+    return torch.stack([peaks_HL, totals_HL.masked_fill(totals_HL == 0, 1.0).log2()])

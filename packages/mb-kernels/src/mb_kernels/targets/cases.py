@@ -218,8 +218,8 @@ def _attention(heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
             _int32(9),
         )
         k = v = _empty(4096, 4, width, dtype=dtype)
-        y, lse = attention.relative_attention(q, k, v, bias, offsets, causal, 1.0)
-        given = (y, q, k, v, bias, offsets, y, lse)
+        y, norms = attention.relative_attention(q, k, v, bias, offsets, causal, 1.0)
+        given = (y, q, k, v, bias, offsets, y, norms)
         attention.relative_attention_backward(*given, causal, 1.0, True)
 
     return {

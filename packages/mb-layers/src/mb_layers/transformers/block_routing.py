@@ -26,7 +26,12 @@ def _softmax_after_top_k(config: Any) -> dict[str, Any]:
     return {"renormalize": True}
 
 
-def _softmax_and_bias(config: Any) -> dict[str, Any]:
+def _ernie(config: Any) -> dict[str, Any]:
+    if config.norm_min > 1e-12:  # the router's name for it
+        raise ValueError(
+            f"expected moe_norm_min of at most 1e-12, got {config.norm_min}: dMoE divides by the "
+            "sum of a token's weights however small it is"
+        )
     return {"renormalize": True, "balancing_bias": True}
 
 
@@ -142,7 +147,7 @@ _CLASSES: dict[ToFields, tuple[str, ...]] = {
         "Qwen3_5MoeSparseMoeBlock",
         "Qwen3VLMoeTextSparseMoeBlock",
     ),
-    _softmax_and_bias: ("Ernie4_5_MoeSparseMoeBlock",),
+    _ernie: ("Ernie4_5_MoeSparseMoeBlock",),
     _gpt_oss: ("GptOssMLP",),
     _sigmoid: ("FlintSparseMoeBlock",),
     _sigmoid_and_bias("route_scale"): ("AfmoeSparseMoeBlock",),

@@ -83,7 +83,14 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     }
     shared: Any = next((m for m in map(block._modules.get, SHARED_EXPERTS) if m is not None), None)
     if shared is not None:
-        fields["shared_expert_hidden_size"] = shared.down_proj.in_features
+        width = shared.down_proj.in_features
+        if not width:
+            raise ValueError(
+                f"expected {kind} with a shared expert of some width, got one of 0, whose empty "
+                f'weights dMoE does not have; model.set_experts_implementation("{IMPLEMENTATION}") '
+                "works"
+            )
+        fields["shared_expert_hidden_size"] = width
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
     return MoEConfig(**(fields | routing | overrides))
 

@@ -80,8 +80,8 @@ def attention_fwd_kernel(
         peak_now = tl.maximum(peak, tl.max(s, 1))
         # Of a query that has seen nothing yet the peak is -inf, and so are its scores.
         base = tl.where(peak_now == float("-inf"), 0.0, peak_now)
-        shrink = tl.exp2((peak - base) * _LOG2E)
-        p = tl.exp2((s - base[:, None]) * _LOG2E)
+        shrink = tl.exp(peak - base)
+        p = tl.exp(s - base[:, None])
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision=PRECISION)
         peak = peak_now

@@ -185,6 +185,12 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "further pp2": (2, f"{PP} 2 {FURTHER}", True),
+    "further pp2 zero-bubble": (
+        2,
+        f"{PP} 2 {FOUR} {FURTHER} --num-layers-per-virtual-pipeline-stage 1 "
+        "--pipeline-schedule zbv-zero-bubble",
+        True,
+    ),
     "sinkhorn tp2": (2, f"{TP} 2 {SINKHORN}", True),
     "sinkhorn ep2 gather, recompute full": (
         2,

@@ -13,6 +13,7 @@ from mb_data.chat import tokens
 from mb_data.chat.conversation import Conversation, conversation_of
 from mb_data.maintenance import decode, inspect, merge, shuffle, validate
 from mb_data.samples.conversations import LEARNED, READ, Conversations
+from tokenizers import Tokenizer, processors
 
 
 def messages(*pairs):
@@ -82,6 +83,24 @@ def test_a_token_across_the_border_is_not_learned():
     assert found.tolist() == [False, False, True, True, False, False, True, False]
     assert tokens._learned([(0, 2), (2, 3)], [(0, 3)]).tolist() == [False, True]
     assert tokens._learned([], [(0, 3)]).tolist() == []
+
+
+def test_spaces_of_an_answer_are_learned(folder, tmp_path):
+    """Also by a tokenizer that takes them off the places of its tokens, as GPT-NeoX's does."""
+    file = folder / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    library.save(str(file))
+    source = chats(tmp_path / "in.jsonl", [("user", "a  b"), ("assistant", "  if a:\n    b  ")])
+    dataset = IndexedDataset(preprocess_chats(source, tmp_path / "out", tokenizer=folder).output)
+    tokenizer = theirs(folder)
+    assert learned_texts(dataset, tokenizer, 0) == ["  if a:\n    b  <|im_end|>"]
+    said = [
+        {"role": "user", "content": "a  b"},
+        {"role": "assistant", "content": "  if a:\n    b  "},
+    ]
+    whole = tokenizer.apply_chat_template(said, return_dict=False)
+    assert np.concatenate([dataset[i] for i in dataset.document(0)]).tolist() == whole
 
 
 def test_answers_without_an_end_are_told_of(tmp_path):

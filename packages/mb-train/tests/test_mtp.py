@@ -195,14 +195,9 @@ def test_a_plan_counts_them():
         ({"model": "bert"}, "--model gpt, .* got bert"),
         ({"post_layernorm": True}, "a norm that ends it.* got .* --post-layernorm"),
         ({"norm_placement": "sum"}, "a norm that ends it.* got .* --norm-placement"),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved-zero-bubble",
-             "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4},
-            "--pipeline-schedule without zero-bubble with --mtp-num-layers 1",
-        ),
         ({"mtp_num_layers": -1}, "--mtp-num-layers of at least 0, got -1"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         TrainConfig(**{**SIZES, "mtp_num_layers": 1, **change})

@@ -173,6 +173,31 @@ def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
         resolve_start(parse([*begins, "--exit-on-missing-checkpoint"]))
 
 
+def test_a_script_begins_anew_where_there_is_no_checkpoint(finished, tmp_path):
+    """Megatron's do; what would lose the weights that were asked for is an error."""
+    missing, save = str(tmp_path / "weights"), str(tmp_path / "run")
+    script = [*TINY[1:], "--train-iters=2", "--lr=1e-3", "--load", missing]
+    into = [*script, "--save", save]
+    started = resolve_start(parse(into))
+    assert (started.start, started.config.load, started.config.save) == (None, None, save)
+    assert f"NO CHECKPOINT IN {missing}: this run begins anew" in started.notes[-1]
+    notes = resolve_start(parse([*script, "--save", missing])).notes
+    assert not any("NO CHECKPOINT" in note for note in notes)  # it restarts itself
+    there = resolve_start(parse([*into, "--load", str(finished[0]), "--train-iters=3"]))
+    assert there.start.checkpoint == finished[0] / "iter_0000002"
+    for words in (
+        script, [*into, "--exit-on-missing-checkpoint"], [*into, "--finetune"],
+        [*into, "--ckpt-step=2"], [*into, "--recipe=quickstart"],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"Expected a checkpoint in .*weights.*, found none"):
+            resolve_start(parse(words))
+    Path(missing).mkdir()
+    (Path(missing) / "config.json").write_text("{}")
+    for folder in (save, missing):
+        with pytest.raises(ValueError, match="one of Hugging Face's: the convert command makes"):
+            resolve_start(parse([*script, "--save", folder]))
+
+
 def test_going_on_from_python(finished, tmp_path, capsys):
     """`train` with a `load` goes on from there; it began from scratch, and set the run aside."""
     folder, _ = finished

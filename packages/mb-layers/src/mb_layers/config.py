@@ -339,7 +339,7 @@ class MoEConfig:
         if self.group_score_top > per_group:
             raise ValueError(
                 f"expected group_score_top <= {per_group}, the experts in one group, "
-                f"got {self.group_score_top}"
+                f"got {self.group_score_top}; lower it, or take fewer groups"
             )
         if self.top_k > self.top_k_groups * per_group:
             raise ValueError(

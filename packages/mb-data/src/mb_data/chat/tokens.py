@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mb_data.chat.conversation import ASSISTANT, Conversation, Written, texts_in, write
 from mb_data.chat.template import ChatTemplate, Message
+from mb_data.untrusted import json_of
 
 FILE = "tokenizer.json"
 
@@ -60,7 +61,11 @@ class ChatTokenizer:
                 name="tokenizers",
             ) from error
         try:
-            self._library = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            described = json_of(file.read_bytes())
+            # It places special tokens, which the template does here, and may take spaces off the
+            # places of tokens (GPT-NeoX's, OLMoE's): those of spaces alone would be nowhere.
+            described["post_processor"] = None
+            self._library = Tokenizer.from_str(json.dumps(described))
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{file}: not a tokenizer.json: {error}") from error
         self._library.no_truncation()

@@ -126,7 +126,6 @@ class TrainConfig(
         self._check_classifier()
         self._check_places()
         self._check_dispatcher()
-        self._check_halves()
         self._check_layers_of_experts()
         self._check_fp8()
         self._check_mup()
@@ -348,15 +347,6 @@ class TrainConfig(
                 "Expected another --moe-dispatcher than peer with --pipeline-schedule "
                 f"{self.schedule_in_force}, the second half of whose backward pass finds others' "
                 "rows in the peers' memory. Take all_to_all, or interleaved-1f1b."
-            )
-
-    def _check_halves(self) -> None:
-        if self.mtp_num_layers and "zero-bubble" in self.schedule_in_force:
-            raise ValueError(
-                "Expected --pipeline-schedule without zero-bubble with --mtp-num-layers "
-                f"{self.mtp_num_layers}, got {self.schedule_in_force}: torch cannot take apart the "
-                "backward pass of a last stage that uses embedding and head several times. Take "
-                "1f1b or interleaved-1f1b."
             )
 
     def _check_layers_of_experts(self) -> None:

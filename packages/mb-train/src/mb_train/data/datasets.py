@@ -11,6 +11,7 @@ from mb_data import Tokenizer
 
 from mb_train.config import TrainConfig
 from mb_train.data.batches import check_tokens
+from mb_train.data.ends import without_ends
 from mb_train.data.named import Named, named_data
 from mb_train.data.same import identity
 from mb_train.data.sample import sample_corpus
@@ -87,6 +88,9 @@ def prepare_data(
         raise ValueError(f"Expected documents to train on, got none from {prefixes}{split}.")
     if valid is None and evaluated:
         say(f"data: no evaluations, since there is no document for them{split}")
+    prefixes = [prefix for data in sources for prefix in data.prefixes]
+    for line in without_ends(config, prefixes, tokenizer):
+        say(line)
     files = [file for data in sources for file in data.files]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)

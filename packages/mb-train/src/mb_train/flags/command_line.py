@@ -28,6 +28,7 @@ from mb_train.flags.megatron_defaults import (
     beside_sinkhorn,
     defaults_beside,
     is_by_sinkhorn,
+    is_whole,
     lone_expert,
     other_muon,
     remarks_on,
@@ -46,6 +47,7 @@ class CommandLine:
 
     `of_every_layer` names those weights of `values` that every layer's loss has, not their mean.
     `unsaid` are those of `values` that nobody said: defaults that Megatron's scripts have.
+    `whole` is what `megatron_defaults.is_whole` says of the flags alone.
     `own` holds the arguments of a command that are not a run's.
     """
 
@@ -56,6 +58,7 @@ class CommandLine:
     of_every_layer: tuple[str, ...] = ()
     unsaid: dict[str, Any] = dataclasses.field(default_factory=dict)
     own: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
+    whole: bool = False
 
     def going_on(self) -> CommandLine:
         """The same where a run goes on, which has been told what is unsaid here."""
@@ -118,6 +121,7 @@ def parse(
     wrong += beside_sinkhorn(beside, values, of_every_layer) if by_sinkhorn else []
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
+    whole = is_whole(values)
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
@@ -128,7 +132,7 @@ def parse(
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
     of_every = tuple(of_every_layer)
-    return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned)
+    return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned, whole)
 
 
 def _about_folder(name: str) -> str:

@@ -80,7 +80,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["position_embedding_type"] = "none"
     if _is_exact_gelu(typed, values):
         found["activation"] = "gelu"
-    if _is_whole(values) and values.get("optimizer") == "muon":
+    if is_whole(values) and values.get("optimizer") == "muon":
         found |= {"muon_nesterov": False, "muon_extra_scale_factor": 1.0}
         if _FIRST_NESTEROV in typed:
             found["muon_momentum"] = 0.9
@@ -95,7 +95,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
-    if _is_whole(values) and _has_experts(typed, values):
+    if is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
     top_k = _core_top_k(typed, values)
@@ -146,7 +146,7 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     return notes
 
 
-def _is_whole(values: Mapping[str, Any]) -> bool:
+def is_whole(values: Mapping[str, Any]) -> bool:
     """Whether this is a whole script, not a few flags beside a recipe."""
     return "num_layers" in values and "recipe" not in values
 
@@ -167,7 +167,7 @@ def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     if not _has_experts(typed, values):
         others.append(_TE_FUSED_MLP)
     unfused = any(name in typed for name in (NO_BIAS, NO_FUSED_GELU))
-    return unfused and _is_whole(values) and not named and not any(name in typed for name in others)
+    return unfused and is_whole(values) and not named and not any(name in typed for name in others)
 
 
 def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
@@ -176,7 +176,7 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
         return None
     if TOPK in typed:
         return values["moe_top_k"]
-    megatrons = _is_whole(values) and _has_experts(typed, values)
+    megatrons = is_whole(values) and _has_experts(typed, values)
     cores = megatrons and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 
@@ -190,7 +190,7 @@ def is_by_sinkhorn(values: Mapping[str, Any]) -> bool:
 def _sinkhorn_weights(typed: Container[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """How Megatron weighs the experts that Sinkhorn's balance chooses."""
     top_k = values.get("moe_top_k", _core_top_k(typed, values))
-    if top_k is None and _is_whole(values):
+    if top_k is None and is_whole(values):
         top_k = 1
     found: dict[str, Any] = {"moe_renormalize": False}
     if top_k is not None:
@@ -222,7 +222,7 @@ def beside_sinkhorn(
 
 def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """Remarks on a whole script with Muon that leaves to Megatron what is otherwise here."""
-    if values.get("optimizer") != "muon" or not _is_whole(values):
+    if values.get("optimizer") != "muon" or not is_whole(values):
         return []
     found = []
     if "--muon-coefficient-type" not in typed:

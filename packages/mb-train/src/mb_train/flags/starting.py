@@ -8,12 +8,16 @@ from mb_train.config import TrainConfig
 from mb_train.config.resume import check_changes
 from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.folder.run_folder import SavedRun, read_saved_run
-from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start
+from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start, restarts_itself
 
 _FP8 = (
     "FP8 is E4M3 with a scale for each row and each output channel, found anew at each product, "
     "whatever --fp8-format and --fp8-recipe say: gradients then need neither E5M2's range nor a "
     "history. Gradients of weights are products of what was not rounded"
+)
+_ANEW = (
+    "NO CHECKPOINT IN {}: this run begins anew, with random weights, as Megatron's scripts do. "
+    "--exit-on-missing-checkpoint makes that an error"
 )
 
 
@@ -28,12 +32,15 @@ def resolve_start(command: CommandLine) -> Resolved:
     load, save = values.get("load"), values.get("save")
     if load is None:
         return _with_remarks(command, find_start(resolve(command)))
-    checkpoint = checkpoint_to_load(
-        load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
-    )
+    itself = restarts_itself(load, save)
+    script = command.whole and save is not None and not values.get("finetune")
+    may_begin = (itself or script) and not values.get("exit_on_missing_checkpoint")
+    checkpoint = checkpoint_to_load(load, values.get("ckpt_step"), may_begin=may_begin)
     if checkpoint is None:
         begun = dataclasses.replace(resolve(command), load=None)
-        return _with_remarks(command, Resolved(begun))
+        return _with_remarks(
+            command, Resolved(begun, notes=() if itself else (_ANEW.format(load),))
+        )
     saved = read_saved_run(checkpoint)
     if not values.get("finetune"):
         command = command.going_on()

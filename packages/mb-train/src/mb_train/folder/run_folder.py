@@ -137,7 +137,7 @@ def checkpoint_in(path: Path) -> Path:
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(f"Expected a checkpoint in {path}, found none.{_whose(path)}")
+        raise ValueError(f"Expected a checkpoint in {path}, found none.{whose(path)}")
     return checkpoint
 
 
@@ -151,11 +151,12 @@ def checkpoint_of(folder: Path, iteration: int) -> Path:
     if path in whole:
         return path
     there = ", ".join(str(iteration_of(one)) for one in whole)
-    hint = f" --ckpt-step takes one of {there}." if whole else _whose(path)
+    hint = f" --ckpt-step takes one of {there}." if whole else whose(path)
     raise ValueError(f"Expected a checkpoint in {path}, found none.{hint}")
 
 
-def _whose(path: Path) -> str:
+def whose(path: Path) -> str:
+    """A sentence that says which other program's checkpoint is there; "" if there is none."""
     megatron = ["mp_rank_*", "iter_*/mp_rank_*", "metadata.json", "iter_*/metadata.json"]
     there = {"Hugging Face": ["config.json"], "Megatron": megatron}
     for name, patterns in there.items():
@@ -171,7 +172,7 @@ def _whole(folder: Path) -> list[Path]:
 def others(folder: Path, damaged: Path | None = None) -> str:
     """A sentence that names the latest checkpoint there but `damaged`, or another program's."""
     there = [path for path in _whole(folder) if path != damaged]
-    return f" There is {there[-1]}: give that to --load." if there else _whose(folder)
+    return f" There is {there[-1]}: give that to --load." if there else whose(folder)
 
 
 def read_saved_run(checkpoint: Path) -> SavedRun:

@@ -15,6 +15,7 @@ from mb_train.folder.run_folder import (
     checkpoint_of,
     find_checkpoint,
     read_saved_run,
+    whose,
 )
 
 
@@ -72,21 +73,22 @@ def find_start(config: TrainConfig) -> Resolved:
         if config.ckpt_step is not None:
             raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
         return Resolved(config)
-    checkpoint = checkpoint_to_load(
-        config.load, config.save, config.ckpt_step, config.exit_on_missing_checkpoint
-    )
+    may_begin = restarts_itself(config.load, config.save) and not config.exit_on_missing_checkpoint
+    checkpoint = checkpoint_to_load(config.load, config.ckpt_step, may_begin=may_begin)
     if checkpoint is None:
         return Resolved(dataclasses.replace(config, load=None))
     saved = read_saved_run(checkpoint)
     return Resolved(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
 
 
-def checkpoint_to_load(
-    load: str, save: str | None, step: int | None, must_exist: bool
-) -> Path | None:
-    """The checkpoint to go on from; None for a run that begins where it will go on from later."""
+def restarts_itself(load: str, save: str | None) -> bool:
+    """Whether a run loads from where it saves, as scripts that are run again do from the start."""
+    return save is not None and Path(save) == Path(load)
+
+
+def checkpoint_to_load(load: str, step: int | None, *, may_begin: bool) -> Path | None:
+    """The checkpoint to go on from; None for a run that may begin anew, and finds none."""
+    path = Path(load)
     if step is not None:
-        return checkpoint_of(Path(load), step)
-    # Scripts that restart themselves load from where they save, the first time as well.
-    may_begin = save is not None and Path(save) == Path(load) and not must_exist
-    return (find_checkpoint if may_begin else checkpoint_in)(Path(load))
+        return checkpoint_of(path, step)
+    return (find_checkpoint if may_begin and not whose(path) else checkpoint_in)(path)

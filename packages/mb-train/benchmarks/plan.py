@@ -33,6 +33,11 @@ from small_runs import end_at_sigterm, random_sentences, random_tokens, train
 TWICE_32 = {"micro_batch_size": 32, "global_batch_size": 64}
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 HEAVY = {"num_layers": 4, "micro_batch_size": 8, "global_batch_size": 8}
+DEEP = {
+    "micro_batch_size": 64,
+    "global_batch_size": 64,
+    "recompute_granularity": "full",
+} | NO_DROPOUT
 GRAPH = {"cuda_graph": True, "compile": False, "global_batch_size": 32} | NO_DROPOUT
 # Case -> its recipe, and the fields that make it one GPU's.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe-1b-7b-heavy": ("olmoe-1b-7b", HEAVY),
     "olmoe-1b-7b-layers": ("olmoe-1b-7b", HEAVY | {"cpu_offloading_num_layers": 2}),
     "olmoe-1b-7b-all-layers": ("olmoe-1b-7b", HEAVY | {"cpu_offloading_num_layers": 4}),
+    "dense-760m-recompute": ("dense-760m", DEEP),
+    "dense-760m-inputs": ("dense-760m", DEEP | {"cpu_offloading_num_layers": 24}),
     "deepseek-v2-lite": (
         "deepseek-v2-lite",
         {"num_layers": 4, "micro_batch_size": 4, "global_batch_size": 8},

@@ -28,7 +28,7 @@ from mb_train.plan.flops import flops, flops_in_fp8
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.rounding import rounding
 from mb_train.plan.sizing import _parts, sizes
-from mb_train.plan.step_time import orthogonalising
+from mb_train.plan.step_time import Demand, orthogonalising, waiting
 from mb_train.plan.words import GIB, describe, memory_warning
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import one_process_task
@@ -652,6 +652,45 @@ def test_the_time_in_fp8(case):
     )
     assert 16.384 / with_fp8 == pytest.approx(rates[1], rel=0.06)
     assert without / with_fp8 == pytest.approx(rates[1] / rates[0], rel=0.015)
+
+
+# Four layers of OLMoE in steps of 32,768 tokens whose activations go to the host, by
+# benchmarks/plan.py (benchmarks/results/2026-11-27-h200.md): GiB, ms, fields beside.
+ON_HOST = {
+    "none": (37.7, 164.0, {}),
+    "two layers": (35.9, 297.3, {"cpu_offloading_num_layers": 2}),
+    "all layers": (34.2, 444.7, {"cpu_offloading_num_layers": 4}),
+    "recompute": (32.2, 199.5, {"recompute_granularity": "full"}),
+    "inputs": (
+        *(32.2, 199.8),
+        {"recompute_granularity": "full", "cpu_offloading_num_layers": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_HOST)
+def test_the_time_and_the_memory_with_activations_on_the_host(case):
+    gib, milliseconds, also = ON_HOST[case]
+    batch = {"num_layers": 4, "micro_batch_size": 8, "global_batch_size": 8}
+    found = sizes(TrainConfig(**recipe("olmoe-1b-7b") | batch | also), 50304, 1, "NVIDIA H200")
+    assert found.memory / GIB == pytest.approx(gib, rel=0.08)
+    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.05)
+
+
+def test_copies_hide_behind_the_layers_between():
+    """By hand: one layer computes for 3 ms forward and 6 backward, a copy takes 10."""
+    layer = Demand(products=0.71 * 989e12 * 9e-3)
+    copy = 0.66 * 64e9 * 10e-3
+
+    def milliseconds(*away):
+        return 1000 * waiting(away, sum([layer] * len(away), Demand()), "NVIDIA H200")
+
+    assert milliseconds(0, 0, 0) == 0
+    assert milliseconds(0, 0, copy) == 0  # it is there still when its backward pass begins
+    assert milliseconds(copy, 0) == pytest.approx(7 + 4)
+    assert milliseconds(copy, copy) == pytest.approx(7 + 4)
+    assert milliseconds(copy, 0, copy, 0) == pytest.approx(4 + 0 + 7 + 4)
+    assert milliseconds(copy, 0, 0, 0, 0) == 0
 
 
 def test_modules_for_further_tokens_are_in_fp8_as_the_last_layer_is():

@@ -313,7 +313,8 @@ def _step_s(
             repeated=repeated,
         ),
     ]
-    away = 2 * sum(away_by_layer(config, layers)) * samples
-    waits = waiting(away, sum(in_blocks, Demand()), device)
+    micro_batch = whole(config.micro_batch_size)
+    away = [2 * numbers * micro_batch for numbers in away_by_layer(config, layers)]
+    waits = waiting(away, sum(in_blocks, Demand()).shared(micro_batches), device)
     computes = sum((*in_blocks, *others), Demand()).seconds(device)
-    return None if computes is None or waits is None else computes + waits
+    return None if computes is None or waits is None else computes + micro_batches * waits

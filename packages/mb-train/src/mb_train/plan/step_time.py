@@ -10,7 +10,8 @@ one with many experts, they are not. What ranks tell each other is not counted, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,8 +33,9 @@ _BANDWIDTH = 0.75
 # That pass over moments in the host's memory, read and written at the same time: 39.3 of 64 GB/s
 # each way (benchmarks/results/2026-11-27-h200.md).
 _LINK = 0.61
-# Copies between pinned memory and the GPU's, 51 of 64 GB/s each way at once (the same page).
-_COPIES = 0.8
+# Copies of activations to pinned memory and back: 42 of 64 GB/s, fitted to two measured steps (the
+# same page). Copies that do nothing else reach 51.
+_COPIES = 0.66
 # How often what blocks keep passes through the memory beside the products, there and as gradients;
 # and the logits, written and read by three products and twice by the loss. Fitted to the measured
 # steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
@@ -78,15 +80,15 @@ class Demand:
         return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s + linked_s
 
 
-def waiting(away: float, blocks: Demand, device: str) -> float | None:
-    """Seconds that a step waits for activations to go to the host's memory, and to come back.
+def waiting(away: Sequence[float], blocks: Demand, device: str) -> float | None:
+    """Seconds that a micro-batch waits for activations to go to the host's memory and to come back.
 
-    They travel while blocks compute: in the forward pass for a third of the time that these take,
-    in the backward pass for two.
+    A layer's copies out begin behind it, and the next layer that sends, or the last one, waits for
+    them at its end. In the backward pass they come back while those between the two compute.
 
     Args:
-        away: their bytes.
-        blocks: what the forward and the backward pass of all blocks ask for.
+        away: bytes that each layer sends, in order.
+        blocks: what the forward and the backward pass of all of them ask for.
 
     Returns:
         None where the device's data sheet is not known.
@@ -94,8 +96,14 @@ def waiting(away: float, blocks: Demand, device: str) -> float | None:
     sheet, computing = data_sheet(device), blocks.seconds(device)
     if sheet is None or computing is None:
         return None
-    copying = away / (_COPIES * 1e9 * sheet.link_gb)
-    return sum(max(copying - computing * third / 3, 0.0) for third in (1, 2))
+    forward = computing / 3 / len(away)  # of a layer; its backward pass takes twice as long
+    places = dict.fromkeys([*(n for n, sent in enumerate(away) if sent), len(away) - 1])
+    waits = 0.0
+    for place, following in itertools.pairwise(places):
+        copying = away[place] / (_COPIES * 1e9 * sheet.link_gb)
+        hidden = (following - place) * forward
+        waits += max(copying - hidden, 0.0) + max(copying - 2 * hidden, 0.0)
+    return waits
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

@@ -46,6 +46,17 @@ _LATENT = """--distributed-timeout-minutes 60 --context-parallel-size 1
     --log-interval 1 --tensorboard-dir boards --bf16 --exit-interval 50
     --train-iters 50"""
 
+_PROXY = f"""{_LATENT} --expert-model-parallel-size 2 --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1 --use-megatron-fsdp --megatron-fsdp-version 2
+    --data-parallel-sharding-strategy optim_grads_params --outer-dp-sharding-strategy
+    no_shard --deterministic-mode --ckpt-format fsdp_dtensor
+    --no-gradient-accumulation-fusion --micro-batch-size 32 --global-batch-size 256
+    --exit-duration-in-mins 60 --seq-length 1024 --num-layers 8 --hidden-size 512
+    --ffn-hidden-size 2048 --num-attention-heads 8 --max-position-embeddings 1024
+    --make-vocab-size-divisible-by 64 --num-experts 8 --moe-layer-freq ([0]*3+[1]*5)
+    --q-lora-rank 256 --kv-lora-rank 128 --rotary-scaling-factor 1.0 --eval-iters 10
+    --logging-level 10"""
+
 _SINKHORN = f"""{_SMALL} --num-layers 12 --micro-batch-size 4 --timing-log-level 0
     --attention-softmax-in-fp32 --bf16 --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 1 --expert-model-parallel-size 2 --sequence-parallel
@@ -162,32 +173,13 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
             --pipeline-model-parallel-layout Et*3|(tt|)*6mL --overlap-moe-expert-parallel-comm""",
         ),
         (
-            "deepseek_proxy_mfsdp_v2_ep2", "gpt",
-            f"""{_LATENT} --expert-model-parallel-size 2 --tensor-model-parallel-size 1
-            --pipeline-model-parallel-size 1 --use-megatron-fsdp --megatron-fsdp-version 2
-            --data-parallel-sharding-strategy optim_grads_params --outer-dp-sharding-strategy
-            no_shard --deterministic-mode --ckpt-format fsdp_dtensor
-            --no-gradient-accumulation-fusion --micro-batch-size 32 --global-batch-size 256
-            --exit-duration-in-mins 60 --seq-length 1024 --num-layers 8 --hidden-size 512
-            --ffn-hidden-size 2048 --num-attention-heads 8 --max-position-embeddings 1024
-            --make-vocab-size-divisible-by 64 --num-experts 8 --moe-layer-freq ([0]*3+[1]*5)
-            --q-lora-rank 256 --kv-lora-rank 128 --rotary-scaling-factor 1.0 --eval-iters 10
-            --logging-level 10""",
+            "deepseek_proxy_mfsdp_v2_ep2", "gpt", _PROXY,
         ),
         (
             "deepseek_proxy_mfsdp_v2_ep2_bf16_cg", "gpt",
-            f"""{_LATENT} --expert-model-parallel-size 2 --tensor-model-parallel-size 1
-            --pipeline-model-parallel-size 1 --use-megatron-fsdp --megatron-fsdp-version 2
-            --data-parallel-sharding-strategy optim_grads_params --outer-dp-sharding-strategy
-            no_shard --deterministic-mode --ckpt-format fsdp_dtensor
-            --no-gradient-accumulation-fusion --micro-batch-size 32 --global-batch-size 256
-            --exit-duration-in-mins 60 --seq-length 1024 --num-layers 8 --hidden-size 512
-            --ffn-hidden-size 2048 --num-attention-heads 8 --max-position-embeddings 1024
-            --make-vocab-size-divisible-by 64 --cuda-graph-impl=full_iteration --moe-paged-stash
+            f"""{_PROXY} --cuda-graph-impl=full_iteration --moe-paged-stash
             --moe-expert-rank-capacity-factor=1.5 --moe-use-grouped-tensor
-            --use-transformer-engine-op-fuser --num-experts 8 --moe-layer-freq ([0]*3+[1]*5)
-            --q-lora-rank 256 --kv-lora-rank 128 --rotary-scaling-factor 1.0 --eval-iters 10
-            --logging-level 10""",
+            --use-transformer-engine-op-fuser""",
         ),
         (
             "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer", "gpt",

@@ -200,6 +200,10 @@ REFUSALS = (
     "Expected cores to be several modules, got one Core.",
     "Expected a ParallelMesh, got NoneType.",
     "Expected cp = 2 and the 3 key-value heads to divide the 3 heads of a rank",
+    "by position, got Core called with tensors [[1, 4, 6]]. Pass the module that computes",
+    "by position, got Core called with tensors []. Pass the module that computes",
+    "by position, got Core called with tensors [[4, 2, 2], [4, 2, 2], [4, 2, 2]]. Pass",
+    "Expected a core to return one tensor, got tuple from Identity.",
     "Expected layers of experts that know of cp = 2 and tp = 1, got one that counts each rank's "
     "tokens alone. Call parallelize_experts first, with ep = 1 too.",
 )
@@ -207,13 +211,18 @@ REFUSALS = (
 
 def _refusals(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
-    core = Core()
-    parallelize_context([core], mesh)
+    core, pair = Core(), nn.Identity()
+    pair.forward = lambda *qkv: qkv
+    parallelize_context([core, pair], mesh)
     calls = (
         lambda: parallelize_context([core], mesh),
         lambda: parallelize_context(core, mesh),
         lambda: parallelize_context([core], None),
         lambda: core(*torch.ones(3, 1, 4, 3, 2).unbind()),
+        lambda: core(torch.ones(1, 4, 6)),
+        lambda: core(**dict(zip("qkv", torch.ones(3, 1, 4, 2, 2), strict=True))),
+        lambda: core(*torch.ones(3, 4, 2, 2)),
+        lambda: pair(*torch.ones(3, 1, 4, 2, 2)),
         lambda: apply_data_parallel(dMoE(_config()), mesh, blocks=[]),
     )
     for call, said in zip(calls, REFUSALS, strict=True):

@@ -975,6 +975,15 @@ def test_the_model_is_no_block_of_its_own():
         apply_data_parallel(model, ParallelDims().build("cpu"), blocks=[model])
 
 
+@pytest.mark.parametrize("given", ["blocks", "keep_fp32"])
+def test_a_list_of_blocks_is_no_block(given):
+    """Nobody calls it, so FSDP2 would never gather what it holds."""
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    arguments = {"blocks": [], given: [model[0]]}
+    with pytest.raises(ValueError, match=f"Expected {given} that are called, got a ModuleList"):
+        apply_data_parallel(model, ParallelDims().build("cpu"), **arguments)
+
+
 def test_several_modules_for_one_are_refused():
     parts, mesh = [build()], ParallelDims().build("cpu")
     calls = [

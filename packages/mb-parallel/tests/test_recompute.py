@@ -247,3 +247,20 @@ def test_what_cannot_be_is_refused(model):
     apply_recompute([linear], "selective")
     with pytest.raises(ValueError, match=r"scaled_dot_product_attention.*Linear"):
         linear(torch.ones(2))
+
+
+@pytest.mark.parametrize("second", ["full", "selective"])
+@pytest.mark.parametrize("first", ["full", "selective"])
+def test_what_recomputes_already_is_refused(model, first, second):
+    apply_recompute(model, first)
+    with pytest.raises(ValueError, match=f"do not recompute yet, got a .* with mode {first!r}"):
+        apply_recompute(model, second)
+
+
+def test_attention_and_experts_of_a_block_recompute(model):
+    loss, grads, kept = run(copy.deepcopy(model))
+    apply_recompute(model, "selective")
+    apply_recompute(model, "moe")
+    got_loss, got_grads, got_kept = run(model)
+    torch.testing.assert_close([got_loss, *got_grads], [loss, *grads], rtol=0, atol=0)
+    assert got_kept < 0.9 * kept

@@ -296,6 +296,9 @@ REFUSED = {
         r"out: Expected one pattern .* got ColumnParallel and then JoinOutput"),
     "cut both ways": (_tied, {"0": ColumnParallel(), "1": RowParallel()},
         r"cut 0.weight, 1.weight, which are one parameter, along one dimension"),
+    "a whole stream": (lambda: torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4)),
+        {"0": Replicated(), "1": RowParallel()},
+        r"where hidden states begin, got Replicated\(\) for 0 and .* sequence_parallel=False"),
     "a class": (lambda: torch.nn.Linear(4, 4), {"": ColumnParallel},
         r"the model: Expected a style for '', such as .* got <class .*ColumnParallel"),
 }  # fmt: skip

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mb_kernels.testing import assert_close
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
+from mb_parallel.context_parallel import parallelize_context
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     ExpertLayer,
@@ -17,6 +19,7 @@ from mb_parallel.tensor_parallel import (
     parallelize_tensors,
 )
 from mb_parallel.testing import run_ranks
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -45,9 +48,13 @@ def _save(folder: str):
     return model
 
 
+def _tokens() -> Tensor:
+    return torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
 def _through(model, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Logits without and with gradients, and every gradient."""
-    ids = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(1))
+    ids = _tokens()
     with torch.no_grad():
         result = {"inference": model(input_ids=ids, **inputs).logits}
     out = model(input_ids=ids, labels=ids, **inputs)
@@ -264,3 +271,74 @@ def test_tensor_parallel_model_of_transformers(tmp_path, sequence_parallel):
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             assert_close(name, got[name], value)
+
+
+class Core(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return y.transpose(1, 2)
+
+
+def attend(layer, q, k, v, mask, *, scaling, **_):
+    """transformers' [B, heads, S, width]; an attention it does not know is given no mask."""
+    assert mask is None
+    return layer.core(*(x.transpose(1, 2) for x in (q, k, v)), scaling), None
+
+
+def _share_of_loss(logits: Tensor, part: slice) -> Tensor:
+    labels = F.pad(_tokens()[:, 1:], (0, 1), value=-100)[:, part]
+    return F.cross_entropy(logits.mT, labels, ignore_index=-100, reduction="sum") / 18
+
+
+def _context_parallel(rank: int, ranks: int, folder: str):
+    from mb_layers.transformers import swap_blocks
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("cores", attend)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="cores"
+    )
+    swap_blocks(model, load_balancing_loss_weight=0.0)
+    mesh = ParallelDims(dp_shard=ranks, cp=ranks, ep=ranks).build("cpu")
+    for layer in model.model.layers:
+        layer.self_attn.core = Core()
+    parallelize_experts(model, mesh)
+    parallelize_context([layer.self_attn.core for layer in model.model.layers], mesh)
+    apply_data_parallel(model, mesh, blocks=model.model.layers)
+    part = slice(rank * 10 // ranks, (rank + 1) * 10 // ranks)
+    logits = model(_tokens()[:, part], position_ids=torch.arange(10)[None, part]).logits
+    _share_of_loss(logits, part).backward()
+    return logits.detach(), {name: full(p.grad) for name, p in model.named_parameters()}
+
+
+def test_context_parallel_model_of_transformers(tmp_path):
+    from mb_layers.transformers import swap_blocks
+
+    model = _save(str(tmp_path))
+    swap_blocks(model, load_balancing_loss_weight=0.0)
+    logits = model(_tokens()).logits
+    _share_of_loss(logits, slice(None)).backward()
+    by_rank = run_ranks(_context_parallel, 2, str(tmp_path))
+    torch.testing.assert_close(torch.cat([part for part, _ in by_rank], dim=1), logits)
+    for _, grads in by_rank:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, msg=name)
+
+
+def _restore_spread(rank: int, ranks: int) -> None:
+    from mb_layers.transformers import restore_blocks, swap_blocks
+
+    for ep, zero_stage in ((2, 0), (1, 3)):
+        model, mesh = _qwen2_moe(), ParallelDims(dp_shard=2, ep=ep).build("cpu")
+        swap_blocks(model)
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=model.model.layers, zero_stage=zero_stage)
+        if rank == 0:  # nothing is sent, for which it would wait
+            with pytest.raises(ValueError, match="with whole weights, got DTensors"):
+                restore_blocks(model)
+        model(torch.arange(8)[None])  # as it was
+
+
+def test_blocks_of_a_spread_model_are_not_restored():
+    run_ranks(_restore_spread, 2)

@@ -103,22 +103,38 @@ class _Group:
 
 def _over_whole_sequences(
     core: nn.Module,
-    forward: Callable[..., Tensor],
-    q_BsHC: Tensor,
-    k_BsGC: Tensor,
-    v_BsGV: Tensor,
+    forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
     group = getattr(core, _GROUP).group
-    whole = heads_for_parts((q_BsHC, k_BsGC, v_BsGV), group)
+    parts, rest = args[:3], args[3:]
+    _refuse_other_calls(core, parts, states="weight_GXT" in kwargs)
+    whole = heads_for_parts(parts, group)
     for name in _OF_HEADS:
         if (of_heads := kwargs.get(name)) is not None:
             kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]
-    return parts_for_heads(forward(*whole, *args, **kwargs), group)
+    y_BShV = forward(*whole, *rest, **kwargs)
+    if not isinstance(y_BShV, Tensor):
+        raise ValueError(
+            f"Expected a core to return one tensor, got {type(y_BShV).__name__} from "
+            f"{type(core).__name__}. Let a module of its own compute that tensor."
+        )
+    return parts_for_heads(y_BShV, group)
 
 
-def heads_for_parts(qkv: tuple[Tensor, Tensor, Tensor], group: ProcessGroup) -> list[Tensor]:
+def _refuse_other_calls(core: nn.Module, parts: Sequence[Any], *, states: bool) -> None:
+    """Raise ValueError for a module that is not called as a core is, such as a whole layer."""
+    shapes = [list(x.shape) for x in parts if isinstance(x, Tensor)]
+    if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes if not states):
+        raise ValueError(
+            "Expected a core called with queries, keys and values [B, S, heads, width] by "
+            f"position, got {type(core).__name__} called with tensors {shapes}. Pass the module "
+            "that computes attention between the projections."
+        )
+
+
+def heads_for_parts(qkv: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Of all heads of a part, [B, s, H, C]: this rank's of the whole sequences, [B, S, H / P, C].
 
     Tensors of one dtype travel in one message.

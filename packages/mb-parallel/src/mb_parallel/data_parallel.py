@@ -105,12 +105,13 @@ def apply_data_parallel(
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
-            or one for several, blocks that are not in the model, arguments or parameters that
-            differ between data-parallel ranks, a mesh of other sizes than in an earlier call for
-            the model, a model that is sharded already or has replicas, one in a wrapper such as
-            DistributedDataParallel, parameters of several dtypes that train in one unit, in stage 0
-            DTensors over data-parallel ranks or weights on the meta device, or experts with working
-            copies or, where ep, cp or tp > 1, without `parallelize_experts`.
+            or one for several, blocks that are not in the model or are never called (an
+            nn.ModuleList), arguments or parameters that differ between data-parallel ranks, a mesh
+            of other sizes than in an earlier call for the model, a model that is sharded already or
+            has replicas, one in a wrapper such as DistributedDataParallel, parameters of several
+            dtypes that train in one unit, in stage 0 DTensors over data-parallel ranks or weights
+            on the meta device, or experts with working copies or, where ep, cp or tp > 1, without
+            `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -180,6 +181,11 @@ def _refuse_arguments(
                 raise ValueError(
                     f"Expected {name} to be submodules of the model, got {got}. What no block owns "
                     "is sharded too, so blocks may be empty."
+                )
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # FSDP2 gathers in a call
+                raise ValueError(
+                    f"Expected {name} that are called, got a {type(module).__name__}, of which "
+                    "only the members are. Pass these."
                 )
 
 

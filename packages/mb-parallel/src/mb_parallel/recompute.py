@@ -30,7 +30,7 @@ from mb_parallel.arguments import at_least_1, one_of, several
 from mb_parallel.forwards import wrap_forward
 
 Mode = Literal["full", "moe", "selective"]
-_WHOLE = "_mb_recomputes"  # on modules all of whose forward runs again
+_MODE = "_mb_recomputes"  # on modules of which something runs again, the mode
 
 
 def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) -> int:
@@ -45,7 +45,8 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
         How many modules recompute now.
 
     Raises:
-        ValueError: another mode, an `every` below 1, one module, or nothing to apply "moe" to.
+        ValueError: another mode, an `every` below 1, one module, nothing to apply "moe" to, or what
+            recomputes already, which would be computed three times. "moe" goes with "selective".
     """
     one_of(get_args(Mode), mode=mode)
     at_least_1(every=every)
@@ -58,17 +59,24 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
                 "Expected blocks with an MoE or dMoE layer for mode 'moe', got none. Use 'full' or "
                 "'selective' for a dense model."
             )
+    for module in chosen:
+        if hasattr(module, _MODE):
+            raise ValueError(
+                f"Expected modules that do not recompute yet, got a {type(module).__name__} that "
+                f"does, with mode {getattr(module, _MODE)!r}. Call apply_recompute once for each."
+            )
     call = _call_selective if mode == "selective" else _call_checkpointed
     for module in chosen:
         wrap_forward(module, call)
-        if mode != "selective":
-            setattr(module, _WHOLE, True)
+        setattr(module, _MODE, mode)
     return len(chosen)
 
 
 def recomputed(model: nn.Module) -> set[nn.Module]:
     """The modules of `model` that are called a second time, in the backward pass."""
-    whole = (module for module in model.modules() if getattr(module, _WHOLE, False))
+    whole = (
+        module for module in model.modules() if getattr(module, _MODE, None) in ("full", "moe")
+    )
     return {inner for module in whole for inner in module.modules() if inner is not module}
 
 

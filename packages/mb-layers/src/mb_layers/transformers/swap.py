@@ -70,6 +70,12 @@ class BlockAdapter(nn.Module):
     def block(self) -> nn.Module:
         """Return the original block with this layer's weights."""
         (block,) = self._block
+        if any(map(is_dtensor, self.moe.parameters())):
+            raise ValueError(
+                "expected a layer with whole weights, got DTensors, with which a block of "
+                "transformers computes nothing; restore_blocks before parallelize_experts and "
+                "fully_shard, or load get_model_state_dict's full_state_dict into another model"
+            )
         state = self.state_dict(keep_vars=True)
         if more := state.keys() - set(self._names):
             raise ValueError(
@@ -146,7 +152,8 @@ def restore_blocks(model: nn.Module) -> list[str]:
         The names of the blocks.
 
     Raises:
-        ValueError: the model holds no swapped block.
+        ValueError: the model holds no swapped block, one with adapters, or one whose weights are
+            spread over ranks (parallelize_experts, fully_shard). Nothing is restored then.
     """
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}

@@ -23,7 +23,14 @@ from mb_parallel.gradient_sync import replacing
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.shards import take_first
 from mb_parallel.tensor_parallel.adapt import adapt, is_adapted
-from mb_parallel.tensor_parallel.styles import Region, Style
+from mb_parallel.tensor_parallel.styles import (
+    Region,
+    Replicated,
+    RowParallel,
+    SplitSequence,
+    Style,
+)
+from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
 
@@ -54,9 +61,10 @@ def parallelize_tensors(
 
     Raises:
         ValueError: heads, widths or a vocabulary that tp does not divide, a parameter that no style
-            of the plan covers, a module that two styles claim, a shared parameter that two styles
-            split along different dimensions, or a model that is split already. The message names
-            the module.
+            of the plan covers, a module that two styles claim, an embedding that leaves sequences
+            whole although `sequence_parallel` says that ranks hold parts, a shared parameter that
+            two styles split along different dimensions, or a model that is split already. The
+            message names the module.
     """
     one_module(model)
     check_mesh(mesh, model)
@@ -99,6 +107,8 @@ def parallelize_tensors(
             "style for each: SequenceParallel() for what works token by token, PartialGradients() "
             "for what each rank computes a part with, Replicated() for what all compute alike."
         )
+    if sequence_parallel:
+        _refuse_whole_sequences(styles, names)
     _equal(model, tp.get_group())
     keep_sizes(mesh, model)
 
@@ -141,6 +151,25 @@ def _refuse_second(module: nn.Module, earlier: list[Style], style: Style) -> Non
                 f"Expected one pattern of the plan to fit, got {type(other).__name__} and then "
                 f"{type(style).__name__}. Make the patterns narrower, or leave one out."
             )
+
+
+def _refuse_whole_sequences(
+    styles: Mapping[nn.Module, list[Style]], names: Mapping[nn.Module, str]
+) -> None:
+    """A stream that is whole on all ranks would be joined from copies: gradients would be wrong."""
+    applied = [(module, style) for module, mine in styles.items() for style in mine]
+    kinds = {type(style) for _, style in applied}
+    if RowParallel not in kinds or kinds & {SplitSequence, VocabParallelEmbedding}:
+        return
+    for module, style in applied:
+        for whole in style.covers(module) if isinstance(style, Replicated) else ():
+            if isinstance(whole, nn.Embedding):
+                raise ValueError(
+                    "Expected SplitSequence() or VocabParallelEmbedding() where hidden states "
+                    f"begin, got Replicated() for {names[whole] or 'the model'} and nothing that "
+                    "gives each rank its part of the sequence. Change that style, or pass "
+                    "sequence_parallel=False."
+                )
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

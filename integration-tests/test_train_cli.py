@@ -111,7 +111,10 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
         ),
         ("--hidden-size 33", "Expected --hidden-size to be divisible by --num-attention-heads"),
         ("--moe-top-k 5", "Expected --moe-top-k of at most --moe-num-experts, got 5 and 4"),
-        ("--load nowhere", "Expected a checkpoint in nowhere, found none."),
+        (
+            "--load nowhere --exit-on-missing-checkpoint",
+            "Expected a checkpoint in nowhere, found none.",
+        ),
         ("--split 0,100,0", "Expected documents to train on, got none"),
         ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
         ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),

@@ -21,8 +21,8 @@ from mb_train.tasks.make import whole_model
 # What a model on top of a BERT may choose anew, and its experts; all else says what the weights
 # compute.
 _FREE = {
-    "attention_dropout", "hidden_dropout", "init_std", "output_init_std", "fp32_residual",
-    "fp8", "fp8_spares", "tie_embeddings", "moe", "router",
+    "attention_dropout", "hidden_dropout", "init_std", "output_init_std", "ends_init_std",
+    "fp32_residual", "fp8", "fp8_spares", "tie_embeddings", "moe", "router",
 }  # fmt: skip
 _IN_TRAINING = {f.name for f in fields(MoEFields) if spec(f).in_training}
 _FREE_OF_EXPERTS = {"init_method_std", "output_init_std", "fp8"} | {

@@ -189,6 +189,8 @@ def test_cores_flags(words, fields):
             "--model bert --residual-multiplier 2",
             "--model gpt with --residual-multiplier, got bert",
         ),
+        ("--model bert --use-mup", "--model gpt with --use-mup, got bert"),
+        ("--model ict --use-mup --mup-base-hidden-size 8", "--model gpt with --use-mup, got ict"),
         ("--logits-scaling 0", "--logits-scaling above 0, got 0"),
     ],
 )

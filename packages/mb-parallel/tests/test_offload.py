@@ -96,7 +96,7 @@ def blocks_of(number, width=WIDTH):
 def run(model, seen=None, device="cpu"):
     """Loss and gradients; `seen` is called when a block has run, there and back."""
     torch.manual_seed(4)
-    width = model[0].qkv.in_features
+    width = next(m.in_features for m in model.modules() if isinstance(m, nn.Linear))
     x = torch.randn(3, 16, width, generator=torch.Generator().manual_seed(1)).to(device)
     x.requires_grad_()
     table = torch.linspace(0.5, 1.5, width, device=device)
@@ -239,6 +239,28 @@ def test_what_lives_on_stays(make):
     x = torch.randn(1, 4, requires_grad=True)
     block(x, torch.randn(6, 8, requires_grad=True)).backward()
     assert offload.sent == 0
+
+
+class Turned(nn.Module):
+    """A product with a conjugate, which torch writes nowhere: it reads another's storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, table):
+        turns = torch.view_as_complex(self.turns(x).unflatten(-1, (-1, 2))).conj()
+        y = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns * turns.imag
+        return x + table * torch.view_as_real(y).flatten(-2), x.new_zeros(())
+
+
+def test_what_is_read_otherwise_than_it_is_stored_comes_back_so():
+    torch.manual_seed(0)
+    model = nn.ModuleList(Turned() for _ in range(3))
+    want, other, offload = run(copy.deepcopy(model)), copy.deepcopy(model), late()
+    apply_offload(other, offload)
+    assert same(run(other), want)
+    assert offload.sent > 0
 
 
 def test_what_was_looked_up_in_a_table_travels():

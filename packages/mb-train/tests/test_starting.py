@@ -198,6 +198,22 @@ def test_a_script_begins_anew_where_there_is_no_checkpoint(finished, tmp_path):
             resolve_start(parse([*script, "--save", folder]))
 
 
+def test_who_names_one_checkpoint_gets_that_or_an_error(finished, tmp_path):
+    """An iteration that was pruned, a file, or the form in which Megatron's weights are published:
+    none of them is the folder of a script that has yet to save."""
+    (tmp_path / "weights.pt").write_text("")
+    (tmp_path / "published" / "release" / "mp_rank_00").mkdir(parents=True)
+    script = [*TINY[1:], "--train-iters=2", "--lr=1e-3", "--save", str(tmp_path / "run"), "--load"]
+    for load, says in (
+        (tmp_path / "weights.pt", "found none"),
+        (finished[0] / "iter_0000001", "found none"),
+        (tmp_path / "published", "one of Megatron's: the convert command"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected a checkpoint in .*{load.name}.*{says}"):
+            resolve_start(parse([*script, str(load)]))
+    assert resolve_start(parse([*script, str(finished[0] / "iter_0000002")])).start is not None
+
+
 def test_going_on_from_python(finished, tmp_path, capsys):
     """`train` with a `load` goes on from there; it began from scratch, and set the run aside."""
     folder, _ = finished

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mb_train.assembly.optimizer import apply_schedule, build_optimizer
 from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.flags.command_line import parse, resolve
 from mb_train.schedule import build_schedule
 from mb_train.tasks import GPTTask
@@ -189,6 +190,8 @@ def test_cores_flags(words, fields):
             "--model bert --residual-multiplier 2",
             "--model gpt with --residual-multiplier, got bert",
         ),
+        ("--model bert --use-mup", "--model gpt with --use-mup, got bert"),
+        ("--model ict --use-mup --mup-base-hidden-size 8", "--model gpt with --use-mup, got ict"),
         ("--logits-scaling 0", "--logits-scaling above 0, got 0"),
     ],
 )
@@ -196,3 +199,17 @@ def test_what_does_not_go_together_is_said(words, says, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         resolve(parse([*RUN.split(), *words.split()]))
     assert says in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.parametrize("norms", ["both", "output"])
+def test_a_scale_of_attention_that_follows_is_not_lost_on_the_way_to_hugging_face(norms):
+    """By mup alone, without a multiplier, scores are divided by the head's width, not its root."""
+    shape = {"normalization": "RMSNorm", "add_bias_linear": False}
+    shape |= {"activation": "swiglu", "position_embedding_type": "rope", "norm_placement": norms}
+    if norms == "output":
+        shape |= {"qk_layernorm": True, "qk_layernorm_over": "width"}
+    shape |= UNTIED
+    name = {"both": "Glm4ForCausalLM", "output": "Olmo2ForCausalLM"}[norms]
+    assert architecture_for(TrainConfig(**SIZES, **shape)).name == name
+    with pytest.raises(ValueError, match=rf"{name}, cannot say its --attention-scale 0\.0625"):
+        architecture_for(TrainConfig(**SIZES, **shape, use_mup=True))

@@ -159,6 +159,8 @@ class _Call:
             return False  # a parameter, or of a kind that only its own library knows
         if shard.layout is not torch.strided or _of_weights(tensor):
             return False
+        if shard.is_conj() or shard.is_neg():
+            return False  # whose storage holds other numbers than the tensor
         storage = shard.untyped_storage()
         large = storage.nbytes() >= max(self._offload.least_numbers, 1) * shard.itemsize
         return large and storage.data_ptr() not in self._given

@@ -11,7 +11,7 @@ from mb_train.config.model import ModelFields
 from mb_train.config.positions import PositionFields
 from mb_train.config.width import WidthFields
 
-_MULTIPLIERS = ("use_mup", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 # As `mb_kernels.activation` has them, which would bring torch into every --help.
 _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
 
@@ -294,7 +294,8 @@ def _check_softmax(config: Network) -> None:
 
 def _check_width(config: Network) -> None:
     """Raise ValueError for multipliers in a model that does not multiply by them."""
-    given = [name for name in _MULTIPLIERS if getattr(config, name) not in (None, 1, False)]
+    given = ["use_mup"] if config.use_mup else []
+    given += [name for name in _MULTIPLIERS if getattr(config, name) not in (None, 1)]
     if given and config.model != "gpt":
         raise ValueError(
             f"Expected --model gpt with {', '.join(map(flag_name, given))}, got {config.model}."

@@ -97,8 +97,12 @@ def iteration_of(checkpoint: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run folder, by iteration."""
-    found = [p for p in folder.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", p.name)]
-    return sorted(found, key=iteration_of)
+    return sorted(filter(is_iteration, folder.glob("iter_*")), key=iteration_of)
+
+
+def is_iteration(path: Path) -> bool:
+    """Whether a path is named as a checkpoint's folder is."""
+    return re.fullmatch(r"iter_\d{7,}", path.name) is not None
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -157,7 +161,8 @@ def checkpoint_of(folder: Path, iteration: int) -> Path:
 
 def whose(path: Path) -> str:
     """A sentence that says which other program's checkpoint is there; "" if there is none."""
-    megatron = ["mp_rank_*", "iter_*/mp_rank_*", "metadata.json", "iter_*/metadata.json"]
+    megatron = [f"{place}{name}" for place in ("", "iter_*/", "release/")
+                for name in ("mp_rank_*", "metadata.json")]  # fmt: skip
     there = {"Hugging Face": ["config.json"], "Megatron": megatron}
     for name, patterns in there.items():
         if any(next(path.glob(pattern), None) for pattern in patterns):

@@ -14,6 +14,7 @@ from mb_train.folder.run_folder import (
     checkpoint_in,
     checkpoint_of,
     find_checkpoint,
+    is_iteration,
     read_saved_run,
     whose,
 )
@@ -91,4 +92,6 @@ def checkpoint_to_load(load: str, step: int | None, *, may_begin: bool) -> Path 
     path = Path(load)
     if step is not None:
         return checkpoint_of(path, step)
-    return (find_checkpoint if may_begin and not whose(path) else checkpoint_in)(path)
+    # Who names one checkpoint, or another program's, means its weights.
+    one = is_iteration(path) or path.is_file() or whose(path)
+    return (find_checkpoint if may_begin and not one else checkpoint_in)(path)

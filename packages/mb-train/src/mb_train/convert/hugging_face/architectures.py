@@ -65,7 +65,8 @@ def architecture_for(config: TrainConfig) -> Architecture:
     """
     found = ARCHITECTURES[_nearest(config)]
     assert found.config is not None
-    if found.model_type in granite.DEFAULTS:
+    # μP's own fields are of training, but the scale of attention that follows from them is not.
+    if config.use_mup or found.model_type in granite.DEFAULTS:
         config = granite.spelled_out(config)
     # A configuration that comes back changed is one that the architecture cannot say.
     back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))

@@ -334,7 +334,8 @@ def _numbers(run: Path, *, renumbered: bool = False) -> dict[str, list[float]]:
         reported = [_by_load(event) for event in reported]
     return {
         "loss": tiny_run.losses(run),
-        "grad norm": [event["grad_norm"] for event in tiny_run.events(run, "train")],
+        # None of a step that an overflow skipped.
+        "grad norm": [event["grad_norm"] or 0.0 for event in tiny_run.events(run, "train")],
         "balance": [e.get("load_balancing_loss", 0.0) for e in tiny_run.events(run, "train")],
         "validation": [event["lm_loss"] for event in tiny_run.events(run, "eval")],
         "reported": list(_numbers_in(reported)),

@@ -11,7 +11,7 @@ from mb_parallel.offload import Offload, apply_offload, evenly_spread
 from torch import nn
 
 from mb_train.config import TrainConfig
-from mb_train.config.offloading import LAYER_INPUT
+from mb_train.config.offloading import EXPERT_MODULES, LAYER_INPUT
 from mb_train.models.attention import CoreAttention
 from mb_train.models.delta_net import DeltaCore
 from mb_train.models.transformer import Block
@@ -57,7 +57,7 @@ def _parts(names: Iterable[str], block: nn.Module) -> Iterator[nn.Module]:
         "core_attn": (m for m in inside if isinstance(m, CoreAttention | DeltaCore)),
         "attn_proj": (a._modules.get("out") for a in attentions),
         "mlp_norm": (block.norm_2,),
+        **dict.fromkeys(EXPERT_MODULES, tuple(m for m in inside if isinstance(m, Experts))),
     }
-    experts = [m for m in inside if isinstance(m, Experts)]
     for name in names:
-        yield from (module for module in found.get(name, experts) if module is not None)
+        yield from (module for module in found[name] if module is not None)

@@ -75,7 +75,6 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
         else:
             groups += decay_groups(part, config.weight_decay)
     modules = [module for part in parts for module in part.modules()]
-    embeddings = [p for m in modules if isinstance(m, Embedding) for p in m.parameters()]
     ends: list[Tensor] = []
     if config.rates_of_ends is not None:
         tables = [m.tokens.weight for m in modules if isinstance(m, Embedding)]
@@ -86,6 +85,7 @@ def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[di
         routers = (p for m in modules if isinstance(m, Router) for p in m.parameters())
         groups = _apart(groups, routers, lr_mult=config.moe_router_lr_mult)
     if config.wider != 1:
+        embeddings = (p for m in modules if isinstance(m, Embedding) for p in m.parameters())
         decaying = (p for group in groups if group["decays"] for p in group["params"])
         matrices = _without(decaying, embeddings)
         groups = _apart(groups, matrices, eps=config.adam_eps / config.wider)
@@ -105,8 +105,11 @@ def _apart(
     for group in groups:
         theirs = [p for p in group["params"] if id(p) in ids]
         others = [p for p in group["params"] if id(p) not in ids]
-        own["lr_mult"] = lr_mult * group.get("lr_mult", 1.0)
-        apart += [{**group, "params": others}, {**group, "params": theirs, **own}]
+        rate = lr_mult * group.get("lr_mult", 1.0)
+        apart += [
+            {**group, "params": others},
+            {**group, "params": theirs, "lr_mult": rate, **own},
+        ]
     return apart
 
 

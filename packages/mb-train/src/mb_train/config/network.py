@@ -138,8 +138,9 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
 
     @property
     def wider(self) -> float:
-        """How many times as wide as the model that its rates were found for, see `WidthFields`."""
-        return self.width_mult(whole(self.hidden_size))
+        """How many times as wide as the model that rates were found for; 1 without μP."""
+        base = self.mup_base_hidden_size
+        return whole(self.hidden_size) / base if self.use_mup and base is not None else 1.0
 
     @property
     def multipliers(self) -> list[float] | None:
@@ -150,7 +151,7 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
         return None if found == [1, 1, 1] else found
 
     @property
-    def mup(self) -> list[float | None] | None:
+    def mup(self) -> list[float] | None:
         """What rates, weights at the start and attention follow from; None without μP."""
         if not self.use_mup:
             return None
@@ -159,9 +160,10 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
     @property
     def scale_of_scores(self) -> float | None:
         """What attention's scores are multiplied by; None: one over the root of a head's width."""
-        if self.attention_scale is not None or not self.use_mup:
+        if self.attention_scale is not None or self.mup is None:
             return self.attention_scale
-        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_size**self.mup_attn_scale_power
+        _, base, power = self.mup
+        return base**0.5 / self.head_size**power
 
     @property
     def rope_scaling(self) -> tuple[Any, ...] | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
 
-_EXPERTS = ("expert_fc1", "moe_act")
+# Megatron Core's names for the halves of what experts keep, which is one here.
+EXPERT_MODULES = ("expert_fc1", "moe_act")
 LAYER_INPUT = "layer_input"
 
 
@@ -21,7 +22,8 @@ class OffloadingFields:
     offload_modules: list[str] | None = flag(  # noqa: RUF009, a field like the others
         "these modules of all layers do; layer_input is what layers that are recomputed need",
         choices=(
-            "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", *_EXPERTS, LAYER_INPUT,
+            "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm",
+            *EXPERT_MODULES, LAYER_INPUT,
         ),
         said_as={"fused_group_mlp": "moe_act"},
     )  # fmt: skip
@@ -74,7 +76,7 @@ class OffloadingFields:
                 "whose layers keep nothing else, and other modules without it, got "
                 f"{' '.join(modules)} and {recompute or 'none'}."
             )
-        if not experts and (without := [name for name in modules if name in _EXPERTS]):
+        if not experts and (without := [name for name in modules if name in EXPERT_MODULES]):
             raise ValueError(
                 f"Expected --moe-num-experts with --offload-modules {' '.join(without)}, got none."
             )

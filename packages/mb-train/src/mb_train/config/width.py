@@ -51,7 +51,3 @@ class WidthFields:
         "power of a head's width by which the scores of attention are divided", 1.0,
         bounds=POSITIVE, on_load="model", in_force="mup", in_training=True, needs=_MUP,
     )  # fmt: skip
-
-    def width_mult(self, hidden_size: int) -> float:
-        """How many times as wide as the model that rates were found for; 1 without μP."""
-        return hidden_size / (self.mup_base_hidden_size or hidden_size) if self.use_mup else 1.0

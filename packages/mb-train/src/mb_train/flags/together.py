@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mb_train.config.field import flag_name
+from mb_train.config.offloading import EXPERT_MODULES
 
 QUICK_GEGLU = "--quick-geglu"
 # Numbers of that gate, and their names within an activation.
@@ -33,7 +34,6 @@ _OFFLOADING = {
     "--cpu-offloading": "cpu_offloading_num_layers",
     "--cpu-offloading-activations": "cpu_offloading_num_layers",
 }
-_ONE_HERE = {"expert_fc1", "moe_act"}
 _MUP = ("--mup-embedding-mult", "--mup-output-mult")
 _RECIPE = "--scaling-recipe"
 _BASES = {
@@ -199,8 +199,8 @@ def done_otherwise(said: Mapping[str, Any]) -> list[str]:
         )
     if kept := [name for name in said.get(_MODULES, ()) if name in KEPT]:
         found.append(f"{_MODULES}: without {', '.join(kept)}, which keep what they compute")
-    if len(_ONE_HERE.intersection(said.get("offload_modules") or ())) == 1:
+    if len({*EXPERT_MODULES}.intersection(said.get("offload_modules") or ())) == 1:
         found.append(
-            "--offload-modules: expert_fc1 and moe_act are one here, all that experts keep"
+            f"--offload-modules: {' and '.join(EXPERT_MODULES)} are one here, all that experts keep"
         )
     return found

@@ -11,7 +11,7 @@ from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json
-from mb_train.convert.hugging_face.llama import llama_config, llama_fields
+from mb_train.convert.hugging_face.llama import experts_of, llama_config, llama_fields
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
@@ -52,15 +52,8 @@ def granite_fields(config: Json) -> dict[str, Any]:
 
 def granite_moe_fields(config: Json) -> dict[str, Any]:
     """The same with Mixtral's experts, whose weights of a token add up to 1."""
-    top_k = config["num_experts_per_tok"]
-    return granite_fields(config) | {
-        "moe_ffn_hidden_size": config["intermediate_size"],
-        "moe_num_experts": config["num_local_experts"],
-        "moe_top_k": top_k,
-        "moe_renormalize": True,
-        # Their loss counts every choice of a token: it is top-k when balanced, ours 1.
-        "moe_loss_weight": top_k * (config["router_aux_loss_coef"] or 0.0),
-    }
+    experts = experts_of(config, "num_local_experts")
+    return granite_fields(config) | experts | {"moe_renormalize": True}
 
 
 def granite_moe_shared_fields(config: Json) -> dict[str, Any]:
@@ -71,12 +64,12 @@ def granite_moe_shared_fields(config: Json) -> dict[str, Any]:
 
 def granite_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    embedding, residual, logits = config.multipliers or (1.0, 1.0, 1.0)
+    spelled = spelled_out(config)
     return llama_config(config) | {
-        "embedding_multiplier": embedding,
-        "residual_multiplier": residual,
-        "logits_scaling": logits,
-        "attention_multiplier": config.scale_of_scores or config.head_size**-0.5,
+        "embedding_multiplier": spelled.embedding_multiplier,
+        "residual_multiplier": spelled.residual_multiplier,
+        "logits_scaling": spelled.logits_scaling,
+        "attention_multiplier": spelled.attention_scale,
     }
 
 

@@ -260,10 +260,11 @@ def qwen3_moe_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _with_experts(config: Json, count: str) -> dict[str, Any]:
-    return llama_fields(config) | _experts_of(config, count)
+    return llama_fields(config) | experts_of(config, count)
 
 
-def _experts_of(config: Json, count: str) -> dict[str, Any]:
+def experts_of(config: Json, count: str) -> dict[str, Any]:
+    """Experts as wide as a dense layer would be; `count` is the setting that says how many."""
     return {
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
@@ -299,7 +300,7 @@ def qwen_experts(config: Json, count: str) -> dict[str, Any]:
         raise ValueError(
             f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
         )
-    return _experts_of(config, count) | {
+    return experts_of(config, count) | {
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_first_k_dense": len(dense),
         "moe_renormalize": config["norm_topk_prob"],

@@ -3,6 +3,7 @@
 import gc
 import re
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,7 +21,8 @@ from mb_parallel.pipeline_parallel import (
     split_layers,
     stage_indices,
 )
-from mb_parallel.pipeline_parallel.engine import Stage, _use_a_weight_twice
+from mb_parallel.pipeline_parallel.engine import Stage
+from mb_parallel.pipeline_parallel.halves import must_stay_whole
 from mb_parallel.pipeline_parallel.placement import rank_of_stage
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
@@ -375,17 +377,50 @@ class Twice(torch.nn.Module):
         return tiny_gpt.Output(x, losses, aux_loss, {})
 
 
-def _uses_twice(rank, world_size, schedule, dims):
+class Layer(torch.nn.Module):
+    """A FSDP2 unit of two inputs, through which the gradients of both go."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, offset):
+        return x + self.linear(x * offset).tanh()
+
+
+class Shares(torch.nn.Module):
+    """A stage whose layers, two or one, take the same offset, made of a parameter."""
+
+    def __init__(self, index, layers=2):
+        super().__init__()
+        torch.manual_seed(index)
+        self.first, self.last = index == 0, index == 3
+        self.table = torch.nn.Parameter(torch.randn(2, 4))
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x):
+        offset = self.table.exp()[None]  # as large as x
+        for layer in self.layers:
+            x = layer(x, offset)
+        losses = {"loss": x.square().sum()} if self.last else {}
+        return tiny_gpt.Output(x, losses, torch.zeros(()), {})
+
+
+STAGES = {"twice": Twice, "shares": Shares, "hands on": partial(Shares, layers=1)}
+
+
+def _taken_apart_or_not(rank, world_size, kind, schedule, dims):
     mesh = ParallelDims(**dims).build("cpu")
     indices = stage_indices(schedule, pp_size=2, pp_rank=mesh.pp_rank, stages_per_rank=2)
-    stages = [Twice(index) for index in indices]
+    stages = [STAGES[kind](index) for index in indices]
     for stage in stages:
         parallelize_experts(stage, mesh)
-        apply_data_parallel(stage, mesh, blocks=[], zero_stage=1)
+        units = [module for module in stage.modules() if isinstance(module, Layer)]
+        apply_data_parallel(stage, mesh, blocks=units, zero_stage=1)
     pipeline = Pipeline(stages, mesh, schedule=schedule, first_input="x", hidden_size=4)
     batches = [{"x": torch.linspace(-1, m, 8).view(1, 2, 4)} for m in range(4)]
     pipeline.step(batches[mesh.dp_rank :: mesh.dp_size])
-    whole = [Twice(index) for index in range(4)]
+    whole = [STAGES[kind](index) for index in range(4)]
     for batch in batches:
         x, aux_loss = batch["x"], 0.0
         for stage in whole:
@@ -399,21 +434,45 @@ def _uses_twice(rank, world_size, schedule, dims):
 
 @pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
 @pytest.mark.parametrize(
-    "dims", [{"pp": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=["pp2", "pp2 dp2 ep2"]
-)
-def test_weights_used_twice_in_a_schedule_of_halves(schedule, dims):
-    """Torch 2.11 counted the gradient through both uses twice, 2.13 freed the experts' graph."""
-    run_ranks(_uses_twice, 4 if "ep" in dims else 2, schedule, dims)
+    ("kind", "dims"),
+    [("twice", {"pp": 2}), ("twice", {"pp": 2, "dp_shard": 2, "ep": 2}), ("shares", {"pp": 2}),
+     ("hands on", {"pp": 2})],
+    ids=["twice", "twice dp2 ep2", "shares", "hands on dp2"],
+)  # fmt: skip
+def test_weights_whose_gradients_a_schedule_of_halves_would_get_wrong(kind, schedule, dims):
+    """Used twice, shared by two layers, handed on as an input of one (torch 2.11 added both)."""
+    run_ranks(_taken_apart_or_not, 2 * dims.get("dp_shard", 1), kind, schedule, dims)
 
 
-def test_the_backward_pass_of_weights_used_once_is_taken_apart():
+class Both(torch.autograd.Function):
+    """What it gets, in one op, as FSDP2 hands the inputs of a unit on."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        return tuple(one.view_as(one) for one in given)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads
+
+
+def test_a_backward_pass_is_taken_apart_where_torch_can():
     model = tiny_gpt.build(replace(MOE, tied=False))
     x = model.embedding(torch.arange(8)[None]).detach().requires_grad_()
     for block in model.stack.blocks.values():
-        assert not _use_a_weight_twice([block(x, None)[0].grad_fn])  # though x is used often
-    assert not _use_a_weight_twice([None])  # of a frozen stage
-    layer = torch.nn.Linear(4, 4)
-    assert _use_a_weight_twice([layer(layer(torch.ones(4))).grad_fn])
+        assert not must_stay_whole([block(x, None)[0].grad_fn], [x])  # though x is used often
+    assert not must_stay_whole([None], [x])  # of a frozen stage
+    layer, x = torch.nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+    twice = [layer(layer(x)).grad_fn]
+    assert must_stay_whole(twice, [x])
+    assert not must_stay_whole(twice, [torch.ones(4)])  # of a first stage, which has no halves
+    offset = layer.bias.exp()
+    assert must_stay_whole([((x + offset) * offset).grad_fn], [x])
+    assert not must_stay_whole([(x + offset * offset).grad_fn], [x])  # meets x once
+    parts = Both.apply(x, offset)
+    for release, whole in (("2.12.1", True), ("2.13.0", False)):
+        with mock.patch.object(torch, "__version__", release):
+            assert must_stay_whole([(parts[0] * parts[1]).grad_fn], [x]) == whole
 
 
 def test_a_sequence_that_the_tp_ranks_cannot_share_is_refused():

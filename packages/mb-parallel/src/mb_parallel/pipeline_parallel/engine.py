@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from mb_parallel.expert_parallel.counts import step_counts
+from mb_parallel.pipeline_parallel.halves import must_stay_whole
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 
@@ -54,8 +55,7 @@ class Stage(PipelineStage):
         # node does not own the node (before torch 2.13), which is freed with its graph. The node
         # of a view does own what is behind it, so one of these is kept.
         self.graphs: dict[int, list[Any]] = {}
-        # Micro-batches whose backward pass is left whole. Of a weight that is used twice torch's
-        # halves count a gradient twice (before 2.13), or go through a graph that is freed.
+        # Micro-batches whose backward pass is left whole, since torch's halves would be wrong.
         self.whole: set[int] = set()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class Stage(PipelineStage):
         if self.is_last:
             passing.reported[self.stage_index, "loss"].append(_kept(output.losses))
             total = self._total(output)
-            self._hold([total])
+            self._hold([total], args)
             return total
         first, *others = self._checked(output.x)
         if not torch.is_grad_enabled():
@@ -86,7 +86,7 @@ class Stage(PipelineStage):
         if output.aux_loss is not None:
             first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / passing.passes)
         streams = tuple(self._own(stream) for stream in (first, *others))
-        self._hold(streams)
+        self._hold(streams, args)
         return streams[0] if len(streams) == 1 else streams
 
     def _checked(self, x: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -104,11 +104,12 @@ class Stage(PipelineStage):
             )
         return streams
 
-    def _hold(self, outputs: Iterable[Tensor]) -> None:
+    def _hold(self, outputs: Iterable[Tensor], received: Iterable[Tensor]) -> None:
         if self.in_halves and torch.is_grad_enabled():
             nodes: list[Any] = [x.view_as(x).grad_fn for x in outputs]
             self.graphs[self.number] = nodes
-            (self.whole.add if _use_a_weight_twice(nodes) else self.whole.discard)(self.number)
+            whole = must_stay_whole(nodes, received)
+            (self.whole.add if whole else self.whole.discard)(self.number)
 
     def _own(self, stream: Tensor) -> Tensor:
         """A stream as the schedule needs it: no view if it will be detached."""
@@ -187,19 +188,3 @@ class Stage(PipelineStage):
 def _kept(reported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies: the next micro-batch may write into these, such as a counter or a graph's output."""
     return {name: value.detach().clone() for name, value in reported.items()}
-
-
-def _use_a_weight_twice(nodes: Iterable[Any]) -> bool:
-    """Whether two ops of the graph behind these nodes take the same parameter."""
-    seen = set(nodes) - {None}
-    waiting, used = list(seen), set()
-    while waiting:
-        for behind in {node for node, _ in waiting.pop().next_functions if node is not None}:
-            if isinstance(getattr(behind, "variable", None), nn.Parameter):
-                if behind in used:
-                    return True
-                used.add(behind)
-            elif behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
-    return False

@@ -31,8 +31,8 @@ ROWS: list[dict[str, tuple[int, int]]] = [
     },
     {"language": (0, 4), "recomputing": (5, 5), "runtime": (6, 13)},
     {
-        **{"activation": (0, 2), "exporting": (3, 4), "uncompiled": (5, 6)},
-        **{"bins": (7, 8), "targets": (9, 13)},
+        **{"activation": (0, 1), "derivatives": (2, 2), "exporting": (3, 4)},
+        **{"uncompiled": (5, 6), "bins": (7, 8), "targets": (9, 13)},
     },
 ]
 BELOW = {name for row in ROWS[4:] for name in row}

@@ -52,7 +52,7 @@ def draw(rng: random.Random) -> tuple[str, Arguments]:
 def by_hand(
     args: Arguments, kind: str, params: dict[str, Tensor], x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y without a bias that is returned apart, and the weighted losses."""
+    """y, with a bias that is returned apart added to it, and the weighted losses."""
     x_TD = x.reshape(-1, args.hidden_size)
     experts, top_k, tokens = args.moe_num_experts, args.moe_top_k, len(x_TD)
     logits = x_TD @ params["router.layer.weight"].T
@@ -84,7 +84,7 @@ def by_hand(
                 h = h * (v1.unflatten(0, (experts, -1))[e] @ token)
             y[t] = y[t] + weights[t, k] * (h @ back)
     out = torch.stack(y)
-    if args.bias and not args.return_bias:
+    if args.bias:
         out = out + params["experts.bias"]
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_random_arguments_compute_what_megablocks_means(first: int) -> None:
         params = dict(layer.named_parameters())
         if args.bias and args.return_bias:
             got, bias = got
-            assert torch.equal(bias, params["experts.bias"])
+            got = got + bias
         losses = moe.batched_load_balancing_loss(args)
         if args.moe_zloss_weight:
             losses = losses + moe.batched_router_zloss(args).sum()

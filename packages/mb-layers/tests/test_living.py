@@ -265,8 +265,12 @@ def test_gradcheck_undefined_gradients_too(overrides: dict) -> None:
     assert torch.autograd.gradcheck(outputs, (x, *named.values()), fast_mode=True)
 
 
-def test_second_derivatives_are_refused_and_not_wrong() -> None:
-    layer = build()
+@pytest.mark.parametrize("kind", ["dMoE", "lora"])
+def test_second_derivatives_are_refused_and_not_wrong(kind: str) -> None:
+    # With sigmoids the router has second derivatives: nobody but the experts refuses them.
+    layer = build(**{"score_function": "sigmoid"} if kind == "lora" else {})
+    if kind == "lora":
+        add_lora(layer.experts, rank=2, alpha=2)
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     loss = layer(x).y.square().sum()
     with pytest.raises(RuntimeError, match="expected first derivatives"):

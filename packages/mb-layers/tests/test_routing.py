@@ -81,11 +81,11 @@ def test_replayed_routing_is_the_routing(overrides: dict) -> None:
         assert_close(name, replayed.metrics[name], value, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_forced_experts_get_the_routers_weights(renormalize: bool) -> None:
+@pytest.mark.parametrize(("renormalize", "nobody"), [(False, 7), (True, 2**32)])
+def test_forced_experts_get_the_routers_weights(renormalize: bool, nobody: int) -> None:
     layer = build(renormalize=renormalize)
     x = tokens(6)
-    ids = torch.tensor([[0, 1], [4, 3], [-1, 2], [2, 0], [-1, -1], [1, 7]])
+    ids = torch.tensor([[0, 1], [4, 3], [-1, 2], [2, 0], [-1, -1], [1, nobody]])
     y, aux, metrics = layer(x, routing=ids)
     probs = torch.softmax(x @ layer.router.weight.T, dim=-1)
     rows = []
@@ -94,7 +94,7 @@ def test_forced_experts_get_the_routers_weights(renormalize: bool) -> None:
         norm = sum(probs[t, e] for e in known) if renormalize else 1.0
         rows.append(sum((probs[t, e] / norm * expert(layer, x[t], e) for e in known), 0 * x[t]))
     assert metrics["tokens_per_expert"].tolist() == [2, 2, 2, 1, 1]
-    assert metrics["dropped_fraction"].item() == pytest.approx(1 / 9)  # id 7
+    assert metrics["dropped_fraction"].item() == pytest.approx(1 / 9)  # nobody
     assert aux.requires_grad
     compare(layer, y, torch.stack(rows))
 

@@ -19,8 +19,8 @@ from typing import Any
 import mb_kernels
 import torch
 from mb_kernels import Bins
+from mb_kernels.derivatives import once_differentiable
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mb_layers.factored import (
     Factored,

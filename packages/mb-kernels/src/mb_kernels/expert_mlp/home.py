@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.expert_mlp import op, steps
 from mb_kernels.runtime import checks, registration
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.elementwise.reference import activation as _activate
 from mb_kernels.float8.reference import to_float8
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
@@ -108,7 +109,7 @@ class _InFloat8(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         x, w1, w2, weights, b1, b2, h = ctx.saved_tensors
         fixed = (w1, w2, ctx.bins, weights)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.runtime.precision import wide
 
@@ -59,7 +60,7 @@ class _Linear(torch.autograd.Function):
         return float8_product(x_NK, w_MK, True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
         x_NK, w_MK = ctx.saved_tensors
         return float8_product(dy_NM, w_MK, False), dy_NM.mT @ x_NK

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.exporting import transforms_active
 from mb_kernels.runtime.recording import recorded
 
@@ -152,7 +153,10 @@ def register(
     torch.library.register_fake(f"mb::{name}", without_memory, lib=_library)
     op = getattr(torch.ops.mb, name).default
     if setup_context is not None and backward is not None:
-        formula = backward if differentiable_twice else _once(name, backward)
+        formula = backward
+        if not differentiable_twice:
+            refusal = _REFUSAL.format(name=name, what="second derivatives")
+            formula = once_differentiable(backward, refusal)
         if _below_autograd is None:
             torch.library.register_autograd(
                 f"mb::{name}", formula, setup_context=setup_context, lib=_library
@@ -174,18 +178,6 @@ def _contiguous(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.contiguous()
     return tuple(output.contiguous() for output in outputs)
-
-
-def _once(name: str, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """``formula``, or an error where its results would be differentiated."""
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        # A gradient without a graph of its own would make the second derivative silently wrong.
-        if torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError(_REFUSAL.format(name=name, what="second derivatives"))
-        return formula(ctx, *grads)
-
-    return backward
 
 
 def _autograd(

@@ -152,7 +152,7 @@ class _Layer(nn.Module):
         self._routed.append(routed)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
+        """x [..., D] to y; with `bias` and `return_bias` to (y, bias), to be added up."""
         (whole,) = self._whole
         for name in self._part_names:
             part = self.get_submodule(name)
@@ -171,6 +171,8 @@ class _Layer(nn.Module):
             # parameter that does would be computed anew in its own backward pass, for ever.
             bias = weights["bias"].view_as(weights["bias"])
             weights["bias"] = torch.zeros_like(bias)
+            if whole.config.shared_expert_weighted_sum:  # as it is weighted where it is added
+                bias = bias * (whole.config.top_k / (whole.config.top_k + 1))
         # Another thread's call would put the weights back while this one computes.
         with nullcontext() if torch.compiler.is_compiling() else _one_call:
             try:

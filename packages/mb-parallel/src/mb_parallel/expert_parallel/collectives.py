@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mb_parallel.tensor_parallel.collectives import rows_of_ranks
 
@@ -165,6 +165,6 @@ class _Pair(torch.autograd.Function):
         return there(x, place)
 
     @staticmethod
-    @once_differentiable  # else a second derivative would be wrong without a word
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grad, ctx.place), None, None, None

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched, innermost
 from mb_layers.experts import Experts
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.forwards import wrap_forward
@@ -86,7 +86,7 @@ class _Begin(torch.autograd.Function):
         return exchange.send(x_SD, exchange.to, exchange.from_, exchange.total)
 
     @staticmethod
-    @once_differentiable  # else a second derivative would be wrong without a word
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad_SD = ctx.exchange.wait()  # `grad` only ensures that `_End.backward` has run
         grad_SD[sum(ctx.exchange.to) :].zero_()

@@ -24,12 +24,12 @@ from typing import Any, Literal
 import mb_kernels
 import torch
 from mb_kernels import Bins
+from mb_kernels.derivatives import once_differentiable
 from mb_kernels.exchange import PeerMemory, unpack_routing_backward
 from mb_kernels.uncompiled import uncompiled
 from mb_layers.dispatch import Dispatched, innermost
 from mb_layers.tensors import cast_alike
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, Step
@@ -234,7 +234,7 @@ class _Send(torch.autograd.Function):
         return memory.rows("tokens"), weights_RJ
 
     @staticmethod
-    @once_differentiable  # else a second derivative would be wrong without a word
+    @once_differentiable
     def backward(ctx: Any, dx_RD: Tensor, d_weights_RJ: Tensor) -> tuple[Any, ...]:
         d_words_RK = unpack_routing_backward(d_weights_RJ, *ctx.saved_tensors)
         dx_TD, d_weights_TK = ctx.route.collect(dx_RD, d_words_RK, "the backward of dispatch")

@@ -195,6 +195,34 @@ def test_other_forms(folder, tmp_path):
     )
 
 
+def test_parquet_gives_no_call_the_arguments_of_others(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    template = """{{ tools | tojson }}{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content if one.content is not none else one.tool_calls | tojson }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    folder = chat_folder(tmp_path / "model", template)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [{"arguments": arguments}]},
+            ],
+            "tools": [{"name": "f", "parameters": {name: {"type": "b"} for name in arguments}}],
+        }
+        for arguments in ({"city": "b"}, {"content": "c", "n": 2})
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    lines, same = (
+        IndexedDataset(preprocess_chats(tmp_path / name, tmp_path / name, tokenizer=folder).output)
+        for name in ("in.jsonl", "in.parquet")
+    )
+    assert np.array_equal(same.tokens, lines.tokens)
+    assert np.array_equal(same.modes, lines.modes)
+
+
 def test_tools_and_variables_reach_the_template(tmp_path):
     template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ bos_token }}" + CHATML
     folder = chat_folder(tmp_path / "model", template, bos_token="<|endoftext|>")

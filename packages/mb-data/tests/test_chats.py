@@ -195,6 +195,34 @@ def test_other_forms(folder, tmp_path):
     )
 
 
+def test_parquet_gives_no_call_the_arguments_of_others(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    template = """{{ tools | tojson }}{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content if one.content is not none else one.tool_calls | tojson }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    folder = chat_folder(tmp_path / "model", template)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [{"arguments": arguments}]},
+            ],
+            "tools": [{"name": "f", "parameters": {name: {"type": "b"} for name in arguments}}],
+        }
+        for arguments in ({"city": "b"}, {"content": "c", "n": 2})
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    lines, same = (
+        IndexedDataset(preprocess_chats(tmp_path / name, tmp_path / name, tokenizer=folder).output)
+        for name in ("in.jsonl", "in.parquet")
+    )
+    assert np.array_equal(same.tokens, lines.tokens)
+    assert np.array_equal(same.modes, lines.modes)
+
+
 def test_tools_and_variables_reach_the_template(tmp_path):
     template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ bos_token }}" + CHATML
     folder = chat_folder(tmp_path / "model", template, bos_token="<|endoftext|>")
@@ -358,12 +386,12 @@ def written(folder, tmp_path, count=40, seed=0):
     return preprocess_chats(source, tmp_path / "many", tokenizer=folder).output
 
 
-@pytest.mark.parametrize("seq_length", [16, 63, 200])
+@pytest.mark.parametrize("seq_length", [31, 63, 200])
 def test_samples(folder, tmp_path, seq_length):
     prefix = written(folder, tmp_path)
     indexed = IndexedDataset(prefix)
     how = {"seq_length": seq_length, "split": "90,10,0", "num_samples": (70, 3, None)}
-    with pytest.warns(RuntimeWarning, match=r"\d of 36 conversations are longer than a sample of"):
+    with pytest.warns(RuntimeWarning, match="36 conversations are longer than a sample of") as said:
         parts = build_conversation_datasets(prefix, eod=0, seed=5, **how)
     train, valid, test = parts
     assert test is None
@@ -392,9 +420,20 @@ def test_samples(folder, tmp_path, seq_length):
             at += length
         assert (sample.tokens[at:] == 0).all()
         assert not sample.learned[at:].any()
-    assert set(met) == set(range(36))
+    taught = {d for d in range(36) if learned[d][1 : seq_length + 1].any()}
+    assert set(met) == taught
+    assert f"{36 - len(taught)} have no answer before that and are left out" in str(said[0].message)
     again = pickle.loads(pickle.dumps(train))
     assert np.array_equal(again[7].tokens, train[7].tokens)
+
+
+def test_samples_without_room_for_any_answer(folder, tmp_path):
+    prefix, how = written(folder, tmp_path), {"eod": 0, "split": "1", "num_samples": (9, 0, 0)}
+    with (
+        pytest.raises(ValueError, match="none of 40 conversations has an answer within a sample"),
+        pytest.warns(RuntimeWarning, match="40 of 40 .*; 40 have no answer before that"),
+    ):
+        build_conversation_datasets(prefix, seq_length=4, seed=1, **how)
 
 
 def test_what_is_no_conversation(folder, tmp_path):

@@ -380,8 +380,12 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
     ):
         flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1"]
         flags += ["--keep-sequential-samples", name, str(files / "gpt2-vocab.json"), *extra]
+        flags += ["--padded-vocab-size", "50304", "--trust-remote-code", "--legacy-tokenizer"]
+        flags += ["--tokenizer-metadata", "a", "--tokenizer-hf-no-use-fast"]
         assert main([*map(str, arguments), *flags]) == 0
-        assert "--chunk-size has no effect here" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "--chunk-size has no effect here" in said
+        assert "--tokenizer-hf-no-use-fast has no effect here" in said
         dataset = mb_data.IndexedDataset(tmp_path / "o_text_document")
         assert dataset[0].tolist() == [15496, 995, 50256]
     (files / "vocab.json").write_text(json.dumps(vocabulary))

@@ -236,6 +236,10 @@ def test_parquet(tmp_path):
         preprocess(tmp_path / "a.parquet", tmp_path / "out", json_keys=["txt"], workers=1)
     with pytest.raises(ValueError, match="column 'n' must hold text, got int64"):
         preprocess(tmp_path / "a.parquet", tmp_path / "out", json_keys=["n"], workers=1)
+    twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="several columns 'text'; the columns are text, text"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)
     parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet, row 2: the value of 'text' is null"):
         preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)

@@ -12,8 +12,9 @@ import pytest
 import tiktoken
 from mb_data import hugging_face_files, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.libraries import HuggingFaceTokenizer
+from mb_data.tokenizer.rank_files import PATTERNS
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, byte_to_letter
-from tokenizer_helpers import UNDISPUTED_TEXTS
+from tokenizer_helpers import UNDISPUTED_TEXTS, bpe_json, library
 
 GPT2 = load_tokenizer("gpt2")
 LLAMA3_PATTERN = (
@@ -239,6 +240,17 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
     assert tokenizer.decode(ids) == "a b<extra_id_1>c"
     with pytest.raises(ValueError, match="surrogates"):
         tokenizer.encode("\ud800")
+    with pytest.raises(ValueError, match="no plain byte-level BPE: expected auto or tokenizers"):
+        load_tokenizer(path, engine="python")
+
+
+def test_a_pattern_that_the_library_means_otherwise_goes_to_it(tmp_path):
+    """cl100k's own, whose {1,3}+ is any number of digits to the library that the file is for."""
+    description = bpe_json((PATTERNS["gpt4"],), None, False)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    judge, text = library(description), "in 1234567 days\n"
+    assert load_tokenizer(path).encode(text) == judge.encode(text).ids
     with pytest.raises(ValueError, match="no plain byte-level BPE: expected auto or tokenizers"):
         load_tokenizer(path, engine="python")
 

@@ -24,6 +24,15 @@ _IDLE: dict[str, dict[str, Any]] = {
     "--workers-to-check": {"nargs": "+", "type": int, "help": "for the flag above"},
     "--max-documents": {"type": int, "help": "the same"},
     "--performance-dir": {"help": "the same"},
+    "--padded-vocab-size": {"type": int, "help": "the model's, of which the files say nothing"},
+    "--trust-remote-code": {"action": "store_true", "help": "no code of a model is run"},
+    "--tokenizer-hf-include-special-tokens": {"action": "store_true", "help": "the default"},
+    "--tokenizer-metadata": {"help": "there is one kind of tokenizer"},
+    "--legacy-tokenizer": {"action": "store_true", "help": "the same"},
+    "--tokenizer-sentencepiece-legacy": {"action": "store_true", "help": "the same"},
+    "--tokenizer-hf-use-fast": {"action": "store_true", "help": "the same"},
+    "--tokenizer-hf-no-use-fast": {"action": "store_true", "help": "the same"},
+    "--use-gigatoken": {"action": "store_true", "help": "the same"},
 }
 
 _RESULT = "path of the result without .bin or .idx"
@@ -274,7 +283,10 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab-size", type=int, help="of the NullTokenizer, the TikTokenizer")
     group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of the TikTokenizer")
     group.add_argument("--tiktoken-num-special-tokens", type=int, help="of the TikTokenizer")
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="of the TikTokenizer")
+    group.add_argument(
+        "--tiktoken-special-tokens", "--tokenizer-special-tokens", nargs="+",
+        help="of the TikTokenizer",
+    )  # fmt: skip
     group.add_argument("--eod-token", help="the special token that ends documents")
     group.add_argument("--vocab-extra-ids", type=int, default=0, help="append <extra_id_0>, ...")
     group.add_argument("--cased", action="store_true", help="a WordPiece --tokenizer file is cased")

@@ -64,7 +64,7 @@ def _message(found: Any, place: int) -> Message:
         found = {"role": _SHARED.get(role, role), "content": found["value"]}
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise ValueError(f"message {place} must be an object with role and content")
-    # A Parquet file gives every message all keys that any of them has.
+    # Files of servers' answers say null for what a message has not.
     return {name: value for name, value in found.items() if value is not None or name == "content"}
 
 

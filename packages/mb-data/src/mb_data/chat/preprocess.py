@@ -185,7 +185,8 @@ def _of_block(block: Block, key: str, max_line_bytes: int) -> Iterator[Any]:
         yield ValueError(block.problem)
     elif block.unit == "parquet":
         try:
-            yield from read_rows(block.path, range(block.start, block.stop), key, "tools")
+            for row in read_rows(block.path, range(block.start, block.stop), key, "tools"):
+                yield {name: _given(value, kept="content") for name, value in row.items()}
         except DamagedParquetError as error:
             yield error
             yield from [None] * (error.rows - 1)
@@ -194,6 +195,16 @@ def _of_block(block: Block, key: str, max_line_bytes: int) -> Iterator[Any]:
     else:
         for line in read_lines(block, max_line_bytes):
             yield _of_line(bytes(line).removeprefix(_MARK), max_line_bytes)
+
+
+def _given(value: Any, *, kept: str | None = None) -> Any:
+    """A value of a Parquet file without what is null in its objects: each of them has all fields
+    there that any of them has, so that calls and tools would have those of all others. ``kept``
+    stays in a message, though not within it."""
+    if isinstance(value, dict):
+        found = {name: one for name, one in value.items() if one is not None or name == kept}
+        return {name: _given(one) for name, one in found.items()}
+    return [_given(one, kept=kept) for one in value] if isinstance(value, list) else value
 
 
 def _of_line(line: bytes, max_line_bytes: int) -> Any:

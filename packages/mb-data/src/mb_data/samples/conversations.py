@@ -2,7 +2,8 @@
 
 The documents of ``mb_data.chat.preprocess`` are packed as ``packed_documents`` packs any, with two
 differences. One that is longer than a sample is cut off there instead of going on in another, where
-nothing would say what it answers. And a sample says where its documents end, since their last token
+nothing would say what it answers; if no answer of it begins before that, it is left out, for
+nothing would be learned of it. And a sample says where its documents end, since their last token
 may well be within others too.
 """
 
@@ -42,7 +43,8 @@ class Conversations:
         most: a longer document has no more tokens than this.
 
     Attributes:
-        sizes: int32 [D], tokens of each document, at most ``most``.
+        sizes: int32 [D], tokens of each document, at most ``most``; none where none of these is
+            learned.
         cut: bool [D], whether it has more.
 
     Raises:
@@ -59,8 +61,15 @@ class Conversations:
         self._indexed, self._most = indexed, most
         self.prefix = indexed.prefix
         ends = np.concatenate(([0], indexed.sizes.cumsum(dtype=np.int64)))
-        lengths = np.diff(ends[indexed.boundaries(range(indexed.num_documents))])
-        self.sizes, self.cut = np.minimum(lengths, most).astype(np.int32), lengths > most
+        boundaries = indexed.boundaries(range(indexed.num_documents))
+        starts, lengths = ends[boundaries[:-1]], np.diff(ends[boundaries])
+        document = np.repeat(np.arange(len(lengths)), np.diff(boundaries))
+        first, stop = ends[:-1] - starts[document], ends[1:] - starts[document]
+        # The first token of a document stands behind nothing, and is never learned.
+        learned = (modes == LEARNED) & (np.maximum(first, 1) < np.minimum(stop, most))
+        teaches = np.bincount(document[learned], minlength=len(lengths)) > 0
+        self.sizes = np.where(teaches, np.minimum(lengths, most), 0).astype(np.int32)
+        self.cut = lengths > most
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -105,15 +114,22 @@ class ConversationDataset:
         self, indexed: IndexedDataset, documents: range, *, seq_length: int, **packing: Any
     ) -> None:
         self.conversations = Conversations(indexed, seq_length + 1)
-        self.packed = PackedDataset(self.conversations, documents, seq_length=seq_length, **packing)
-        cut = int(self.conversations.cut[documents.start : documents.stop].sum())
-        if cut:
+        part = slice(documents.start, documents.stop)
+        cut, sizes = self.conversations.cut[part], self.conversations.sizes[part]
+        if cut.any():
             warnings.warn(
-                f"{indexed.prefix}: {cut:,} of {len(documents):,} conversations are longer than a "
-                f"sample of {seq_length:,} tokens and are cut off there",
+                f"{indexed.prefix}: {int(cut.sum()):,} of {len(documents):,} conversations are "
+                f"longer than a sample of {seq_length:,} tokens and are cut off there; "
+                f"{int((sizes[cut] == 0).sum()):,} have no answer before that and are left out",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if len(sizes) and not sizes.any():
+            raise ValueError(
+                f"{indexed.prefix}: none of {len(documents):,} conversations has an answer within "
+                f"a sample of {seq_length:,} tokens; raise the sequence length"
+            )
+        self.packed = PackedDataset(self.conversations, documents, seq_length=seq_length, **packing)
 
     def __len__(self) -> int:
         return len(self.packed)

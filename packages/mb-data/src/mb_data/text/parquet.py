@@ -57,8 +57,9 @@ def read_rows(path: str, groups: range, key: str, *others: str) -> list[dict[str
 
 
 def _check_column(path: str, schema: Any, key: str) -> None:
-    if key not in schema.names:
-        raise ValueError(f"{path}: no column {key!r}; the columns are {', '.join(schema.names)}")
+    if schema.names.count(key) != 1:
+        number = "several columns" if key in schema.names else "no column"
+        raise ValueError(f"{path}: {number} {key!r}; the columns are {', '.join(schema.names)}")
 
 
 def _values(file: Any, groups: range, keys: Sequence[str]) -> list[list[Any]]:

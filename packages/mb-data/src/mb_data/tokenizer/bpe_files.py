@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -18,6 +19,9 @@ END_OF_TEXT = "<|endoftext|>"
 # What ends a document, for files whose tokenizer_config.json does not say.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 CONFIG_ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
+# {1,3}+ gives nothing back to tiktoken and to Python, but to the expressions of the tokenizers
+# library, Oniguruma's, it repeats {1,3}.
+_REPEATED_INTERVAL = re.compile(r"\{\d*,?\d*\}\+")
 
 
 def from_merges(
@@ -236,7 +240,7 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
     for part in stages[:-1]:
         match part:
             case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
-                if part.get("invert"):
+                if part.get("invert") or _REPEATED_INTERVAL.search(pattern):
                     return None
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": bool(single)}:

@@ -352,7 +352,11 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
     file.write_text(f'recipe = "dense-46m"\n{extra}\n')
     loaded = {"activation": "relu", "data_path": ["b"]}
     command = parse(["--config", str(file)])
-    config = resolve(parse(typed.split()), loaded | recipe("dense-46m") | command.values)
+    earlier = loaded | recipe("dense-46m") | command.values
+    config = resolve(parse(typed.split()), earlier)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    file.write_text(to_toml(TrainConfig(**earlier)))  # and of a file's, such as a run's own
+    config = resolve(parse(["--config", str(file), *typed.split()]))
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 

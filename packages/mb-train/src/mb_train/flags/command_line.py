@@ -127,7 +127,7 @@ def parse(
     print_config = values.pop("print_config", False)
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
-        values, named = {**from_file, **values}, named or file_recipe
+        values, named = _laid_over(from_file, values, said=True), named or file_recipe
     notes += [*remarks_on(beside, values), *others]
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
@@ -197,13 +197,26 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     base = recipe(named) if named else {}
     values: dict[str, Any] = {}
     for layer in (loaded or {}, base, said):
-        for f in fields(TrainConfig):
-            value = layer.get(f.name, False)
-            unsaid = value is False or (value is None and layer is not said)
-            for other in () if unsaid else spec(f).instead_of:
-                if other not in layer:
-                    values.pop(other, None)
-        values |= layer
+        values = _laid_over(values, layer, said=layer is said)
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
         values |= schedules(loaded, values)
     return with_means(TrainConfig(**values), command.of_every_layer)
+
+
+def _laid_over(
+    values: Mapping[str, Any], layer: Mapping[str, Any], *, said: bool
+) -> dict[str, Any]:
+    """Fields with those of a later layer, which take the place of what says the same another way.
+
+    Args:
+        said: a None in the layer was asked for.
+    """
+    found = dict(values)
+    for f in fields(TrainConfig):
+        value = layer.get(f.name, False)
+        if value is False or (value is None and not said):
+            continue
+        for other in spec(f).instead_of:
+            if other not in layer:
+                found.pop(other, None)
+    return found | layer

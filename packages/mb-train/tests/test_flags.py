@@ -64,6 +64,8 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--qqq=8"], "Unknown flag --qqq. See --help"),
         (["train"], "Unknown argument train"),
         (["train" * 60], "Unknown argument train.*. See --help"),  # no file may have this name
+        (["--bf16", "true"], "Unknown argument true. --bf16 takes no value."),
+        (["--bf16=true"], "^--bf16/--no-bf16 takes no value, got 'true'"),
         (["--hidden-size", "big"], "--hidden-size: invalid int value: 'big'"),
         (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),

@@ -99,9 +99,7 @@ def parse(
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        # Path.is_dir raises for a word that is too long to be a name.
-        is_folder = os.path.isdir(unknown[0])
-        hint = _about_folder(unknown[0]) if is_folder else nearest(unknown[0], commands)
+        hint = _about_word(unknown[0], argv, parser) or nearest(unknown[0], commands)
         raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
@@ -135,8 +133,17 @@ def parse(
     return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned, whole)
 
 
-def _about_folder(name: str) -> str:
-    """What may be meant by a folder without a flag: to go on with its run, if it holds one."""
+def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What may be meant by a word that belongs to no flag; "" if it is anybody's guess.
+
+    A value of the flag before it, or a folder: to go on with its run, if it holds one.
+    """
+    before = argv[argv.index(name) - 1] if name in argv[1:] else ""
+    flag = parser._option_string_actions.get(before)
+    if flag is not None and flag.nargs == 0:
+        return f" {before} takes no value."
+    if not os.path.isdir(name):  # Path.is_dir raises for a word that is too long to be a name
+        return ""
     try:
         checkpoint_in(Path(name))
     except (ValueError, OSError) as error:

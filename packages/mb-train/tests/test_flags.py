@@ -44,7 +44,7 @@ def test_a_described_model_starts_from_megatrons_defaults():
 def test_later_layers_win(tmp_path):
     file = tmp_path / "run.toml"
     text = 'recipe = "dense-46m"\nlr = 1\ndata-path = "a"\n[training]\nmicro-batch-size = 4\n'
-    file.write_text(text)
+    file.write_text(text, "utf-8-sig")  # as some editors write it
     config = resolve(parse(["--config", str(file), "--seed", "5"]), {"lr": 0.5, "clip_grad": 2.0})
     assert config.lr == 1.0  # the file's, over the recipe's and the loaded run's
     assert (config.micro_batch_size, config.seed, config.data_path) == (4, 5, ["a"])

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -149,20 +150,25 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         here = tmp_path / f"{node}"
         here.mkdir()
         tiny_run.write_tokens(here)
-        assert tiny_run.train(tiny_run.flags(str(here / "walks"), here / "run")) == 0
+        more = "--save-interval 4"
+        assert tiny_run.train(tiny_run.flags(str(here / "walks"), here / "run", more)) == 0
         words = [base64.b64encode(bytes([byte ^ node])).decode() for byte in range(256)]
         lines = (f"{word} {rank}\n" for rank, word in enumerate(words))
         (here / "qwen.tiktoken").write_text("".join(lines))
     with open(tmp_path / "1" / "walks.bin", "r+b") as tokens:
         tokens.write(bytes([29, 0]))
+    for node, iteration in enumerate(("8", "4")):  # the end of a run, and its middle
+        half = shutil.copytree(tmp_path / "0" / "run", tmp_path / f"{node}" / "half")
+        (half / "latest_checkpointed_iteration.txt").write_text(iteration)
     flags = tiny_run.flags("walks")
     lines = (
         [*flags, "--tokenizer", "qwen.tiktoken"],
         flags,
-        ["--load", "run", "--data-path", "walks", "--save", "not/there"],
+        [*flags, "--save", "not/there"],
         ["--load", "run", "--data-path", "walks", "--save-interval", "0"],
+        ["--load", "half", "--train-iters", "8"],
     )
-    for model, data, folder, start in run_ranks(
+    for model, data, folder, start, half in run_ranks(
         _in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0
     ):
         assert "Expected the model to be equal on all 2 ranks, got rank 0: tokenizer = " in model
@@ -170,6 +176,7 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         assert "Expected --save not/there to be one folder for all ranks, got another" in folder
         assert "on rank 1 than on rank 0." in folder
         assert "go on from to be equal on all 2 ranks, got rank 0: written = " in start
+        assert "rank 0: checkpoint = 'half/iter_0000008', ended = True, written = " in half
     assert not list(tmp_path.glob("*/not/*"))
 
 

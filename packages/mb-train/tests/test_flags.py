@@ -44,7 +44,7 @@ def test_a_described_model_starts_from_megatrons_defaults():
 def test_later_layers_win(tmp_path):
     file = tmp_path / "run.toml"
     text = 'recipe = "dense-46m"\nlr = 1\ndata-path = "a"\n[training]\nmicro-batch-size = 4\n'
-    file.write_text(text)
+    file.write_text(text, "utf-8-sig")  # as some editors write it
     config = resolve(parse(["--config", str(file), "--seed", "5"]), {"lr": 0.5, "clip_grad": 2.0})
     assert config.lr == 1.0  # the file's, over the recipe's and the loaded run's
     assert (config.micro_batch_size, config.seed, config.data_path) == (4, 5, ["a"])
@@ -64,6 +64,8 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--qqq=8"], "Unknown flag --qqq. See --help"),
         (["train"], "Unknown argument train"),
         (["train" * 60], "Unknown argument train.*. See --help"),  # no file may have this name
+        (["--bf16", "true"], "Unknown argument true. --bf16 takes no value."),
+        (["--bf16=true"], "^--bf16/--no-bf16 takes no value, got 'true'"),
         (["--hidden-size", "big"], "--hidden-size: invalid int value: 'big'"),
         (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),
@@ -352,7 +354,11 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
     file.write_text(f'recipe = "dense-46m"\n{extra}\n')
     loaded = {"activation": "relu", "data_path": ["b"]}
     command = parse(["--config", str(file)])
-    config = resolve(parse(typed.split()), loaded | recipe("dense-46m") | command.values)
+    earlier = loaded | recipe("dense-46m") | command.values
+    config = resolve(parse(typed.split()), earlier)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    file.write_text(to_toml(TrainConfig(**earlier)))  # and of a file's, such as a run's own
+    config = resolve(parse(["--config", str(file), *typed.split()]))
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 

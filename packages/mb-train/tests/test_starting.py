@@ -199,15 +199,20 @@ def test_a_script_begins_anew_where_there_is_no_checkpoint(finished, tmp_path):
 
 
 def test_who_names_one_checkpoint_gets_that_or_an_error(finished, tmp_path):
-    """An iteration that was pruned, a file, or the form in which Megatron's weights are published:
-    none of them is the folder of a script that has yet to save."""
+    """An iteration that was pruned or never finished, a file, or the form in which Megatron's
+    weights are published: none of them is the folder of a script that has yet to save."""
     (tmp_path / "weights.pt").write_text("")
     (tmp_path / "published" / "release" / "mp_rank_00").mkdir(parents=True)
+    whole = shutil.copytree(finished[0] / "iter_0000002", tmp_path / "iter_0000002")
+    drafts = [whole.with_name("iter_0000003.partial"), whole.with_name("iter_0000004")]
+    shutil.copytree(whole, drafts[0])
+    drafts[1].mkdir()
     script = [*TINY[1:], "--train-iters=2", "--lr=1e-3", "--save", str(tmp_path / "run"), "--load"]
     for load, says in (
         (tmp_path / "weights.pt", "found none"),
         (finished[0] / "iter_0000001", "found none"),
         (tmp_path / "published", "one of Megatron's: the convert command"),
+        *((draft, "was not finished. There is .*iter_0000002: give that") for draft in drafts),
     ):
         with pytest.raises(ValueError, match=f"Expected a checkpoint in .*{load.name}.*{says}"):
             resolve_start(parse([*script, str(load)]))

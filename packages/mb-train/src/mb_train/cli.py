@@ -19,7 +19,7 @@ from mb_train.commands.train import train
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import run_command
 from mb_train.logs.console import in_a_line, out_of_memory
-from mb_train.machine.host import called
+from mb_train.machine.host import alone, called
 
 
 def program() -> NoReturn:
@@ -32,7 +32,7 @@ def program() -> NoReturn:
     """
     _open_streams()
     code = main()
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if alone():
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

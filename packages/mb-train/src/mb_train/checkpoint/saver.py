@@ -39,6 +39,7 @@ from mb_train.folder.history import withdraw
 from mb_train.folder.run_folder import (
     FORMAT,
     LATEST,
+    PARTIAL,
     SavedRun,
     checkpoints,
     iteration_folder,
@@ -196,7 +197,7 @@ class Saver:
             self.snapshots.close()
 
     def _draft(self, iteration: int) -> Path:
-        return self._folder / (iteration_folder(iteration) + ".partial")
+        return self._folder / (iteration_folder(iteration) + PARTIAL)
 
     def _begin(self, iteration: int) -> None:
         draft = self._draft(iteration)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mb_train.checkpoint.read import compare, fill, opened, quiet
 from mb_train.checkpoint.tensors import state_names, tensors_of
 from mb_train.checkpoint.writer import Planner, Writer
-from mb_train.folder.run_folder import SavedRun, iteration_folder
+from mb_train.folder.run_folder import PARTIAL, SavedRun, iteration_folder
 
 _PREFIX = "model."  # as in `tensors_of`
 
@@ -74,7 +74,7 @@ def write_weights(
     """
     written = tensors_of(model, None)
     state = {name: written[name] for n in weights if (name := f"{_PREFIX}{n}") in written}
-    draft = folder / (iteration_folder(run.iteration) + ".partial")
+    draft = folder / (iteration_folder(run.iteration) + PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:

@@ -20,7 +20,7 @@ from mb_train.flags.starting import resolve_start
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
-from mb_train.machine.host import first_import, leads, prepare_host
+from mb_train.machine.host import alone, first_import, leads, prepare_host
 from mb_train.machine.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def train(command: CommandLine) -> int:
     if leader:
         tell_notes(started.notes)
     if started.start is not None and started.start.is_end_of(config):
+        if not alone():  # others may have found another checkpoint, and wait for this rank
+            from mb_train.train import joined
+
+            with joined(config, started.start):
+                pass
         if leader:
             _complete(started.start, config)
         return 0

@@ -27,8 +27,8 @@ def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
             value of the wrong kind.
     """
     try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
+        with open(path, "rb") as file:  # some editors begin files with a mark
+            document = tomllib.loads(file.read().decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # it may be nested too deeply

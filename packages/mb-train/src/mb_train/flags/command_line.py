@@ -99,9 +99,7 @@ def parse(
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        # Path.is_dir raises for a word that is too long to be a name.
-        is_folder = os.path.isdir(unknown[0])
-        hint = _about_folder(unknown[0]) if is_folder else nearest(unknown[0], commands)
+        hint = _about_word(unknown[0], argv, parser) or nearest(unknown[0], commands)
         raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
@@ -127,7 +125,7 @@ def parse(
     print_config = values.pop("print_config", False)
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
-        values, named = {**from_file, **values}, named or file_recipe
+        values, named = _laid_over(from_file, values, said=True), named or file_recipe
     notes += [*remarks_on(beside, values), *others]
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
@@ -135,8 +133,17 @@ def parse(
     return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned, whole)
 
 
-def _about_folder(name: str) -> str:
-    """What may be meant by a folder without a flag: to go on with its run, if it holds one."""
+def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What may be meant by a word that belongs to no flag; "" if it is anybody's guess.
+
+    A value of the flag before it, or a folder: to go on with its run, if it holds one.
+    """
+    before = argv[argv.index(name) - 1] if name in argv[1:] else ""
+    flag = parser._option_string_actions.get(before)
+    if flag is not None and flag.nargs == 0:
+        return f" {before} takes no value."
+    if not os.path.isdir(name):  # Path.is_dir raises for a word that is too long to be a name
+        return ""
     try:
         checkpoint_in(Path(name))
     except (ValueError, OSError) as error:
@@ -197,13 +204,26 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     base = recipe(named) if named else {}
     values: dict[str, Any] = {}
     for layer in (loaded or {}, base, said):
-        for f in fields(TrainConfig):
-            value = layer.get(f.name, False)
-            unsaid = value is False or (value is None and layer is not said)
-            for other in () if unsaid else spec(f).instead_of:
-                if other not in layer:
-                    values.pop(other, None)
-        values |= layer
+        values = _laid_over(values, layer, said=layer is said)
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
         values |= schedules(loaded, values)
     return with_means(TrainConfig(**values), command.of_every_layer)
+
+
+def _laid_over(
+    values: Mapping[str, Any], layer: Mapping[str, Any], *, said: bool
+) -> dict[str, Any]:
+    """Fields with those of a later layer, which take the place of what says the same another way.
+
+    Args:
+        said: a None in the layer was asked for.
+    """
+    found = dict(values)
+    for f in fields(TrainConfig):
+        value = layer.get(f.name, False)
+        if value is False or (value is None and not said):
+            continue
+        for other in spec(f).instead_of:
+            if other not in layer:
+                found.pop(other, None)
+    return found | layer

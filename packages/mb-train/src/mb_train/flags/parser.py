@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
@@ -28,9 +29,12 @@ class Parser(argparse.ArgumentParser):
     """A parser whose complaints are exceptions."""
 
     def error(self, message: str) -> NoReturn:
+        message = _EXPLICIT.sub(r"\1 takes no value, got ", message)
         raise UsageError(message[:1].upper() + message[1:])
 
 
+# argparse's words for `--flag=value` where a flag stands alone.
+_EXPLICIT = re.compile("argument (.*): ignored explicit argument ")
 # Takes the parser of `mb-train NAME` and the words behind it, returns an exit code.
 Command = Callable[[Parser, Sequence[str]], int]
 

@@ -23,6 +23,7 @@ from mb_train.folder.run_folder import (
     LOG_FILE,
     MOVING,
     PAGE,
+    PARTIAL,
     PICTURE,
     TOKENIZER,
     checkpoints,
@@ -62,13 +63,13 @@ def recover(folder: Path) -> list[str]:
         else:
             os.rename(old, final)
             done.append(f"put {final} back, which was about to be replaced")
-    for draft in sorted(folder.glob("iter_*.partial")):
+    for draft in sorted(folder.glob(f"iter_*{PARTIAL}")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
     for surplus in folder.glob("iter_*.surplus"):
         shutil.rmtree(surplus)
     for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
-        for draft in folder.glob(f"{name}*.partial"):
+        for draft in folder.glob(f"{name}*{PARTIAL}"):
             draft.unlink(missing_ok=True)
     return done
 

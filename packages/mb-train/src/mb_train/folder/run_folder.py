@@ -33,6 +33,7 @@ PICTURE = "loss.png"
 PAGE = "report.html"
 TOKENIZER = "tokenizer"
 MOVING = ".moving.json"
+PARTIAL = ".partial"  # behind the name of what is being written
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,14 @@ def find_checkpoint(path: Path) -> Path | None:
     If no file names the latest, as after a kill during a run's first save, the last one is taken.
 
     Raises:
-        ValueError: the file that names the latest is damaged, or names one that is not there.
+        ValueError: the file that names the latest is damaged, or names one that is not there; or
+            `path` is a checkpoint that was not finished.
     """
+    if _is_unfinished(path):
+        raise ValueError(
+            f"Expected a checkpoint in {path}, found one that was not finished."
+            + others(path.parent)
+        )
     if (path / RUN_FILE).is_file():
         return path if path.name not in ("", "..") else path.resolve()  # it is known by its name
     latest = path / LATEST
@@ -131,6 +138,14 @@ def find_checkpoint(path: Path) -> Path | None:
             f"{latest} names iteration {text}, but {folder} holds no {RUN_FILE}.{others(path)}"
         )
     return folder
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a checkpoint of ours was being written there, or copied, when that ended."""
+    draft = path.suffix == PARTIAL
+    named = is_iteration(path.with_suffix("") if draft else path)
+    whole = not draft and (path / RUN_FILE).is_file()
+    return named and path.is_dir() and not (whole or whose(path))
 
 
 def checkpoint_in(path: Path) -> Path:

@@ -18,10 +18,14 @@ from collections.abc import Generator
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 
 
+def alone() -> bool:
+    """Whether this process is none of several that torchrun made."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def _rank() -> str | None:
     """This process's among those that torchrun made; None alone, whatever RANK is left over."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return None if alone else os.environ.get("RANK", "0")
+    return None if alone() else os.environ.get("RANK", "0")
 
 
 def leads() -> bool:

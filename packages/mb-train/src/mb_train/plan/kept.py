@@ -43,10 +43,14 @@ class Activations(NamedTuple):
     """Bytes that forward passes leave for their backward passes, on the first stage.
 
     here, there: on the device, and in the host's memory.
+    again: besides, of what is computed again, the largest, as long as its backward pass is at it.
+    block: of the largest block, all that its backward pass reads.
     """
 
     here: float
     there: float
+    again: float
+    block: float
 
 
 def activations_bytes(
@@ -63,9 +67,10 @@ def activations_bytes(
         work, config, dims, width, rows=rows, tokens_here=tokens_here, pairs=not on_gpu
     )
     again = [n for n, a in zip(layers, recomputes(config, len(layers)), strict=True) if a]
-    # Of blocks that compute again the input is kept, and one's inside, as long as it is at it.
-    kept = sum(layer.all for layer in layers) - sum(layer.all - layer.input for layer in again)
-    kept += max((layer.all for layer in again), default=0) + max(layer.core for layer in layers)
+    # Of blocks that compute again the input is kept.
+    inside = [layer.all - layer.input for layer in again]
+    kept = sum(layer.all for layer in layers) - sum(inside)
+    core = max(layer.core for layer in layers)
     away = away_by_layer(config, layers) if on_gpu else []
     # A block's are on the way, there or back, and still or already here; two blocks' where nothing
     # else is let go of in between.
@@ -78,9 +83,12 @@ def activations_bytes(
     # tokens the same.
     tokens = work.tokens + sum(each.tokens for each in work.behind)
     ends = 4 * samples * tokens / dims.cp * hidden * 2
+    each = width * samples
     return Activations(
-        width * samples * (kept * in_flight + travelling) + ends,
-        width * samples * sum(away) * in_flight,
+        here=each * (kept * in_flight + travelling) + ends,
+        there=each * sum(away) * in_flight,
+        again=each * (max(inside, default=0) + core),
+        block=each * (max(layer.all for layer in layers) + core),
     )
 
 

@@ -1,9 +1,10 @@
 """What a run will need, before it is started: parameters, memory, time of a step.
 
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
-the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed at the
-loss, when all layers have left theirs, or at the end of the backward pass, when all gradients are
-there. Seconds are `step_time`'s.
+the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed where the
+backward pass begins, when all layers have left theirs and the loss has its logits or, behind it,
+the last block what it computes again; or in its last block, when nearly all gradients are there.
+Seconds are `step_time`'s.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Sizes:
         parameters: of the whole model; active: without the experts that a token does not visit,
             in the mean.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
+        block: of the activations, those of one block.
         offloaded, kept_on_host: bytes besides, of a rank, in the host's memory: of the optimizer,
             and of activations.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
@@ -69,6 +71,7 @@ class Sizes:
     optimizer: int
     offloaded: int
     activations: int
+    block: int
     kept_on_host: int
     gradients_at_loss: int
     checkpoint: int
@@ -79,7 +82,7 @@ class Sizes:
     @property
     def memory(self) -> int:
         """Bytes of a rank, all in all, without those in the host's memory."""
-        passing = max(self.gradients, self.gradients_at_loss + self.activations)
+        passing = max(self.gradients + self.block, self.gradients_at_loss + self.activations)
         return int((self.weights + self.optimizer + passing) * _SLACK)
 
     @property
@@ -118,8 +121,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     narrow = width if width < 4 else 0
     batch = config.batch_size(dims.data)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.data)
-    whole_experts = ranks == 1 or config.zero_stage == 0
-    copied = narrow > 0 and whole_experts
+    whole_state = ranks == 1 or config.zero_stage == 0
+    copied = narrow > 0 and whole_state
     parts = _parts([model], config, dims, stages=dims.pp, copied=copied)
     held = parts
     if dims.pp > 1:  # embeddings are on the first stage, none of its share of them
@@ -128,9 +131,15 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     share = 0.0
     if (number := config.moe_num_experts) is not None:
         share = visited(config.moe_top_k, number, config.moe_num_zero_experts) / number
-    here = sum(part.here for part in held)
-    # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
-    cast = narrow * (here / work.layers if config.zero_stage == 3 else here)
+    # Casts to 16 bit live until the backward pass; blocks that compute again cast again. What ZeRO
+    # gathers is cast already, at stage 3 a layer at a time. Copies stay.
+    alive = 1.0
+    if whole_state:
+        again = recomputes(config, -(-work.layers // dims.pp))
+        alive -= (sum(again) - any(again)) / len(again)
+    elif config.zero_stage == 3:
+        alive /= work.layers
+    cast = narrow * sum(part.here * (1.0 if part.copied else alive) for part in held)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
@@ -151,7 +160,10 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         gradients=gradients(micro_batches),
         optimizer=int(held_state - offloaded),
         offloaded=int(offloaded),
-        activations=int(activations.here + loss_bytes(work, config, dims, width)),
+        activations=int(
+            activations.here + max(loss_bytes(work, config, dims, width), activations.again)
+        ),
+        block=int(activations.block),
         kept_on_host=int(activations.there),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),

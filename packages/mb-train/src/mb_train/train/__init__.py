@@ -2,4 +2,5 @@
 
 # The public API.
 from mb_train.train.loop import Result as Result
+from mb_train.train.loop import joined as joined
 from mb_train.train.loop import train as train

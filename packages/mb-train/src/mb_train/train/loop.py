@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from mb_parallel import any_rank, distributed, rank, world_size
+from mb_parallel import any_rank, check_same, distributed, rank, world_size
 
 from mb_train.checkpoint.finite import all_finite
 from mb_train.checkpoint.read import Progress
@@ -103,9 +103,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         torch.enable_grad(),
         fp32_by_default(),
         warnings.catch_warnings(),
-        distributed(
-            device_type(config.device), timeout_s=60 * config.distributed_timeout_minutes
-        ) as device,
+        joined(config, start) as device,
         torch.autocast(device.type, enabled=False),  # the dtype to compute with is the config's
         torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,
@@ -134,6 +132,23 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         finally:
             gc.unfreeze()  # a run that is over is garbage like any other
             run.close()
+
+
+@contextlib.contextmanager
+def joined(config: TrainConfig, start: Start | None) -> Generator[torch.device]:
+    """Be one of the ranks that train as `config` says, on the device that this yields.
+
+    Args:
+        start: what this rank found at `load`, perhaps in a folder that others know another by.
+
+    Raises:
+        ValueError: on all ranks, if they found different checkpoints, or some see the run's end.
+    """
+    found = None if start is None else {**start.told, "ended": start.is_end_of(config)}
+    timeout_s = 60 * config.distributed_timeout_minutes
+    with distributed(device_type(config.device), timeout_s=timeout_s) as device:
+        check_same(found, "the checkpoint to go on from")
+        yield device
 
 
 @contextlib.contextmanager

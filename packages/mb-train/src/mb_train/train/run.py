@@ -80,7 +80,6 @@ class Run:
         self.device = device
         self.directory = os.getcwd()  # where relative paths of the configuration begin
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
-        check_same(None if start is None else start.told, "the checkpoint to go on from")
         config = self.config
         self._place(start)
         self.compute_dtype = compute_dtype(config, device.type)

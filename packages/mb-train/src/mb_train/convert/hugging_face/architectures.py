@@ -6,7 +6,7 @@ and one of ours that no architecture can express, are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -69,25 +69,35 @@ def architecture_for(config: TrainConfig) -> Architecture:
     if config.use_mup or found.model_type in granite.DEFAULTS:
         config = granite.spelled_out(config)
     # A configuration that comes back changed is one that the architecture cannot say.
-    back = _settings(imported_config(found.read(found.config(config)), vocab_size=1))
-    # Of experts that it cannot have their number says it all.
-    told = (*back, flag_name("moe_num_experts"))
-    differing = [
-        f"{flag} {value}"
-        for flag, value in _settings(config).items()
-        if flag in told and _meaning(flag, back.get(flag)) != _meaning(flag, value)
-    ]
-    if differing:
+    back = imported_config(found.read(found.config(config)), vocab_size=1)
+    if unsaid := list(_differing(config, back)):
         raise ValueError(
             f"Hugging Face has no architecture for this model: the nearest, {found.name}, cannot "
-            f"say its {', '.join(differing)}."
+            f"say its {', '.join(unsaid)}."
         )
     return found
 
 
-def _meaning(flag: str, value: Any) -> Any:
+def _differing(config: TrainConfig, back: TrainConfig) -> Iterator[str]:
+    """The flags of what a model computes that came back changed, with their values in force."""
+    # Of experts that it cannot have their number says it all.
+    told = {*_settings(back), "moe_num_experts"}
+    for name, behind in _settings(config).items():
+        here, there = getattr(config, name), getattr(back, name)
+        if name not in told or _meaning(name, here) == _meaning(name, there):
+            continue
+        said = {field: getattr(config, field) for field in behind}
+        moved = [field for field in behind if said[field] not in (None, getattr(back, field))]
+        if moved and isinstance(here or there, (list, tuple)):
+            # What several flags say together is not what any of them says.
+            yield from (f"{flag_name(field)} {said[field]}" for field in moved)
+        else:
+            yield f"{flag_name(behind[-1])} {here}"
+
+
+def _meaning(name: str, value: Any) -> Any:
     """A value in force; an activation has several names, and all of them mean its numbers."""
-    return parse(value) if flag == flag_name("activation") else value
+    return parse(value) if name == "activation_name" else value
 
 
 def _nearest(config: TrainConfig) -> str:
@@ -155,16 +165,15 @@ def _nearest_granite(config: TrainConfig) -> str:
 _ROWS = {"make_vocab_size_divisible_by", "position_rows"}
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Values in force of everything that says what a model computes, by the last flag of each."""
+def _settings(config: TrainConfig) -> dict[str, list[str]]:
+    """What says what a model computes: of each value in force its name, and the fields behind."""
     groups = (Network,) if config.moe_num_experts is None else (Network, MoEFields)
-    settings = (f for group in groups for f in fields(group) if not spec(f).in_training)
-    flags = {spec(f).in_force or f.name: f.name for f in settings}
+    behind: dict[str, list[str]] = {}
+    for field in (f for group in groups for f in fields(group) if not spec(f).in_training):
+        behind.setdefault(spec(field).in_force or field.name, []).append(field.name)
     if all(map(config.has_experts, range(whole(config.num_layers)))):
-        del flags["ffn_size"]  # of dense layers, of which there are none
-    return {
-        flag_name(flag): getattr(config, name) for name, flag in flags.items() if name not in _ROWS
-    }
+        del behind["ffn_size"]  # of dense layers, of which there are none
+    return {name: found for name, found in behind.items() if name not in _ROWS}
 
 
 _DEFAULTS = {

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json
-from mb_train.convert.hugging_face.llama import llama_config, wholly_turned
+from mb_train.convert.hugging_face.llama import (
+    llama_config,
+    loss_coefficient,
+    loss_weight,
+    wholly_turned,
+)
 from mb_train.convert.hugging_face.mxfp4 import BLOCKS, SCALES, unpacked
 from mb_train.convert.hugging_face.windows import LAYER_TYPES, by_type, layer_types, window_fields
 
@@ -39,7 +44,6 @@ _OFFSET = 1.0  # of up, a number in their text
 
 def gpt_oss_fields(config: Json) -> dict[str, Any]:
     """Of the published models and their like."""
-    top_k = config["num_experts_per_tok"]
     alpha, limit = float(config["swiglu_alpha"]), float(config["swiglu_limit"])
     # Files name a weight of a loss that transformers adds only where these logits are asked for.
     balanced = config["output_router_logits"]
@@ -53,11 +57,11 @@ def gpt_oss_fields(config: Json) -> dict[str, Any]:
             "softmax_type": "learnable",
             "moe_num_experts": config["num_local_experts"],
             "moe_ffn_hidden_size": config["intermediate_size"],
-            "moe_top_k": top_k,
+            "moe_top_k": config["num_experts_per_tok"],
             "moe_renormalize": True,
             "moe_router_bias": True,
             "moe_mlp_bias": True,
-            "moe_loss_weight": top_k * (config["router_aux_loss_coef"] or 0.0) if balanced else 0.0,
+            "moe_loss_weight": loss_weight(config) if balanced else 0.0,
         }
     )
 
@@ -88,7 +92,7 @@ def gpt_oss_config(config: TrainConfig) -> dict[str, Any]:
             "num_local_experts": config.moe_num_experts,
             "num_experts_per_tok": config.moe_top_k,
             "intermediate_size": config.expert_ffn_size,
-            "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
+            "router_aux_loss_coef": loss_coefficient(config),
             "output_router_logits": config.moe_loss_weight > 0,
         }
     )

@@ -11,7 +11,12 @@ from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json
-from mb_train.convert.hugging_face.llama import experts_of, llama_config, llama_fields
+from mb_train.convert.hugging_face.llama import (
+    experts_of,
+    llama_config,
+    llama_fields,
+    loss_coefficient,
+)
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
@@ -79,7 +84,7 @@ def granite_moe_config(config: TrainConfig) -> dict[str, Any]:
         "num_local_experts": config.moe_num_experts,
         "num_experts_per_tok": config.moe_top_k,
         "intermediate_size": config.expert_ffn_size,
-        "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
+        "router_aux_loss_coef": loss_coefficient(config),
     }
 
 

@@ -269,9 +269,18 @@ def experts_of(config: Json, count: str) -> dict[str, Any]:
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
         "moe_top_k": config["num_experts_per_tok"],
-        # Their loss counts every choice of a token: it is top-k when balanced, ours 1.
-        "moe_loss_weight": config["num_experts_per_tok"] * (config["router_aux_loss_coef"] or 0.0),
+        "moe_loss_weight": loss_weight(config),
     }
+
+
+def loss_weight(config: Json) -> float:
+    """That of ours: theirs counts every choice of a token, and is top-k when balanced, ours 1."""
+    return config["num_experts_per_tok"] * (config["router_aux_loss_coef"] or 0.0)
+
+
+def loss_coefficient(config: TrainConfig) -> float:
+    """Back."""
+    return config.moe_loss_weight / config.moe_top_k
 
 
 def _experts(config: TrainConfig, count: str) -> dict[str, Any]:
@@ -280,7 +289,7 @@ def _experts(config: TrainConfig, count: str) -> dict[str, Any]:
         "num_experts_per_tok": config.moe_top_k,
         "intermediate_size": config.expert_ffn_size,
         "norm_topk_prob": config.moe_renormalize,
-        "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
+        "router_aux_loss_coef": loss_coefficient(config),
     }
 
 

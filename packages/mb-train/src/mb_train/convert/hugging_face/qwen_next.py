@@ -24,7 +24,12 @@ from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import attention_rules, decoder_rules
 from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
-from mb_train.convert.hugging_face.llama import decoder_fields, llama_config, qwen_experts
+from mb_train.convert.hugging_face.llama import (
+    decoder_fields,
+    llama_config,
+    loss_coefficient,
+    qwen_experts,
+)
 from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES
 from mb_train.flags.layer_patterns import every_nth_full
 from mb_train.models.config import TransformerConfig
@@ -118,7 +123,7 @@ def qwen3_next_config(config: TrainConfig) -> dict[str, Any]:
             "moe_intermediate_size": config.expert_ffn_size,
             "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
             "norm_topk_prob": config.moe_renormalize,
-            "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
+            "router_aux_loss_coef": loss_coefficient(config),
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(dense)),
         }

@@ -230,6 +230,40 @@ def _refusals(rank: int, ranks: int) -> None:
             call()
 
 
+class _Dims(nn.Module):
+    """Attention whose batch, heads and sequence are these dimensions of what it is given."""
+
+    def __init__(self, *order: int, **how: Any) -> None:
+        super().__init__()
+        self.order, self.how = order, how
+
+    def forward(self, *qkv):
+        qkv = (x.permute(*self.order, 3) for x in qkv)
+        y = F.scaled_dot_product_attention(*qkv, **self.how, enable_gqa=True)
+        return y.permute(*(self.order.index(dim) for dim in range(3)), 3)
+
+
+def _other_dimensions(rank: int, ranks: int) -> None:
+    mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
+    other = [_Dims(0, 1, 2), _Dims(0, 1, 2, is_causal=True), _Dims(1, 2, 0, is_causal=True)]
+    ours = [_Dims(0, 2, 1, dropout_p=0.5), _Dims(0, 2, 1, is_causal=True, dropout_p=0.5)]
+    parallelize_context(other + ours, mesh)
+    for heads, groups in ((2, 2), (4, 2), (2, 1), (8, 4)):
+        q, kv = torch.ones(2, 2, heads, 4), torch.ones(2, 2, groups, 4)
+        for core in other:
+            with pytest.raises(ValueError, match="got _Dims, in which values of others reach it"):
+                core(q, kv, kv)
+        for core in map(copy.deepcopy, ours):
+            state = torch.get_rng_state()
+            y = core(q, kv, kv)
+            torch.set_rng_state(state)
+            assert torch.equal(core(q, kv, kv), y)  # to have tried it drew nothing
+
+
+def test_cores_of_other_dimensions_are_refused():
+    run_ranks(_other_dimensions, 2)
+
+
 def _config(**more: Any) -> MoEConfig:
     fields: dict[str, Any] = {
         "hidden_size": 8, "ffn_hidden_size": 16, "num_experts": 4, "top_k": 2,

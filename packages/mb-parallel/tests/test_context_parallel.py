@@ -204,6 +204,7 @@ REFUSALS = (
     "by position, got Core called with tensors []. Pass the module that computes",
     "by position, got Core called with tensors [[4, 2, 2], [4, 2, 2], [4, 2, 2]]. Pass",
     "Expected a core to return one tensor, got tuple from Identity.",
+    "Expected the parts that Core is given to be equal on all 2 ranks, got\n  rank 0: [([1, 2, 2",
     "Expected layers of experts that know of cp = 2 and tp = 1, got one that counts each rank's "
     "tokens alone. Call parallelize_experts first, with ep = 1 too.",
 )
@@ -211,9 +212,9 @@ REFUSALS = (
 
 def _refusals(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
-    core, pair = Core(), nn.Identity()
+    core, unequal, pair = Core(), Core(), nn.Identity()
     pair.forward = lambda *qkv: qkv
-    parallelize_context([core, pair], mesh)
+    parallelize_context([core, unequal, pair], mesh)
     calls = (
         lambda: parallelize_context([core], mesh),
         lambda: parallelize_context(core, mesh),
@@ -223,6 +224,7 @@ def _refusals(rank: int, ranks: int) -> None:
         lambda: core(**dict(zip("qkv", torch.ones(3, 1, 4, 2, 2), strict=True))),
         lambda: core(*torch.ones(3, 4, 2, 2)),
         lambda: pair(*torch.ones(3, 1, 4, 2, 2)),
+        lambda: unequal(*torch.ones(3, 1, 2 + rank, 2, 2)),
         lambda: apply_data_parallel(dMoE(_config()), mesh, blocks=[]),
     )
     for call, said in zip(calls, REFUSALS, strict=True):

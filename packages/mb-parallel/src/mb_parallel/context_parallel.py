@@ -44,6 +44,7 @@ from mb_parallel.arguments import several
 from mb_parallel.forwards import wrap_forward
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.collectives import exchange
+from mb_parallel.world import check_same
 
 _GROUP = "_mb_context_group"
 _OF_HEADS = ("sinks_H", "weight_GXT")
@@ -77,7 +78,8 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
         ValueError: one module for several, one that exchanges heads already, another mesh. In a
             core's forward: a number of query heads that cp, or the number of key-value heads, does
             not divide, or of a state's key heads that cp does not; in the first one, if it is not
-            compiled, tensors whose dimensions are others than these.
+            compiled, tensors whose dimensions are others than these, or whose sizes differ between
+            the ranks.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -100,7 +102,8 @@ class _Group:
     """A process group on a module, of which copies of a model have the same.
 
     Attributes:
-        tried: whether the module computes heads and sequences apart.
+        tried: whether a call has shown that the ranks' parts are of equal sizes, and the module
+            one that computes heads and sequences apart.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -122,10 +125,14 @@ def _over_whole_sequences(
     parts, rest = args[:3], args[3:]
     states = "weight_GXT" in kwargs
     _refuse_other_calls(core, parts, states=states)
+    first = not (held.tried or torch.compiler.is_compiling() or parts[0].is_meta)
+    if first:
+        sizes = [(list(x.shape), x.dtype) for x in parts]
+        check_same(sizes, f"the parts that {type(core).__name__} is given", group=group)
     whole = heads_for_parts(parts, group)
-    if not (held.tried or states or torch.compiler.is_compiling() or whole[0].is_meta):
+    if first and not states:
         _refuse_other_dimensions(core, forward, whole, *rest, **kwargs)
-        held.tried = True
+    held.tried |= first
     for name in _OF_HEADS:
         if (of_heads := kwargs.get(name)) is not None:
             kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]

@@ -5,18 +5,18 @@
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, norms, windows, sinks, gates, states, further tokens), in fp32, fp16 or bf16, with
-products in FP8 or without, an optimizer, and a layout of two or four ranks (data, tensor,
-sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute;
-those of one size share their processes). Three steps with accumulation, sequences with
-unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
-moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
-checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
-the ranks take five steps, and five with a stop after three, dropout and jitter drawn: losses,
-weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or four GPUs,
-joined by NCCL, and the one process has the first of them (a CPU draws other first weights; that
-GPUs compute what CPUs do is `sweep_devices`' part): losses, norms and validation are compared. What
-the configuration refuses is said with its message.
+positions, heads, latents, norms, windows, sinks, gates, states, further tokens, multipliers, muP),
+in fp32, fp16 or bf16, with products in FP8 or without, an optimizer, and a layout of two or four
+ranks (data, tensor, sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO
+stage, recompute, offload; those of one size share their processes). Three steps with accumulation,
+sequences with unequal numbers of tokens that count: the largest deviation of losses, gradient
+norms, weights and moments is printed. With `--go-on` two more steps follow: of the ranks from the
+process's checkpoint, and of the process from theirs. With `--resume` nothing is compared with one
+process: the ranks take five steps, and five with a stop after three, dropout and jitter drawn:
+losses, weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or
+four GPUs, joined by NCCL, and the one process has the first of them (a CPU draws other first
+weights; that GPUs compute what CPUs do is `sweep_devices`' part): losses, norms and validation are
+compared. What the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -57,6 +57,11 @@ STATES = (
     "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
 )
+LATENTS = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 5 --position-embedding-type rope"
+)
+MODULES = ("attn_norm qkv_linear", "core_attn", "attn_proj mlp_norm", "expert_fc1", "moe_act")
 # Adafactor divides by the roots of small sums, bf16 moments are rounded by the last bits of the
 # weights.
 OPTIMIZERS = {
@@ -116,6 +121,10 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     layout += [rng.choice(["", "", "--recompute-granularity full", "--recompute-granularity "
                            "selective", "--recompute-granularity full --recompute-method block "
                            "--recompute-num-layers 1"])]  # fmt: skip
+    if rng.random() < 0.3:
+        modules = "layer_input" if "granularity full" in layout[-1] else rng.choice(MODULES)
+        flags = f"--cpu-offloading-num-layers {rng.choice([1, 4])}", f"--offload-modules {modules}"
+        layout += [rng.choice(flags), "--min-offloaded-tensor-size 1"]
     optimizer = rng.choice(["adam", "adam", *OPTIMIZERS])
     # A query is held against the blocks of all ranks: one process has them in one micro-batch.
     micro_batch = 8 if kind == "ict" else rng.choice([1, 2])
@@ -128,7 +137,9 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
     model += [rng.choice(["", "", "--decoupled-lr 1e-2"])]
     # Parts of rows have scales of their own.
-    model += ["--fp8-format e4m3"] if half >= 0.15 and tp == 1 and rng.random() < 0.2 else []
+    if half >= 0.15 and tp == 1 and rng.random() < 0.2:
+        model += [f"--fp8-format e4m3 {rng.choice(['', '--first-last-layers-bf16'])}"]
+    model += [rng.choice(["", "", "", "--clip-grad 0", "--clip-grad 0.1"])]
     if rng.random() < 0.8:
         experts(rng, ranks // pp, cp * tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
@@ -143,22 +154,34 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
 def decoder(rng: random.Random, tp: int) -> list[str]:
     """Flags of a GPT."""
     model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
-    model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
-    model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
-    norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
-    model += [rng.choice([*norms, "--scale-head"])]
-    model += [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
+    model += [rng.choice(["", "", "", "--use-mup --mup-base-hidden-size 8"])]
+    model += [rng.choice(["", "", "", "--document-packing best_fit"])]
+    model += attention(rng, tp)
     norms = ["", "", "--norm-placement output", "--norm-placement both", "--norm-placement kept"]
     model += [rng.choice(norms)]
     model += [rng.choice(["", "", "--mtp-num-layers 1", "--mtp-num-layers 2"])]
-    model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
-    model += [rng.choice(["", "", "--attention-output-gate"])]
-    model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
     numbers = "--embedding-multiplier 4 --residual-multiplier 0.5 --logits-scaling 3"
     model += [rng.choice(["", "", numbers])]
     model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
+    return [*model, rng.choice(["", "", "--disable-bias-linear"])]
+
+
+def attention(rng: random.Random, tp: int) -> list[str]:
+    """Flags of a decoder's attention."""
+    norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
+    model = [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
+    if rng.random() < 0.2:
+        model += [LATENTS, rng.choice(["", "--q-lora-rank 10"])]
+        return [*model, rng.choice(norms)]
+    norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head"]
+    model += [rng.choice(norms)]
+    model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
+    model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
+    model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
+    model += [rng.choice(["", "", "--attention-output-gate"])]
+    model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
     model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
-    return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
+    return [*model, rng.choice(["", "", "--add-qkv-bias"])]
 
 
 def sentences(rng: random.Random, kind: str) -> list[str]:
@@ -197,7 +220,9 @@ def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout:
         "--moe-shared-expert-intermediate-size 16",
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
         f"--moe-z-loss-weight {weight / 5}", "--moe-output-bias", "--moe-mlp-bias",
-        "--moe-router-bias",
+        "--moe-router-bias", "--moe-ffn-hidden-size 20",
+        "--moe-mlp-impl sparse --moe-ffn-hidden-size 128",
+        "--moe-router-lr-mult 0.3",
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--moe-balance-by scores --moe-router-enable-expert-bias",
@@ -207,6 +232,8 @@ def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout:
     ):  # fmt: skip
         if rng.random() < 0.2:
             model += [flags]
+    if count >= 4 and rng.random() < 0.2:
+        model += [f"--moe-router-num-groups 2 --moe-router-group-topk {2 if top_k > 2 else 1}"]
 
 
 class Pair(NamedTuple):

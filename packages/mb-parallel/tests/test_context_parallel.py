@@ -204,6 +204,7 @@ REFUSALS = (
     "by position, got Core called with tensors []. Pass the module that computes",
     "by position, got Core called with tensors [[4, 2, 2], [4, 2, 2], [4, 2, 2]]. Pass",
     "Expected a core to return one tensor, got tuple from Identity.",
+    "Expected the parts that Core is given to be equal on all 2 ranks, got\n  rank 0: [([1, 2, 2",
     "Expected layers of experts that know of cp = 2 and tp = 1, got one that counts each rank's "
     "tokens alone. Call parallelize_experts first, with ep = 1 too.",
 )
@@ -211,9 +212,9 @@ REFUSALS = (
 
 def _refusals(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
-    core, pair = Core(), nn.Identity()
+    core, unequal, pair = Core(), Core(), nn.Identity()
     pair.forward = lambda *qkv: qkv
-    parallelize_context([core, pair], mesh)
+    parallelize_context([core, unequal, pair], mesh)
     calls = (
         lambda: parallelize_context([core], mesh),
         lambda: parallelize_context(core, mesh),
@@ -223,11 +224,46 @@ def _refusals(rank: int, ranks: int) -> None:
         lambda: core(**dict(zip("qkv", torch.ones(3, 1, 4, 2, 2), strict=True))),
         lambda: core(*torch.ones(3, 4, 2, 2)),
         lambda: pair(*torch.ones(3, 1, 4, 2, 2)),
+        lambda: unequal(*torch.ones(3, 1, 2 + rank, 2, 2)),
         lambda: apply_data_parallel(dMoE(_config()), mesh, blocks=[]),
     )
     for call, said in zip(calls, REFUSALS, strict=True):
         with pytest.raises(ValueError, match=re.escape(said)):
             call()
+
+
+class _Dims(nn.Module):
+    """Attention whose batch, heads and sequence are these dimensions of what it is given."""
+
+    def __init__(self, *order: int, **how: Any) -> None:
+        super().__init__()
+        self.order, self.how = order, how
+
+    def forward(self, *qkv):
+        qkv = (x.permute(*self.order, 3) for x in qkv)
+        y = F.scaled_dot_product_attention(*qkv, **self.how, enable_gqa=True)
+        return y.permute(*(self.order.index(dim) for dim in range(3)), 3)
+
+
+def _other_dimensions(rank: int, ranks: int) -> None:
+    mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
+    other = [_Dims(0, 1, 2), _Dims(0, 1, 2, is_causal=True), _Dims(1, 2, 0, is_causal=True)]
+    ours = [_Dims(0, 2, 1, dropout_p=0.5), _Dims(0, 2, 1, is_causal=True, dropout_p=0.5)]
+    parallelize_context(other + ours, mesh)
+    for heads, groups in ((2, 2), (4, 2), (2, 1), (8, 4)):
+        q, kv = torch.ones(2, 2, heads, 4), torch.ones(2, 2, groups, 4)
+        for core in other:
+            with pytest.raises(ValueError, match="got _Dims, in which values of others reach it"):
+                core(q, kv, kv)
+        for core in map(copy.deepcopy, ours):
+            state = torch.get_rng_state()
+            y = core(q, kv, kv)
+            torch.set_rng_state(state)
+            assert torch.equal(core(q, kv, kv), y)  # to have tried it drew nothing
+
+
+def test_cores_of_other_dimensions_are_refused():
+    run_ranks(_other_dimensions, 2)
 
 
 def _config(**more: Any) -> MoEConfig:

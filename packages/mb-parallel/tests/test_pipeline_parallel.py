@@ -223,6 +223,10 @@ def _pieces(rank, world_size):
     ):
         with _refused(message):
             Pipeline([stage], mesh, tied=bad, **arguments)
+    with _refused("Expected what Pipeline is given to be equal on all 2 ranks, got\n  rank 0: hid"):
+        Pipeline([stage], mesh, **arguments | {"hidden_size": tiny_gpt.D + rank})
+    with _refused("Expected micro-batches to be equal on all 2 ranks, got\n  rank 0: number = 2"):
+        Pipeline([stage], mesh, **arguments).step(batches[rank:][:2] * (1 + rank))
     assert [parameter is copy for copy in pipeline.copies] == [True] * rank
     pipeline.step(batches[:2])  # lets go of the buffers for three
     gc.collect()
@@ -244,7 +248,8 @@ def _pieces(rank, world_size):
     place = Place(mesh.axis("pp").get_group())
     layer = next(module for module in peers[1].modules() if isinstance(module, MoELayer))
     inner = PeerDispatcher(2, place, PeerBuffers(place))
-    layer.dispatcher = GlobalCapacity(inner, 2, 1.0, place)
+    if rank == 1:
+        layer.dispatcher = GlobalCapacity(inner, 2, 1.0, place)
     with _refused("reached by collectives with zbv-zero-bubble"):
         Pipeline(peers, mesh, **halves)
     wrapped = [torch.compile(tiny_gpt.build(options)) for _ in range(2)]

@@ -321,6 +321,13 @@ def _all_refused(rank, world_size):
     for unknown in (4, -1):  # which no rank has
         with pytest.raises(IndexError):
             tokens["tokens"](torch.tensor([0, unknown]))
+    plan = {"": RowParallel() if rank else ColumnParallel()}
+    with pytest.raises(
+        ValueError, match=r"(?s)rank 0: '' = .ColumnParallel\(.* rank 1: '' = .RowPara"
+    ):
+        parallelize_tensors(torch.nn.Linear(4, 4), mesh, plan)
+    by_function = {"": lambda module: RowParallel()}
+    parallelize_tensors(torch.nn.Linear(4, 4), mesh, by_function)
     return {name: _refused(rank, world_size, name) for name in REFUSED}
 
 

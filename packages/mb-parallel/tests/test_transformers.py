@@ -1,5 +1,7 @@
 """transformers' models on two processes: its own expert parallelism, FSDP2, and ours."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -221,6 +223,22 @@ def _save_and_load_whole(rank: int, ranks: int, folder: str) -> None:
         set_model_state_dict(model, _qwen2_moe().state_dict(), options=options)
         for n, parameter in model.named_parameters():
             assert torch.equal(full(parameter.detach()), kept[n]), (name, n)
+        _refuse_a_broadcast(rank, model, whole)
+
+
+def _refuse_a_broadcast(rank: int, model: Any, whole: dict[str, Any]) -> None:
+    """It goes by the names of modules, and reaches the first rank's blocks alone."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    for strict in (True, False):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+        given = whole.copy() if rank == 0 else {}
+        if rank and strict:
+            with pytest.raises(RuntimeError, match=r"Missing.*layers\.0\.mlp\.gate\.weight"):
+                set_model_state_dict(model, given, options=options)
+            continue
+        missing = set_model_state_dict(model, given, options=options).missing_keys
+        assert missing == [n for n in _qwen2_moe().state_dict() if ".mlp." in n and rank]
 
 
 def test_a_spread_model_is_saved_whole_and_loaded(tmp_path):

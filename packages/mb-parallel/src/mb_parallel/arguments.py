@@ -67,6 +67,14 @@ def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
     return found
 
 
+def parameters_of(model: nn.Module) -> dict[str, Any]:
+    """What ranks that hold a model together have in common, by name: sizes, dtypes, what trains."""
+    return {
+        name: (tuple(p.shape), p.dtype, "trains" if p.requires_grad else "frozen")
+        for name, p in model.named_parameters()
+    }
+
+
 def several_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     """One, several or None as a list, checked."""
     one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)

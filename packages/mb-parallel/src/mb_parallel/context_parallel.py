@@ -18,6 +18,10 @@ every other, causal or not. Queries, keys and values travel in one message.
 Where ranks are more than key-value heads, or cut across the queries of one, keys and values are
 repeated before they travel: each rank is sent those that its queries need.
 
+Shapes do not tell heads from a sequence. So in its first call a core is tried on numbers of ours: a
+head's output must not depend on the values of another head, nor of another sequence, as it does in
+a core of [B, H, S, C] or [S, B, H, C].
+
 What is computed with states in place of attention (Gated DeltaNet) is exchanged alike, by key head,
 in front of its convolution.
 
@@ -40,6 +44,7 @@ from mb_parallel.arguments import several
 from mb_parallel.forwards import wrap_forward
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.collectives import exchange
+from mb_parallel.world import check_same
 
 _GROUP = "_mb_context_group"
 _OF_HEADS = ("sinks_H", "weight_GXT")
@@ -72,7 +77,9 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     Raises:
         ValueError: one module for several, one that exchanges heads already, another mesh. In a
             core's forward: a number of query heads that cp, or the number of key-value heads, does
-            not divide, or of a state's key heads that cp does not.
+            not divide, or of a state's key heads that cp does not; in the first one, if it is not
+            compiled, tensors whose dimensions are others than these, or whose sizes differ between
+            the ranks.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -92,10 +99,16 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
 
 
 class _Group:
-    """A process group on a module, of which copies of a model have the same."""
+    """A process group on a module, of which copies of a model have the same.
+
+    Attributes:
+        tried: whether a call has shown that the ranks' parts are of equal sizes, and the module
+            one that computes heads and sequences apart.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
+        self.tried = False
 
     def __deepcopy__(self, memo: Any) -> _Group:
         return self
@@ -107,10 +120,19 @@ def _over_whole_sequences(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    group = getattr(core, _GROUP).group
+    held = getattr(core, _GROUP)
+    group = held.group
     parts, rest = args[:3], args[3:]
-    _refuse_other_calls(core, parts, states="weight_GXT" in kwargs)
+    states = "weight_GXT" in kwargs
+    _refuse_other_calls(core, parts, states=states)
+    first = not (held.tried or torch.compiler.is_compiling() or parts[0].is_meta)
+    if first:
+        sizes = [(list(x.shape), x.dtype) for x in parts]
+        check_same(sizes, f"the parts that {type(core).__name__} is given", group=group)
     whole = heads_for_parts(parts, group)
+    if first and not states:
+        _refuse_other_dimensions(core, forward, whole, *rest, **kwargs)
+    held.tried |= first
     for name in _OF_HEADS:
         if (of_heads := kwargs.get(name)) is not None:
             kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]
@@ -131,6 +153,43 @@ def _refuse_other_calls(core: nn.Module, parts: Sequence[Any], *, states: bool) 
             "Expected a core called with queries, keys and values [B, S, heads, width] by "
             f"position, got {type(core).__name__} called with tensors {shapes}. Pass the module "
             "that computes attention between the projections."
+        )
+
+
+@torch.no_grad()
+def _refuse_other_dimensions(
+    core: nn.Module,
+    forward: Callable[..., Any],
+    whole: Sequence[Tensor],
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
+    """Raise ValueError for a core in which others' values reach a head of a sequence.
+
+    It is called twice with two groups of heads, and the same random numbers. The values of one
+    group in the last sequence are 0, and all others 0, then 1.
+    """
+    q_BShC, k_BSgC, v_BSgV = whole
+    group = q_BShC.shape[2] // k_BSgC.shape[2]
+    if (sinks_H := kwargs.get("sinks_H")) is not None:
+        kwargs["sinks_H"] = sinks_H.new_zeros(2 * group)
+    queries, keys, values = (
+        x.new_ones(*x.shape[:2], heads, x.shape[3])
+        for x, heads in ((q_BShC, 2 * group), (k_BSgC, 2), (v_BSgV, 2))
+    )
+    values[-1:, :, 1] = 0
+    found = []
+    for given in (torch.zeros_like(values), values):
+        with torch.random.fork_rng([values.device] if values.is_cuda else []):
+            y_BShV = forward(queries, keys, given, *rest, **kwargs)
+        if not isinstance(y_BShV, Tensor):
+            return  # which is refused anyway
+        found.append(y_BShV[-1:, :, group:].float())
+    if ((found[1] - found[0]).abs() > 1e-2).any():
+        raise ValueError(
+            "Expected a core of [B, S, heads, width] that computes each head of each sequence by "
+            f"itself, got {type(core).__name__}, in which values of others reach it. Of a core of "
+            "[B, heads, S, width] transpose what it is given and what it returns."
         )
 
 

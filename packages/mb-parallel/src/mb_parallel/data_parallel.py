@@ -44,7 +44,7 @@ from mb_layers import Experts
 from mb_layers.moe import MoELayer
 from torch import nn
 
-from mb_parallel.arguments import floating, one_module, several, unwrapped
+from mb_parallel.arguments import floating, one_module, parameters_of, several, unwrapped
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.gradient_sync import REPLICAS, keep_apart, replacing, watch
@@ -197,10 +197,7 @@ def _alike(
     alike = dict(arguments)
     for what, given in modules.items():
         alike[what] = [names.get(module, "elsewhere") for module in given]
-    for name, parameter in model.named_parameters():
-        trains = "trains" if parameter.requires_grad else "frozen"
-        alike[name] = (tuple(parameter.shape), parameter.dtype, trains)
-    return alike
+    return alike | parameters_of(model)
 
 
 def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None:

@@ -348,8 +348,10 @@ def keep_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 @contextmanager
-def refused_alike(mesh: ParallelMesh) -> Generator[None]:
+def refused_alike(mesh: ParallelMesh, axis: str | None = None) -> Generator[None]:
     """Within: what one rank refuses (ValueError) all refuse; every rank of the mesh enters it.
+
+    Given an axis of several ranks, those that lie along it with this one.
 
     Else the others would wait for this one. Within it a rank may wait for others only where they
     refuse together, as those of a group do in `check_same`.
@@ -359,8 +361,10 @@ def refused_alike(mesh: ParallelMesh) -> Generator[None]:
         yield
     except ValueError as error:
         problem = error
+    along = None if axis is None else mesh.axis(axis)
+    group = None if along is None else along.get_group()
     # A mesh of one process may be one rank's own, though there be others.
-    told = [] if mesh.dense is None else of_all_ranks(problem and str(problem))
+    told = [] if mesh.dense is None else of_all_ranks(problem and str(problem), group)
     if problem is not None:
         raise problem
     for other in filter(None, told):

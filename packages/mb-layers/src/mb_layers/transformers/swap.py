@@ -114,12 +114,13 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             router logits, which are no longer there (its forward raises it if asked for it later).
 
     The state dict has the names of the original blocks, while modules and parameters have those of
-    the new layers, by which an optimizer's state is stored. So `broadcast_from_rank0` of
-    `torch.distributed.checkpoint.state_dict`, which takes the two for the same, needs
-    `restore_blocks` first; its other functions and options do not. Tensors that
-    lie otherwise in a block (GPT-OSS's experts) are copies there: what is written into the state
-    dict reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
-    gathers shared experts.
+    the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
+    `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
+    the first are given nothing for these blocks: `set_model_state_dict` raises there that their
+    names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
+    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts) are
+    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
+    Under FSDP2 all ranks have to call it, for it gathers shared experts.
     """
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
@@ -312,7 +313,10 @@ def _load_block_names(
     assert isinstance(adapter, BlockAdapter)
     given = {n for n in adapter._names if prefix + n in state}
     if not given:
-        return  # load_state_dict names what is missing
+        own = {f"{prefix}moe.{name}": p for name, p in adapter.moe.named_parameters()}
+        if all(state.get(name, p) is p for name, p in own.items()):  # broadcast_from_rank0 puts it
+            missing_keys += [prefix + name for name in adapter._names]
+        return
     theirs = {n: state.pop(prefix + n) for n in adapter._names if n in given}
     if absent := set(adapter._names) - given:
         theirs |= {n: t for n, t in adapter.state_dict().items() if n in absent}

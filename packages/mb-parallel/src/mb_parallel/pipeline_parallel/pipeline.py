@@ -46,7 +46,7 @@ from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
 from mb_parallel.expert_parallel.peer import reached_by_peers
 from mb_parallel.gradient_sync import free_gathered
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
     rank_of_stage,
@@ -56,6 +56,7 @@ from mb_parallel.pipeline_parallel.placement import (
 from mb_parallel.pipeline_parallel.reports import Reports
 from mb_parallel.pipeline_parallel.stage import Batch, Pass
 from mb_parallel.pipeline_parallel.tied import TiedParameter
+from mb_parallel.world import check_same
 
 Losses = dict[str, Tensor]
 
@@ -84,8 +85,9 @@ class Pipeline:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
             ZeRO stage 3, working copies, two streams, what torch.compile returned or, before torch
             2.13, modules compiled in place with a zero-bubble schedule, streams for another number
-            of borders, or tied parameters that do not exist, differ in size or dtype, of which only
-            some are frozen, or with two names for one stage.
+            of borders, arguments that differ between the ranks, or tied parameters that do not
+            exist, differ in size or dtype, of which only some are frozen, or with two names for one
+            stage.
     """
 
     def __init__(
@@ -112,6 +114,12 @@ class Pipeline:
                 "Expected a mesh with pp > 1, got pp = 1: run the whole model, micro-batch by "
                 "micro-batch."
             )
+        alike = {
+            "schedule": schedule, "stages of a rank": len(stages), "first_input": first_input,
+            "hidden_size": hidden_size, "dtype": dtype, "sequence_parallel": sequence_parallel,
+            "streams": streams, "tied": tied,
+        }  # fmt: skip
+        check_same(alike, "what Pipeline is given", group=pp.get_group())
         self.schedule, self.kind = schedule, schedule_kind(schedule)
         self.indices = stage_indices(
             schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
@@ -132,7 +140,8 @@ class Pipeline:
                 f"stages, got {streams}."
             )
         if self.kind.in_halves:
-            _refuse_in_halves(schedule, stages, self.streams)
+            with refused_alike(mesh, "pp"):  # for what may be in one rank's stages alone
+                _refuse_in_halves(schedule, stages, self.streams)
         self.tied = [
             TiedParameter(
                 self._by_stage(name, copies),
@@ -171,10 +180,11 @@ class Pipeline:
             The losses by name, summed over the micro-batches, on every rank, detached.
 
         Raises:
-            ValueError: micro-batches without an entry they need, of different shapes, or of a
-                number that an interleaved schedule cannot run; a stage whose losses or metrics have
-                other names, shapes or dtypes than in its first step; a tied parameter that was
-                frozen or unfrozen since the pipeline was made.
+            ValueError: micro-batches without an entry they need, of different shapes, in the
+                first step between the ranks too, or of a number that an interleaved schedule cannot
+                run; a stage whose losses or metrics have other names, shapes or dtypes than in its
+                first step; a tied parameter that was frozen or unfrozen since the pipeline was
+                made.
         """
         batches = self._checked(batches)  # before a gradient is touched
         check_micro_batches(self.schedule, len(batches), pp_size=self.group.size())
@@ -201,6 +211,8 @@ class Pipeline:
         train: bool,
     ) -> Pass:
         shape = len(batches), self._shape(batches)
+        if train not in self._schedules:
+            check_same({"number": shape[0], "sizes": shape[1]}, "micro-batches", group=self.group)
         if train not in self._schedules or self._schedules[train][0] != shape:
             built = self._build(batches[0], len(batches), train=train)
             self._schedules[train] = shape, *built

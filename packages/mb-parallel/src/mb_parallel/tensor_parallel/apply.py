@@ -9,6 +9,7 @@ and checkpoints need them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from mb_layers import Experts
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mb_parallel.arguments import one_module
+from mb_parallel.arguments import one_module, parameters_of
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.gradient_sync import replacing
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
@@ -31,6 +32,7 @@ from mb_parallel.tensor_parallel.styles import (
     Style,
 )
 from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
+from mb_parallel.world import check_same
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
 
@@ -63,14 +65,18 @@ def parallelize_tensors(
         ValueError: heads, widths or a vocabulary that tp does not divide, a parameter that no style
             of the plan covers, a module that two styles claim, an embedding that leaves sequences
             whole although `sequence_parallel` says that ranks hold parts, a shared parameter that
-            two styles split along different dimensions, or a model that is split already. The
-            message names the module.
+            two styles split along different dimensions, a model that is split already, or one that
+            differs between the ranks, as the plan may. The message names the module.
     """
     one_module(model)
     check_mesh(mesh, model)
     tp = mesh.axis("tp")
     if tp is None:
         return
+    # A function is at another address on each rank.
+    styles_of = {f"{p!r}": re.sub(r" at 0x\w+", "", f"{style}") for p, style in plan.items()}
+    alike = parameters_of(model) | styles_of | {"sequence_parallel": sequence_parallel}
+    check_same(alike, "what parallelize_tensors is given", group=tp.get_group())
     for name, module in model.named_modules():
         if is_adapted(module) or is_fsdp(module):
             raise ValueError(

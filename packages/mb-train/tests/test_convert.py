@@ -500,6 +500,21 @@ def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, 
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_attention_to_chosen_tokens_bounds_the_texts(tmp_path, kind):
+    """Of 19 tokens 18 that are chosen leave one out."""
+    model, said = theirs(kind, index_topk=18), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == 18
+    assert [word in line for line, word in zip(said, ("chooses", "indexer"), strict=True)]
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    apart = (logits_of(model) - logits_of(mine)).abs().amax((0, 2))
+    assert apart[:18].max() < 1e-4
+    assert apart[18] > 1e-4
+
+
 def test_a_folder_that_another_writes_is_refused(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "hf")
     model = {"type": "BPE", "vocab": {chr(33 + i): i for i in range(70)}, "merges": []}

@@ -38,13 +38,15 @@ SILENT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
-    r"enable_moe_fp32_combine|original_max_position_embeddings"
+    r"enable_moe_fp32_combine|original_max_position_embeddings|"
+    r"index_(n_heads|head_dim)|indexer_types"  # of what is left out
 )
 
 
 # Sizes for which the class has none, or one of which an odd number of channels would turn.
 BESIDE = {
-    "glm4_moe": {"num_attention_heads": 64}, "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"num_attention_heads": 64}, "glm4v_moe_text": {"num_attention_heads": 64},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128},
     "exaone4": {"sliding_window_pattern": 33},
 }  # fmt: skip

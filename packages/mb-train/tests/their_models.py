@@ -25,6 +25,7 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "num_key_value_heads": 6, "num_hidden_layers": 3, "n_shared_experts": 2,
 }  # fmt: skip
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16}  # of which 8 channels are turned
 GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
     "num_hidden_layers": 3, "initializer_range": 0.2, "swiglu_limit": 0.7, "hidden_size": 64,
@@ -92,6 +93,14 @@ ALL = {
         {**DEEPSEEK, "first_k_dense_replace": 0, "head_dim": 16, "routed_scaling_factor": 2.5},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**DEEPSEEK, **LATENT, **INDEXER, "n_group": 4, "topk_group": 2},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**DEEPSEEK, **LATENT, **INDEXER, "indexer_types": ["full", "shared", "full"]},
+    ),
     "hy_v3": ("HYV3", HUNYUAN),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
     "phi3": ("Phi3", {"pad_token_id": None}),
@@ -131,6 +140,7 @@ ALL = {
 # Of those that are written as another, which that is.
 WRITTEN = {
     "dots1": "glm4_moe", "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
     "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
     "phi3": "llama", "qwen3_5_moe_text": "qwen3_next",
 }  # fmt: skip

@@ -34,7 +34,7 @@ from mb_train.convert.hugging_face import (
     t5,
     unrotated,
 )
-from mb_train.convert.hugging_face.architecture import Architecture, special_tokens
+from mb_train.convert.hugging_face.architecture import GUESSES, Architecture, special_tokens
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
@@ -183,7 +183,7 @@ def _llama_like(
     names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
     layers_behind: str | None = None,
-    guessing: str | None = None,
+    beside: Mapping[str, str] | None = None,
     rules_of: Callable[[TransformerConfig, ExpertRules], list[Rule]] = decoder_rules,
 ) -> Architecture:
     return Architecture(
@@ -196,7 +196,7 @@ def _llama_like(
         defaults=_DEFAULTS[kind],
         aliases=aliases or {},
         layers_behind=layers_behind,
-        guessing=guessing,
+        beside=beside or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
@@ -337,7 +337,7 @@ ARCHITECTURES = {
         _llama_like(
             "exaone_moe", "ExaoneMoeForCausalLM", unrotated.exaone_moe_fields,
             unrotated.exaone_moe_config, experts.EXAONE, unrotated.ALIASES,
-            guessing=r"model\.mtp\..*",
+            beside={r"model\.mtp\..*": GUESSES},
         ),
         _llama_like(
             "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
@@ -356,12 +356,29 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
-            qwen_next.qwen3_next_config, guessing=r"model\.mtp\..*",
+            qwen_next.qwen3_next_config, beside={r"model\.mtp\..*": GUESSES},
             rules_of=qwen_next.qwen_next_rules,
         ),
         _llama_like(
             "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_fields, None,
-            guessing=r"model\.mtp\..*", rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+            beside={r"model\.mtp\..*": GUESSES},
+            rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+        ),
+        _llama_like(
+            "qwen3_vl_moe_text", "Qwen3VLMoeTextModel", relatives.qwen3_vl_moe_fields, None,
+            aliases={"num_experts": "num_local_experts"}, rules_of=relatives.qwen3_vl_moe_rules,
+        ),
+        _llama_like(
+            "glm4v_moe_text", "Glm4vMoeTextModel", relatives.glm4v_moe_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "deepseek_v32", "DeepseekV32ForCausalLM", relatives.sparse_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
+        ),
+        _llama_like(
+            "glm_moe_dsa", "GlmMoeDsaForCausalLM", relatives.sparse_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(
@@ -371,7 +388,7 @@ ARCHITECTURES = {
         _llama_like(
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", relatives.ernie4_5_moe_fields,
             relatives.ernie4_5_moe_config, experts.ERNIE, relatives.ERNIE_ALIASES,
-            guessing=r"model\.mtp_.*", rules_of=relatives.ernie_rules,
+            beside={r"model\.mtp_.*": GUESSES}, rules_of=relatives.ernie_rules,
         ),
         replace(
             _llama_like(

@@ -125,6 +125,8 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v3", {"head_dim": 16}, "head_dim of"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads of"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method of"),
+        ("glm4_moe", {"topk_group": 0}, "topk_group of"),
+        ("minimax_m2", {"rope_parameters": {"partial_rotary_factor": 0.0}}, "above 0, got 0"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method of"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func of"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),

@@ -63,10 +63,10 @@ def glm4_moe_fields(config: Json) -> dict[str, Any]:
 def partly_turned(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of a model that may turn a part of each head, if that is a number of pairs."""
     turned = int(fields["kv_channels"] * fields["rotary_percent"])
-    if turned % 2:
+    if turned % 2 or not turned:
         raise ValueError(
             "Expected partial_rotary_factor of config.json to leave an even number of channels of "
-            f"a head to turn, got {turned}: this model has something that ours have not."
+            f"a head to turn, above 0, got {turned}: this model has something that ours have not."
         )
     return fields
 
@@ -219,6 +219,7 @@ def _expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
 def _group_fields(config: Json, score_top: int) -> dict[str, Any]:
     groups, chosen = config["n_group"] or 1, config["topk_group"]
     if groups == 1:
+        refuse(config, topk_group=(1, None))
         return {}
     return {
         "moe_router_num_groups": groups,

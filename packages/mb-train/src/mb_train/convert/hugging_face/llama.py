@@ -88,6 +88,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
     refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
            is_causal=(True, None))  # fmt: skip
     rope = rope_of(config)
+    turned = {**config, **rope}.get("partial_rotary_factor")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -102,7 +103,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
-        "rotary_percent": float({**config, **rope}.get("partial_rotary_factor") or 1.0),
+        "rotary_percent": 1.0 if turned is None else float(turned),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "swiglu": True,

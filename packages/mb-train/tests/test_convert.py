@@ -22,6 +22,7 @@ from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
+NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -96,6 +97,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("minimax_m2", {"rope_parameters": {**YARN}, "head_dim": 12, "rotary_dim": None}),
         ("ernie4_5_moe", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2], "rope_parameters": NTK}),
+        ("hunyuan_v1_dense", {"tie_word_embeddings": True, "rope_parameters": {**YARN}}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
         ("afmoe", {"mup_enabled": True, "rope_parameters": {**YARN}}),
         ("afmoe", {"mup_enabled": True, "tie_word_embeddings": True}),
@@ -181,6 +184,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("olmo3", {"layer_types": [NEAR] * 5}),
+        ("hunyuan_v1_moe", {"tie_word_embeddings": True, "num_experts": 5}),
         ("flex_olmo", {"norm_topk_prob": True, "head_dim": 12}),
         ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 12}),
         ("exaone4", {"sliding_window": 5, "layer_types": [NEAR] * 2}),
@@ -379,6 +383,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "smollm3",
         "afmoe",
         "glm4",
+        "hunyuan_v1_moe",
         "qwen3_next",
         "qwen3_5_moe_text",
     ],

@@ -101,6 +101,11 @@ ALL = {
         "GlmMoeDsa",
         {**DEEPSEEK, **LATENT, **INDEXER, "indexer_types": ["full", "shared", "full"]},
     ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": None}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "pad_token_id": None},
+    ),
     "hy_v3": ("HYV3", HUNYUAN),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
     "phi3": ("Phi3", {"pad_token_id": None}),

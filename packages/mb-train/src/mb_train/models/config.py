@@ -15,7 +15,7 @@ from mb_layers import MoEConfig
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "norms": ("before", "kept", "sum", "output", "both"),
-    "qk_norm": ("none", "head", "width", "latent"),
+    "qk_norm": ("none", "head", "turned-head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "router": ("topk", "sinkhorn"),
@@ -108,8 +108,9 @@ class TransformerConfig:
             attention and feed-forward add.
         logits_scaling: the scores of tokens are divided by it.
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
-        qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE);
-            with latent attention what they are made of ("latent").
+        qk_norm: normalise queries and keys per "head" (Qwen3), behind its rotation ("turned-head",
+            HunYuan), or over their whole "width" (OLMoE); with latent attention what they are made
+            of ("latent").
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
         rope_layers: which layers have rotary positions, if there are any, one flag per layer; None

@@ -26,6 +26,7 @@ from mb_train.convert.hugging_face import (
     gpt2,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     olmo,
     phi3,
@@ -102,6 +103,8 @@ def _nearest(config: TrainConfig) -> str:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
     if config.delta_sizes is not None:
         return "qwen3_next"
+    if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
+        return "hunyuan_v1_dense" if config.moe_num_experts is None else "hunyuan_v1_moe"
     if config.attention_output_gate:
         return "afmoe"
     if config.norms == "both":
@@ -169,7 +172,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
-    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
+    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS, **hunyuan.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -302,6 +305,14 @@ ARCHITECTURES = {
         _llama_like(
             "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
             experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan.dense_fields,
+            llama.llama_config, rules_of=hunyuan.hunyuan_rules,
+        ),
+        _llama_like(
+            "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", hunyuan.moe_fields, hunyuan.moe_config,
+            experts.HUNYUAN_V1, hunyuan.ALIASES, rules_of=hunyuan.hunyuan_rules,
         ),
         replace(
             _llama_like(

@@ -66,7 +66,7 @@ def partly_turned(fields: dict[str, Any]) -> dict[str, Any]:
     if turned % 2 or not turned:
         raise ValueError(
             "Expected partial_rotary_factor of config.json to leave an even number of channels of "
-            f"a head to turn, above 0, got {turned}: this model has something that ours have not."
+            f"a head, 2 or more, to turn, got {turned}: this model has something that ours lack."
         )
     return fields
 

@@ -20,7 +20,7 @@ from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
+from their_models import ALL, LLAMA3, MISTRAL4, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
@@ -88,6 +88,7 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 1}),
         ("deepseek_v3", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
         ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+        ("mistral4", {"norm_topk_prob": False, "q_lora_rank": None, "rope_parameters": MISTRAL4}),
         ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 0.7}),
         ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}),
         ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
@@ -170,6 +171,8 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
             },
         ),
         ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("mistral4", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+        ("mistral4", {"rope_parameters": {**MISTRAL4, "factor": 1.0, "llama_4_scaling_beta": 0.0}}),
         ("deepseek_v3", {"qk_rope_head_dim": 2}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("gpt_oss", {"attention_bias": False, "rope_parameters": {**YARN, "truncate": False}}),
@@ -220,9 +223,9 @@ def test_there_and_back_again(tmp_path, kind, also):
     for name, tensor in first.items():  # to what is around one ours are not closer than that
         around_one = kind == "qwen3_next" and re.search(r"(?<!linear_attn\.)norm\.weight$", name)
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=2e-7 if around_one else 0)
-    back = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", dtype=torch.float32
-    ).eval()
+    # Mistral 4's class is not among those that the general one knows.
+    known = type(model) if kind == "mistral4" else transformers.AutoModelForCausalLM
+    back = known.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert type(back) is type(model)
     assert back.config.initializer_range == model.config.initializer_range
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
@@ -372,6 +375,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
+        "mistral4",
         "gpt_oss",
         "hy_v3",
         "minimax_m2",
@@ -503,6 +507,22 @@ def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, 
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
+def test_queries_that_grow_bound_the_texts(tmp_path):
+    """They are longer from the 18th token on."""
+    early = {**MISTRAL4, "original_max_position_embeddings": 17}
+    model, said = theirs("mistral4", rope_parameters=early), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == 17
+    assert len(said) == 1
+    assert "taken for texts of 17 tokens" in said[0]
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    apart = (logits_of(model) - logits_of(mine)).abs().amax((0, 2))
+    assert apart[:17].max() < 1e-4
+    assert apart[17] > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])

@@ -311,7 +311,10 @@ def run_config(**fields):
         ),
         ({**DEEPSEEK, "qk_layernorm_epsilon": None}, "--qk-layernorm-epsilon 1e-05"),
         ({**DEEPSEEK, "qk_layernorm": False}, "--qk-layernorm False"),
-        ({**DEEPSEEK, "moe_renormalize": True}, "--moe-renormalize True"),
+        (
+            {**DEEPSEEK, "moe_renormalize": True, "norm_placement": "both"},
+            "Mistral4ForCausalLM, cannot say its --norm-placement both",
+        ),
         ({**DEEPSEEK, "hidden_size": 30, "num_attention_heads": 4}, "--hidden-size to be a mult"),
         (
             {**DEEPSEEK, "rotary_scaling_factor": 4.0, "mscale": 0.5},

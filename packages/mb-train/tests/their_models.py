@@ -61,6 +61,21 @@ GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
     "logits_scaling": 6.0, "pad_token_id": None,
 }  # fmt: skip
+# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+# Of four turned pairs one is not slowed, one by some, and two by the whole factor.
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+# Queries do not grow within 32 tokens.
+MISTRAL4 = {
+    **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -84,6 +99,17 @@ ALL = {
     ),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "mistral4": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**MISTRAL4},
+        },
+    ),
     "dots1": (
         "Dots1",
         {**DEEPSEEK, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": None},
@@ -148,16 +174,6 @@ WRITTEN = {
     "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
     "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
     "phi3": "llama", "qwen3_5_moe_text": "qwen3_next",
-}  # fmt: skip
-# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-# Of four turned pairs one is not slowed, one by some, and two by the whole factor.
-YARN = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25,
-    "original_max_position_embeddings": 16,
 }  # fmt: skip
 DEEP = "[" * 10**5  # more than can be read
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mb_kernels.activation import parse
-from mb_layers.state_dicts import Rule
+from mb_layers.state_dicts import Rule, reversed_rules
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
@@ -28,6 +28,7 @@ from mb_train.convert.hugging_face import (
     granite,
     hunyuan,
     llama,
+    mistral4,
     olmo,
     phi3,
     qwen_next,
@@ -100,7 +101,9 @@ def _nearest(config: TrainConfig) -> str:
         return "gpt_oss"
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
-        return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
+        if by_bias or config.moe_num_experts is None:
+            return "deepseek_v3"
+        return "mistral4" if config.moe_renormalize else "deepseek_v2"
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
@@ -174,7 +177,7 @@ _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
     **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS, **hunyuan.DEFAULTS,
     "glm4": glm4.DEFAULTS,
-    "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
+    "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
 
 
@@ -205,6 +208,13 @@ def _llama_like(
         # Files of the model without a head have no prefix.
         renamed={r"^(?!model\.|lm_head\.)": "model."},
     )
+
+
+def _written_stacked(found: Architecture) -> Architecture:
+    """The same whose class knows the experts of a layer as one tensor alone."""
+    stacked = found.stacked
+    assert stacked is not None
+    return replace(found, back=lambda *of: reversed_rules(stacked(*of)))
 
 
 def _granite_moe(kind: str, name: str, *of: Any) -> Architecture:
@@ -293,6 +303,12 @@ ARCHITECTURES = {
         _llama_like(
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
             deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _written_stacked(
+            _llama_like(
+                "mistral4", "Mistral4ForCausalLM", mistral4.mistral4_fields,
+                mistral4.mistral4_config, experts.DEEPSEEK, deepseek.ALIASES,
+            )
         ),
         _llama_like(
             "dots1", "Dots1ForCausalLM", relatives.dots1_fields, None,

@@ -29,12 +29,12 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
-_TRAINED_ON = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
     "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
-    _TRAINED_ON: (TRAINED_ON,),
+    ORIGINAL: (TRAINED_ON,),
 }  # fmt: skip
 _QWEN = {
     **_DEFAULTS, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -128,10 +128,10 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     if kind["rope_type"] == "default":
         return {}
     # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(_TRAINED_ON, rope.get(_TRAINED_ON, config["max_position_embeddings"]))
+    positions = config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
     if kind["rope_type"] == "yarn":
-        return _yarn_fields(rope) | {_TRAINED_ON: positions}
-    refuse({**rope, _TRAINED_ON: positions}, **_LLAMA3)
+        return _yarn_fields(rope) | {ORIGINAL: positions}
+    refuse({**rope, ORIGINAL: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
@@ -160,7 +160,7 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
         if config.use_rope_scaling:
             rope |= {name: allowed[0] for name, allowed in _LLAMA3.items()}
         if rope["rope_type"] == "yarn":
-            names = [_TRAINED_ON, "beta_fast", "beta_slow"]
+            names = [ORIGINAL, "beta_fast", "beta_slow"]
             names += _SHARPER if config.mscale and config.mscale_all_dim else ()
             rope |= {name: getattr(config, name) for name in names}
             rope |= {} if config.yarn_truncate else {"truncate": False}

@@ -14,6 +14,7 @@ from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face import llama, mistral4
 from mb_train.convert.hugging_face.architecture import (
     EMBEDDING,
     HEAD,
@@ -169,6 +170,9 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     window = theirs.get("sliding_window")
     if window == config.positions < theirs.get("max_position_embeddings", 0):
         yield f"its attention has a window: taken for texts of {window:,} tokens, which fit into it"
+    growth = llama.rope_of(theirs)
+    if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
+        yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
     chosen = theirs.get("index_topk")
     if chosen == config.positions < theirs.get("max_position_embeddings", 0):
         yield f"its attention sees {chosen:,} tokens that it chooses: taken for texts of so many"

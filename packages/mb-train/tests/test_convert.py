@@ -1,6 +1,7 @@
 """Hugging Face models in and out: equal logits in fp32; runs and folders that are made of them."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
+def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
+    """As its files have it, with the factor of attention that follows from the others."""
+    model = theirs("olmo3", rope_parameters={FULL: YARN, NEAR: {"rope_theta": 500_000.0}})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    about = json.loads(file.read_text())
+    del about["rope_parameters"]
+    slow = {**YARN, "attention_factor": 0.1 * math.log(YARN["factor"]) + 1}
+    file.write_text(json.dumps(about | {"rope_scaling": slow}))
+    assert ours(tmp_path).config.local_rope_base == 500_000.0
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -187,6 +201,9 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("olmo3", {"layer_types": [NEAR] * 5}),
+        ("olmo3", {"rope_parameters": {FULL: YARN, NEAR: {"rope_theta": 50.0}}}),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": False}),
+        ("mellum", {"layer_types": [NEAR] * 3, "tie_word_embeddings": True}),
         ("hunyuan_v1_moe", {"tie_word_embeddings": True, "num_experts": 5}),
         ("flex_olmo", {"norm_topk_prob": True, "head_dim": 12}),
         ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 12}),
@@ -381,6 +398,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "minimax_m2",
         "ernie4_5_moe",
         "olmo3",
+        "mellum",
         "flex_olmo",
         "exaone4",
         "exaone_moe",

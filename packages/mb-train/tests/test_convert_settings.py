@@ -39,7 +39,7 @@ SILENT = re.compile(
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
     r"enable_moe_fp32_combine|original_max_position_embeddings|"
-    r"index_(n_heads|head_dim)|indexer_types"  # of what is left out
+    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+"  # of what is left out
 )
 
 
@@ -195,10 +195,15 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "turn, got 3"),
         ("glm4", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmo2", {"attention_bias": True}, "attention_bias of"),
-        ("olmo3", {"rope_scaling": YARN}, "rope_scaling of"),
-        ("olmo3", {"rope_parameters": {}, "rope_theta": 1e4}, "rope_theta of"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_type of"),
+        ("olmo3", {"rope_parameters": YARN}, "for sliding_attention and for full_attention, got"),
         (
             "olmo3",
+            {"rope_scaling": YARN, "layer_types": ["full_attention"] * 2 + NEARS},
+            "every n-th, which turn otherwise, got",
+        ),
+        (
+            "exaone4",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
             "one rope for all layers of config.json, got one each for full_attention",
         ),

@@ -144,6 +144,22 @@ ALL = {
         "Olmo3",
         {"head_dim": 12, "sliding_window": 5, "num_hidden_layers": 5, "pad_token_id": None},
     ),
+    "mellum": (
+        "Mellum",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 16,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+            "initializer_range": 0.2,
+        },
+    ),
     "flex_olmo": ("FlexOlmo", {**EXPERTS, "initializer_range": 0.2, "pad_token_id": None}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "smollm3": (

@@ -20,7 +20,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.gated_delta import DeltaContext
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.relative import RelativeBias
-from mb_train.models.rotary import rotary_tables, rotate
+from mb_train.models.rotary import Rope, ropes, rotate
 from mb_train.models.segments import (
     Bounds,
     Grid,
@@ -44,6 +44,7 @@ class BlockContext(NamedTuple):
     bounds: in place of a mask, for the kernel that attends within segments.
     grid: beside a mask, where blocks see one row of what was kept of the batch: its sequences.
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
+    local_rope: the same of layers with a window, if they turn otherwise.
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     cache: keys and values of tokens that came before; `mask` is over all of them.
@@ -55,7 +56,8 @@ class BlockContext(NamedTuple):
     near: Tensor | None = None
     bounds: Bounds | None = None
     grid: Grid | None = None
-    rope: tuple[Tensor, Tensor] | None = None
+    rope: Rope | None = None
+    local_rope: Rope | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
@@ -90,8 +92,8 @@ def context_of(
         bias_HA=None if relative is None else relative(segments.length),
         dtype=dtype,
     )
-    rope = rotary_tables(config, positions_BS)
-    return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
+    turns = ropes(config, positions_BS)
+    return BlockContext(**within, **turns, valid_BS=segments.keep(valid_BS))
 
 
 class CoreAttention(nn.Module):
@@ -236,9 +238,12 @@ class Attention(nn.Module):
     def _turned(
         self, q_BQHC: Tensor, k_BSGC: Tensor, context: BlockContext
     ) -> tuple[Tensor, Tensor]:
-        if not self.rotates or context.rope is None:
+        rope = context.rope
+        if self.core.window is not None and context.local_rope is not None:
+            rope = context.local_rope
+        if not self.rotates or rope is None:
             return q_BQHC, k_BSGC
-        return rotate(q_BQHC, context.rope), rotate(k_BSGC, context.rope)
+        return rotate(q_BQHC, rope), rotate(k_BSGC, rope)
 
     def _normed(self, q_BQHC: Tensor, k_BSGC: Tensor) -> tuple[Tensor, Tensor]:
         if self.norm_q is None or self.norm_k is None:

@@ -113,6 +113,8 @@ class TransformerConfig:
             of ("latent").
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
+        local_rope_base: base of those of layers with a window, which are not slowed (OLMo 3); None:
+            they turn as the others.
         rope_layers: which layers have rotary positions, if there are any, one flag per layer; None
             means all. The others have no positions at all (arXiv 2501.18795).
         rope_scaling: how rotations are slowed; None: not at all.
@@ -167,6 +169,7 @@ class TransformerConfig:
     qk_norm: str = "none"
     positions: str = "learned"
     rope_base: float = 10_000.0
+    local_rope_base: float | None = None
     rope_fraction: float = 1.0
     rope_layers: tuple[bool, ...] | None = None
     rope_scaling: RopeScaling | None = None

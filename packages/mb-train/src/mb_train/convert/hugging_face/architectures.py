@@ -138,7 +138,10 @@ def _nearest(config: TrainConfig) -> str:
     if by_bias:
         return "minimax_m2" if over_width else "glm4_moe"
     if config.qk_layernorm:
-        return "olmoe" if over_width else "qwen3_moe"
+        if over_width:
+            return "olmoe"
+        some = config.windows is not None and config.windows[1] is not None
+        return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
@@ -394,6 +397,10 @@ ARCHITECTURES = {
         _llama_like(
             "qwen3_vl_moe_text", "Qwen3VLMoeTextModel", relatives.qwen3_vl_moe_fields, None,
             aliases={"num_experts": "num_local_experts"}, rules_of=relatives.qwen3_vl_moe_rules,
+        ),
+        _llama_like(
+            "mellum", "MellumForCausalLM", relatives.mellum_fields, relatives.mellum_config,
+            aliases={"num_experts": "num_local_experts"}, beside={r"model\.mtp\..*": GUESSES},
         ),
         _llama_like(
             "glm4v_moe_text", "Glm4vMoeTextModel", relatives.glm4v_moe_fields, None,

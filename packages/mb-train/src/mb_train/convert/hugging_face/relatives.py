@@ -27,13 +27,18 @@ from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import DEFAULTS as LLAMA_DEFAULTS
 from mb_train.convert.hugging_face.llama import (
     decoder_fields,
+    experts_of,
     llama_config,
     llama_fields,
+    local_config,
+    local_fields,
+    qwen3_moe_config,
     qwen3_moe_fields,
     rope_of,
+    ropes_by_kind,
     wholly_turned,
 )
-from mb_train.convert.hugging_face.windows import by_number, window_fields
+from mb_train.convert.hugging_face.windows import by_number, by_type, window_fields
 from mb_train.models.config import TransformerConfig
 
 _DEFAULTS: dict[str, Any] = {
@@ -75,6 +80,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "norm_topk_prob": True,
     },
     "glm4v_moe_text": {**DEEPSEEK_DEFAULTS["glm4_moe"], "attention_bias": True},
+    "mellum": {
+        **LLAMA_DEFAULTS["qwen3_moe"], "head_dim": 128, "sliding_window": 1024,
+        "num_experts_per_tok": 8, "num_local_experts": 64, "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+    },
     "deepseek_v32": {**DEEPSEEK_DEFAULTS["deepseek_v3"], "index_topk": 2048},
     "glm_moe_dsa": {
         **DEEPSEEK_DEFAULTS["deepseek_v3"], "rms_norm_eps": 1e-5, "num_key_value_heads": 64,
@@ -219,6 +229,32 @@ def qwen3_vl_moe_rules(config: TransformerConfig, experts: ExpertRules) -> list[
         return rule._replace(build=lambda w: w if w.shape[axis] == hidden else w.mT.contiguous())
 
     return [upright(rule) for rule in decoder_rules(config, experts)]
+
+
+def mellum_fields(config: Json) -> dict[str, Any]:
+    """Qwen3-MoE with windows in layers that turn otherwise."""
+    far, near = ropes_by_kind(config, {"rope_theta": 500_000.0}, {"rope_theta": 10_000.0})
+    dense = dense_by_kind(config, 0)
+    experts = experts_of(config, "num_local_experts") | {
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_first_k_dense": dense,
+        "moe_renormalize": config["norm_topk_prob"],
+    }
+    return (
+        llama_fields(config, far)
+        | local_fields(config, by_type(config, 1), far, near)
+        | ({} if dense >= config["num_hidden_layers"] else experts)
+        | _BY_HEAD
+    )
+
+
+def mellum_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    dense, layers = config.moe_first_k_dense, whole(config.num_layers)
+    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    found = qwen3_moe_config(config) | local_config(config) | {"mlp_layer_types": kinds}
+    del found["rope_scaling"]  # which would be its class's rope_parameters, whatever these are
+    return found
 
 
 def glm4v_moe_fields(config: Json) -> dict[str, Any]:

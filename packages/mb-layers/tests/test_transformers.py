@@ -163,6 +163,39 @@ def test_unknown_blocks_are_refused() -> None:
         mb.swap_blocks(build("glm4_moe", n_shared_experts=0))
 
 
+def lone_block(model: str, name: str, **also: object) -> torch.nn.Module:
+    """A block of DeepSeek-V3's kind without a model, no number of it zero."""
+    folder = f"transformers.models.{model}"
+    configs = vars(importlib.import_module(f"{folder}.configuration_{model}"))
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8}
+    config = configs[f"{name.removesuffix('MoE')}Config"](
+        **(sizes | {"num_experts_per_tok": 4, "num_hidden_layers": 1} | also)
+    )
+    config._experts_implementation = "eager"
+    block = getattr(importlib.import_module(f"{folder}.modeling_{model}"), name)(config)
+    for tensor in block.state_dict().values():
+        tensor.normal_(std=0.5)
+    return block
+
+
+def test_weights_that_a_class_always_norms_are_normed_whatever_its_config_says() -> None:
+    block = lone_block("mistral_large4", "MistralLarge4TextMoE", norm_topk_prob=False)
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(mb.moe_from_block(block)(x).y, block(x), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_that_are_closed_in_other_ways_are_refused() -> None:
+    """A.X-K2's closed groups keep a score of 0, better than an open one that a bias took below."""
+    open_to_all = lone_block("axk2", "AXK2MoE")
+    x = torch.randn(2, 9, 16)
+    layer = mb.moe_from_block(open_to_all)
+    torch.testing.assert_close(layer(x).y, open_to_all(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="expected n_group=None, got 4"):
+        mb.moe_from_block(lone_block("axk2", "AXK2MoE", n_group=4, topk_group=2))
+    with pytest.raises(ValueError, match="top_k_groups to be an integer >= 1, got 0"):
+        mb.moe_from_block(lone_block("deepseek_v3", "DeepseekV3MoE", n_group=1, topk_group=0))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_experts_compile_without_graph_breaks(family: str) -> None:
     model = build(family)

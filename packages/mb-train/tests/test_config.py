@@ -341,7 +341,8 @@ def test_windows_and_sinks_are_a_gpts():
 def test_every_choice_of_a_model_reaches_it():
     values = {
         "layernorm_epsilon": (1e-3, "norm_eps"), "qk_layernorm_epsilon": (1e-4, "qk_norm_eps"),
-        "rotary_base": (5e3, "rope_base"), "rotary_percent": (0.5, "rope_fraction"),
+        "rotary_base": (5e3, "rope_base"), "rotary_base_local": (7.0, "local_rope_base"),
+        "rotary_percent": (0.5, "rope_fraction"),
         "attention_scale": (0.3, "attention_scale"), "init_method_std": (0.5, "init_std"),
         "attention_dropout": (0.2, "attention_dropout"), "hidden_dropout": (0.4, "hidden_dropout"),
         "norm_placement": ("both", "norms"), "fp32_residual_connection": (True, "fp32_residual"),

@@ -1,6 +1,7 @@
 """Hugging Face models in and out: equal logits in fp32; runs and folders that are made of them."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, WRITTEN, YARN, logits_of, ours, theirs, transformers
+from their_models import ALL, LLAMA3, MISTRAL4, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
+NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -87,6 +89,7 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 1}),
         ("deepseek_v3", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True}),
         ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+        ("mistral4", {"norm_topk_prob": False, "q_lora_rank": None, "rope_parameters": MISTRAL4}),
         ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 0.7}),
         ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}),
         ("glm4_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
@@ -96,6 +99,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("minimax_m2", {"rope_parameters": {**YARN}, "head_dim": 12, "rotary_dim": None}),
         ("ernie4_5_moe", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2], "rope_parameters": NTK}),
+        ("hunyuan_v1_dense", {"tie_word_embeddings": True, "rope_parameters": {**YARN}}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
         ("afmoe", {"mup_enabled": True, "rope_parameters": {**YARN}}),
         ("afmoe", {"mup_enabled": True, "tie_word_embeddings": True}),
@@ -111,6 +116,19 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
 def test_their_options(tmp_path, kind, also):
     model = theirs(kind, **also)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # in several files
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
+    """As its files have it, with the factor of attention that follows from the others."""
+    model = theirs("olmo3", rope_parameters={FULL: YARN, NEAR: {"rope_theta": 500_000.0}})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    about = json.loads(file.read_text())
+    del about["rope_parameters"]
+    slow = {**YARN, "attention_factor": 0.1 * math.log(YARN["factor"]) + 1}
+    file.write_text(json.dumps(about | {"rope_scaling": slow}))
+    assert ours(tmp_path).config.local_rope_base == 500_000.0
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
@@ -167,6 +185,8 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
             },
         ),
         ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("mistral4", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+        ("mistral4", {"rope_parameters": {**MISTRAL4, "factor": 1.0, "llama_4_scaling_beta": 0.0}}),
         ("deepseek_v3", {"qk_rope_head_dim": 2}),
         ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "head_dim": 16}),
         ("gpt_oss", {"attention_bias": False, "rope_parameters": {**YARN, "truncate": False}}),
@@ -181,6 +201,10 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("olmo3", {"layer_types": [NEAR] * 5}),
+        ("olmo3", {"rope_parameters": {FULL: YARN, NEAR: {"rope_theta": 50.0}}}),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": False}),
+        ("mellum", {"layer_types": [NEAR] * 3, "tie_word_embeddings": True}),
+        ("hunyuan_v1_moe", {"tie_word_embeddings": True, "num_experts": 5}),
         ("flex_olmo", {"norm_topk_prob": True, "head_dim": 12}),
         ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 12}),
         ("exaone4", {"sliding_window": 5, "layer_types": [NEAR] * 2}),
@@ -216,9 +240,9 @@ def test_there_and_back_again(tmp_path, kind, also):
     for name, tensor in first.items():  # to what is around one ours are not closer than that
         around_one = kind == "qwen3_next" and re.search(r"(?<!linear_attn\.)norm\.weight$", name)
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=2e-7 if around_one else 0)
-    back = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", dtype=torch.float32
-    ).eval()
+    # Mistral 4's class is not among those that the general one knows.
+    known = type(model) if kind == "mistral4" else transformers.AutoModelForCausalLM
+    back = known.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert type(back) is type(model)
     assert back.config.initializer_range == model.config.initializer_range
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
@@ -368,17 +392,20 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
+        "mistral4",
         "gpt_oss",
         "hy_v3",
         "minimax_m2",
         "ernie4_5_moe",
         "olmo3",
+        "mellum",
         "flex_olmo",
         "exaone4",
         "exaone_moe",
         "smollm3",
         "afmoe",
         "glm4",
+        "hunyuan_v1_moe",
         "qwen3_next",
         "qwen3_5_moe_text",
     ],
@@ -498,6 +525,37 @@ def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, 
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
+def test_queries_that_grow_bound_the_texts(tmp_path):
+    """They are longer from the 18th token on."""
+    early = {**MISTRAL4, "original_max_position_embeddings": 17}
+    model, said = theirs("mistral4", rope_parameters=early), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == 17
+    assert len(said) == 1
+    assert "taken for texts of 17 tokens" in said[0]
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    apart = (logits_of(model) - logits_of(mine)).abs().amax((0, 2))
+    assert apart[:17].max() < 1e-4
+    assert apart[17] > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_attention_to_chosen_tokens_bounds_the_texts(tmp_path, kind):
+    """Of 19 tokens 18 that are chosen leave one out."""
+    model, said = theirs(kind, index_topk=18), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == 18
+    assert [word in line for line, word in zip(said, ("chooses", "indexer"), strict=True)]
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    apart = (logits_of(model) - logits_of(mine)).abs().amax((0, 2))
+    assert apart[:18].max() < 1e-4
+    assert apart[18] > 1e-4
 
 
 def test_a_folder_that_another_writes_is_refused(tmp_path):

@@ -38,13 +38,15 @@ SILENT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
-    r"enable_moe_fp32_combine|original_max_position_embeddings"
+    r"enable_moe_fp32_combine|original_max_position_embeddings|"
+    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+"  # of what is left out
 )
 
 
 # Sizes for which the class has none, or one of which an odd number of channels would turn.
 BESIDE = {
-    "glm4_moe": {"num_attention_heads": 64}, "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"num_attention_heads": 64}, "glm4v_moe_text": {"num_attention_heads": 64},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128},
     "exaone4": {"sliding_window_pattern": 33},
 }  # fmt: skip
@@ -123,6 +125,10 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v3", {"head_dim": 16}, "head_dim of"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads of"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method of"),
+        ("glm4_moe", {"topk_group": 0}, "topk_group of"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1]}, "moe_topk of .* alike in all layers, got"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": [9, 9]}, "moe_intermediate_size of"),
+        ("minimax_m2", {"rope_parameters": {"partial_rotary_factor": 0.0}}, "turn, got 0"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method of"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func of"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),
@@ -189,10 +195,15 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "turn, got 3"),
         ("glm4", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmo2", {"attention_bias": True}, "attention_bias of"),
-        ("olmo3", {"rope_scaling": YARN}, "rope_scaling of"),
-        ("olmo3", {"rope_parameters": {}, "rope_theta": 1e4}, "rope_theta of"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_type of"),
+        ("olmo3", {"rope_parameters": YARN}, "for sliding_attention and for full_attention, got"),
         (
             "olmo3",
+            {"rope_scaling": YARN, "layer_types": ["full_attention"] * 2 + NEARS},
+            "every n-th, which turn otherwise, got",
+        ),
+        (
+            "exaone4",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
             "one rope for all layers of config.json, got one each for full_attention",
         ),
@@ -305,7 +316,10 @@ def run_config(**fields):
         ),
         ({**DEEPSEEK, "qk_layernorm_epsilon": None}, "--qk-layernorm-epsilon 1e-05"),
         ({**DEEPSEEK, "qk_layernorm": False}, "--qk-layernorm False"),
-        ({**DEEPSEEK, "moe_renormalize": True}, "--moe-renormalize True"),
+        (
+            {**DEEPSEEK, "moe_renormalize": True, "norm_placement": "both"},
+            "Mistral4ForCausalLM, cannot say its --norm-placement both",
+        ),
         ({**DEEPSEEK, "hidden_size": 30, "num_attention_heads": 4}, "--hidden-size to be a mult"),
         (
             {**DEEPSEEK, "rotary_scaling_factor": 4.0, "mscale": 0.5},

@@ -164,6 +164,12 @@ KINDS = {
         "norm_placement": "both", "attention_output_gate": True, "window_size": 8,
         "window_attn_skip_freq": 2, "no_rope_freq": 2,
     },
+    "turns-of-two-kinds": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,
+        "qk_layernorm_over": "turned-head", "window_size": 8, "window_attn_skip_freq": 2,
+        "rotary_base_local": 20.0,
+    },
     "qwen3-next": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
         "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,

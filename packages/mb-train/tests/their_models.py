@@ -25,6 +25,7 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "num_key_value_heads": 6, "num_hidden_layers": 3, "n_shared_experts": 2,
 }  # fmt: skip
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16}  # of which 8 channels are turned
 GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
     "num_hidden_layers": 3, "initializer_range": 0.2, "swiglu_limit": 0.7, "hidden_size": 64,
@@ -60,6 +61,21 @@ GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
     "logits_scaling": 6.0, "pad_token_id": None,
 }  # fmt: skip
+# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+# Of four turned pairs one is not slowed, one by some, and two by the whole factor.
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+# Queries do not grow within 32 tokens.
+MISTRAL4 = {
+    **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -83,6 +99,17 @@ ALL = {
     ),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "mistral4": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**MISTRAL4},
+        },
+    ),
     "dots1": (
         "Dots1",
         {**DEEPSEEK, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": None},
@@ -92,6 +119,19 @@ ALL = {
         {**DEEPSEEK, "first_k_dense_replace": 0, "head_dim": 16, "routed_scaling_factor": 2.5},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**DEEPSEEK, **LATENT, "n_group": 4, "topk_group": 2}),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**DEEPSEEK, **LATENT, **INDEXER, "n_group": 4, "topk_group": 2},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**DEEPSEEK, **LATENT, **INDEXER, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": None}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "pad_token_id": None},
+    ),
     "hy_v3": ("HYV3", HUNYUAN),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
     "phi3": ("Phi3", {"pad_token_id": None}),
@@ -103,6 +143,22 @@ ALL = {
     "olmo3": (
         "Olmo3",
         {"head_dim": 12, "sliding_window": 5, "num_hidden_layers": 5, "pad_token_id": None},
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 16,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+            "initializer_range": 0.2,
+        },
     ),
     "flex_olmo": ("FlexOlmo", {**EXPERTS, "initializer_range": 0.2, "pad_token_id": None}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
@@ -131,18 +187,9 @@ ALL = {
 # Of those that are written as another, which that is.
 WRITTEN = {
     "dots1": "glm4_moe", "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
     "hy_v3": "glm4_moe", "seed_oss": "qwen2", "ernie4_5": "llama",
     "phi3": "llama", "qwen3_5_moe_text": "qwen3_next",
-}  # fmt: skip
-# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-# Of four turned pairs one is not slowed, one by some, and two by the whole factor.
-YARN = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25,
-    "original_max_position_embeddings": 16,
 }  # fmt: skip
 DEEP = "[" * 10**5  # more than can be read
 

@@ -85,8 +85,13 @@ def _deepseek_v2(config: Any) -> dict[str, Any]:
 
 
 def _mistral4(config: Any) -> dict[str, Any]:
+    return _mistral_large4(config) | {"renormalize": config.norm_topk_prob}
+
+
+def _mistral_large4(config: Any) -> dict[str, Any]:
+    """Whatever `norm_topk_prob` a config brings along: the class passes over it."""
     return _groups(config, 2) | {
-        "renormalize": getattr(config, "norm_topk_prob", True),
+        "renormalize": True,
         "routed_scaling_factor": config.routed_scaling_factor,
     }
 
@@ -100,8 +105,18 @@ def _deepseek_v3(config: Any) -> dict[str, Any]:
     }
 
 
+def _axk2(config: Any) -> dict[str, Any]:
+    fields = _deepseek_v3(config)
+    if "num_expert_groups" in fields:
+        raise ValueError(
+            f"expected n_group=None, got {config.n_group}: in closed groups this router leaves "
+            "scores of 0, which win over those that the bias takes below, and dMoE none"
+        )
+    return fields
+
+
 def _groups(config: Any, score_top: int) -> dict[str, Any]:
-    if (config.n_group or 1) == 1:
+    if (config.n_group or 1) == 1 and config.topk_group != 0:  # of 0 groups MoEConfig says so
         return {}
     return {
         "num_expert_groups": config.n_group,
@@ -157,11 +172,12 @@ _CLASSES: dict[ToFields, tuple[str, ...]] = {
     _lfm2: ("Lfm2MoeSparseMoeBlock",),
     _cohere2: ("Cohere2MoeSparseMoeBlock",),
     _deepseek_v2: ("DeepseekV2Moe", "DeepseekOcr2TextMoe", "UnlimitedOcrTextMoe"),
-    _mistral4: ("Mistral4MoE", "MistralLarge4TextMoE"),
+    _mistral4: ("Mistral4MoE",),
+    _mistral_large4: ("MistralLarge4TextMoE",),
+    _axk2: ("AXK2MoE",),
     _deepseek_v3: (
         "DeepseekV3MoE",
         "DeepseekV32MoE",
-        "AXK2MoE",
         "BailingHybridMoE",
         "Dots1MoE",
         "ExaoneMoeSparseMoEBlock",

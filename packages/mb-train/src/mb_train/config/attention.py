@@ -58,8 +58,9 @@ class AttentionFields:
         on_load="model",
     )  # fmt: skip
     qk_layernorm_over: str = flag(
-        "normalise them over each head, or over their whole width as OLMoE (ours)", "head",
-        choices=("head", "width"), on_load="model", needs=("qk_layernorm",),
+        "normalise them over each head, over each head once positions have turned it as HunYuan, "
+        "or over their whole width as OLMoE (ours)", "head",
+        choices=("head", "turned-head", "width"), on_load="model", needs=("qk_layernorm",),
     )  # fmt: skip
     qk_layernorm_epsilon: float | None = flag(
         "epsilon of those norms, 1e-6 in DeepSeek; default --layernorm-epsilon (ours)",

@@ -178,6 +178,13 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
         return None if factor is None else ("linear", factor)
 
     @property
+    def local_base(self) -> float | None:
+        """Base of the rotations of layers with a window; None if they turn as the others."""
+        base, turned = self.rotary_base_local, self.position_embedding_type == "rope"
+        alike = self.rope_scaling is None and base == self.rotary_base
+        return base if turned and self.windows is not None and not alike else None
+
+    @property
     def _yarn_numbers(self) -> tuple[float, ...]:
         trained_on, turns = self.original_max_position_embeddings, (self.beta_fast, self.beta_slow)
         return trained_on, *turns, self.mscale, self.mscale_all_dim, self.yarn_truncate

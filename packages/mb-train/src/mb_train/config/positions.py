@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, NOT_1, POSITIVE, SHARE, flag
+from mb_train.config.field import AT_LEAST_0, GIVEN, NOT_1, POSITIVE, SHARE, flag
 
 _YARN = ("rotary_scaling_factor", NOT_1)
 
@@ -25,6 +25,11 @@ class PositionFields:
     rotary_base: float = flag(
         "base of the rotary frequencies", 10_000.0, bounds=POSITIVE, on_load="said",
         needs=("position_embedding_type", "rope"),
+    )  # fmt: skip
+    rotary_base_local: float | None = flag(
+        "base of the rotary frequencies of layers with a window, which are then not slowed, as "
+        "OLMo 3; default they turn as the others (ours)", bounds=POSITIVE, on_load="said",
+        in_force="local_base", needs=("window_size", GIVEN),
     )  # fmt: skip
     rotary_percent: float = flag(
         "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said",

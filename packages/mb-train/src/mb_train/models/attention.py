@@ -20,7 +20,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.gated_delta import DeltaContext
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.relative import RelativeBias
-from mb_train.models.rotary import rotary_tables, rotate
+from mb_train.models.rotary import Rope, ropes, rotate
 from mb_train.models.segments import (
     Bounds,
     Grid,
@@ -44,6 +44,7 @@ class BlockContext(NamedTuple):
     bounds: in place of a mask, for the kernel that attends within segments.
     grid: beside a mask, where blocks see one row of what was kept of the batch: its sequences.
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
+    local_rope: the same of layers with a window, if they turn otherwise.
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     cache: keys and values of tokens that came before; `mask` is over all of them.
@@ -55,7 +56,8 @@ class BlockContext(NamedTuple):
     near: Tensor | None = None
     bounds: Bounds | None = None
     grid: Grid | None = None
-    rope: tuple[Tensor, Tensor] | None = None
+    rope: Rope | None = None
+    local_rope: Rope | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
@@ -90,8 +92,8 @@ def context_of(
         bias_HA=None if relative is None else relative(segments.length),
         dtype=dtype,
     )
-    rope = rotary_tables(config, positions_BS)
-    return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
+    turns = ropes(config, positions_BS)
+    return BlockContext(**within, **turns, valid_BS=segments.keep(valid_BS))
 
 
 class CoreAttention(nn.Module):
@@ -194,10 +196,9 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
         self.norm_q = self.norm_k = None
         if config.qk_norm != "none":
-            by_head = config.qk_norm == "head"
-            eps = config.qk_norm_eps
-            self.norm_q = Norm(config, head if by_head else heads * head, eps=eps)
-            self.norm_k = Norm(config, head if by_head else groups * head, eps=eps)
+            over_width, eps = config.qk_norm == "width", config.qk_norm_eps
+            self.norm_q = Norm(config, heads * head if over_width else head, eps=eps)
+            self.norm_k = Norm(config, groups * head if over_width else head, eps=eps)
         self.core = CoreAttention(config.attention_dropout, config.attention_scale, window)
         self.softmax = "vanilla" if cross else config.softmax
         learned = self.softmax == "learnable"
@@ -206,10 +207,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
         q, k, v, gate = self._project(x_BSD, context)
-        if self.norm_q is not None and self.norm_k is not None:
-            q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
-        if self.rotates and context.rope is not None:
-            q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if self.qk_norm == "turned-head":
+            q, k = self._normed(*self._turned(q, k, context))
+        else:
+            q, k = self._turned(*self._normed(q, k), context)
         if context.cache is not None:
             k, v = context.cache.extend(self, k, v)
         sinks_H = self.sinks
@@ -234,7 +235,20 @@ class Attention(nn.Module):
         k, v = self.kv(context.source_BSD).unflatten(2, (-1, 2, C)).unbind(3)
         return self.q(x_BSD).unflatten(2, (-1, C)), k, v, None
 
-    def _normed(self, norm: Norm, x_BSHC: Tensor) -> Tensor:
-        if self.qk_norm == "head":
-            return norm(x_BSHC)
-        return norm(x_BSHC.flatten(2)).view_as(x_BSHC)
+    def _turned(
+        self, q_BQHC: Tensor, k_BSGC: Tensor, context: BlockContext
+    ) -> tuple[Tensor, Tensor]:
+        rope = context.rope
+        if self.core.window is not None and context.local_rope is not None:
+            rope = context.local_rope
+        if not self.rotates or rope is None:
+            return q_BQHC, k_BSGC
+        return rotate(q_BQHC, rope), rotate(k_BSGC, rope)
+
+    def _normed(self, q_BQHC: Tensor, k_BSGC: Tensor) -> tuple[Tensor, Tensor]:
+        if self.norm_q is None or self.norm_k is None:
+            return q_BQHC, k_BSGC
+        if self.qk_norm != "width":
+            return self.norm_q(q_BQHC), self.norm_k(k_BSGC)
+        q_BQN, k_BSN = self.norm_q(q_BQHC.flatten(2)), self.norm_k(k_BSGC.flatten(2))
+        return q_BQN.view_as(q_BQHC), k_BSN.view_as(k_BSGC)

@@ -15,7 +15,7 @@ from mb_layers import MoEConfig
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "norms": ("before", "kept", "sum", "output", "both"),
-    "qk_norm": ("none", "head", "width", "latent"),
+    "qk_norm": ("none", "head", "turned-head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "router": ("topk", "sinkhorn"),
@@ -108,10 +108,13 @@ class TransformerConfig:
             attention and feed-forward add.
         logits_scaling: the scores of tokens are divided by it.
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
-        qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE);
-            with latent attention what they are made of ("latent").
+        qk_norm: normalise queries and keys per "head" (Qwen3), behind its rotation ("turned-head",
+            HunYuan), or over their whole "width" (OLMoE); with latent attention what they are made
+            of ("latent").
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
+        local_rope_base: base of those of layers with a window, which are not slowed (OLMo 3); None:
+            they turn as the others.
         rope_layers: which layers have rotary positions, if there are any, one flag per layer; None
             means all. The others have no positions at all (arXiv 2501.18795).
         rope_scaling: how rotations are slowed; None: not at all.
@@ -166,6 +169,7 @@ class TransformerConfig:
     qk_norm: str = "none"
     positions: str = "learned"
     rope_base: float = 10_000.0
+    local_rope_base: float | None = None
     rope_fraction: float = 1.0
     rope_layers: tuple[bool, ...] | None = None
     rope_scaling: RopeScaling | None = None

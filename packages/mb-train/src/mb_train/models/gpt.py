@@ -36,7 +36,7 @@ from mb_train.models.mtp import (
     further_weights,
 )
 from mb_train.models.output import ExpertReports, ModelOutput, of_weight
-from mb_train.models.rotary import rotary_tables
+from mb_train.models.rotary import ropes
 from mb_train.models.segments import (
     Segments,
     flash_takes,
@@ -180,10 +180,10 @@ class GPT(nn.Module):
         positions_BQ, mask, valid_BQ = cache.begin(new_B, tokens_BQ.shape[1])
         # Fillings may lie beyond the table of positions.
         x_BQD = self._embedded(tokens_BQ, torch.where(valid_BQ, positions_BQ, 0))
-        rope = rotary_tables(self.config, positions_BQ)
         masks = seen(self.config, mask, positions_BQ, self.compute_dtype)
         delta = self._delta(tokens_BQ.device, None)
-        context = BlockContext(**masks, rope=rope, valid_BS=valid_BQ, cache=cache, delta=delta)
+        turns = ropes(self.config, positions_BQ)
+        context = BlockContext(**masks, **turns, valid_BS=valid_BQ, cache=cache, delta=delta)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
         return scores(self._scaled(x_BD), head_weight(self.head, self.embedding))
@@ -205,8 +205,8 @@ class GPT(nn.Module):
         if segments_BS is None and ends_BN is not None and self.config.delta is not None:
             segments_BS = Segments(ends_BN, positions_BS.shape[1] * self.parts).numbers()
         delta = self._delta(x.device, segments_BS)
-        rope = rotary_tables(self.config, positions_BS)
-        context = BlockContext(**within, rope=rope, delta=delta)
+        turns = ropes(self.config, positions_BS)
+        context = BlockContext(**within, **turns, delta=delta)
         return *self.stack(x, context), context
 
     def _delta(self, device: torch.device, segments_BS: Tensor | None) -> DeltaContext | None:

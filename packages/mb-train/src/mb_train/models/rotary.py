@@ -10,6 +10,8 @@ Letters: B sequences, S tokens of a sequence, H heads, C width of a head, W turn
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +23,19 @@ from mb_train.models.config import RopeScaling, TransformerConfig
 TRAINED_ON, FEW_TURNS, MANY_TURNS = 8192, 1.0, 4.0
 
 
-def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor] | None:
+Rope: TypeAlias = tuple[Tensor, Tensor]
+
+
+def ropes(config: TransformerConfig, positions_BS: Tensor) -> dict[str, Rope | None]:
+    """Those of all blocks, as `BlockContext` has them; see `rotary_tables`."""
+    local = None
+    if config.local_rope_base is not None:
+        plain = replace(config, rope_base=config.local_rope_base, rope_scaling=None)
+        local = rotary_tables(plain, positions_BS)
+    return {"rope": rotary_tables(config, positions_BS), "local_rope": local}
+
+
+def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> Rope | None:
     """Cosine and sine of the angles; None where positions are not rotary.
 
     Args:
@@ -87,7 +101,7 @@ def _share_of_slow(pairs: int, scaling: RopeScaling, base: float, like: Tensor) 
     return ((steps_W - first) / (last - first or 1e-3)).clamp(0, 1)
 
 
-def rotate(x_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BSHC: Tensor, rope: Rope) -> Tensor:
     """Turn the first `width` channels of each head by their position's angles, in fp32."""
     cos, sin = rope
     width = cos.shape[-1]

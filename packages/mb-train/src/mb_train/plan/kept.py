@@ -257,7 +257,9 @@ def _as_attended(config: TransformerConfig, layer: int) -> float:
     """Numbers of a token's queries and keys of a layer, where they are not as projected."""
     heads, groups = config.num_heads, config.num_kv_heads
     if config.rotates(layer) or config.qk_norm != "none":
-        return (heads + groups) * config.head_size
+        # Norms behind a rotation keep what it gave them.
+        copies = 2 if config.rotates(layer) and config.qk_norm == "turned-head" else 1
+        return copies * (heads + groups) * config.head_size
     # Queries of several groups, between which were keys and values, are laid side by side.
     return heads * config.head_size if 1 < groups < heads else 0
 

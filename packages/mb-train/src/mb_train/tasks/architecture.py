@@ -47,6 +47,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         qk_norm=norms_over if config.qk_layernorm else "none",
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
+        local_rope_base=config.local_base,
         rope_fraction=config.rotary_percent,
         rope_layers=None if config.unrotated is None else turned,
         rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),

@@ -15,6 +15,8 @@ from mb_train.models.config import TransformerConfig
 
 # Names of Llama and its relatives.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What tensors do that predict tokens beyond the next in a way that is not DeepSeek's.
+GUESSES = "it guesses tokens beyond the next, ours do not"
 Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
 
 
@@ -46,7 +48,7 @@ class Architecture:
         layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
             next from it, and it does without them.
         reads_behind: they are DeepSeek's modules for further tokens, and ours (`models.mtp`).
-        guessing: a pattern of tensors that do so and have no layer's number.
+        beside: patterns of tensors that files may hold beside the model, and what these do.
         shared: one tensor may hold parts of several of ours.
         copies: tensors that files may hold once more under another name, and which these are.
         renamed: patterns of names that some files have, and what stands in their place today.
@@ -67,7 +69,7 @@ class Architecture:
     left_out: tuple[str, ...] = ()
     layers_behind: str | None = None
     reads_behind: bool = True
-    guessing: str | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
     shared: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mb_kernels.activation import parse
-from mb_layers.state_dicts import Rule
+from mb_layers.state_dicts import Rule, reversed_rules
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
@@ -26,7 +26,9 @@ from mb_train.convert.hugging_face import (
     gpt2,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
+    mistral4,
     olmo,
     phi3,
     qwen_next,
@@ -34,7 +36,7 @@ from mb_train.convert.hugging_face import (
     t5,
     unrotated,
 )
-from mb_train.convert.hugging_face.architecture import Architecture, special_tokens
+from mb_train.convert.hugging_face.architecture import GUESSES, Architecture, special_tokens
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
@@ -109,9 +111,13 @@ def _nearest(config: TrainConfig) -> str:
         return "gpt_oss"
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
-        return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
+        if by_bias or config.moe_num_experts is None:
+            return "deepseek_v3"
+        return "mistral4" if config.moe_renormalize else "deepseek_v2"
     if config.delta_sizes is not None:
         return "qwen3_next"
+    if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
+        return "hunyuan_v1_dense" if config.moe_num_experts is None else "hunyuan_v1_moe"
     if config.attention_output_gate:
         return "afmoe"
     if config.norms == "both":
@@ -142,7 +148,10 @@ def _nearest(config: TrainConfig) -> str:
     if by_bias:
         return "minimax_m2" if over_width else "glm4_moe"
     if config.qk_layernorm:
-        return "olmoe" if over_width else "qwen3_moe"
+        if over_width:
+            return "olmoe"
+        some = config.windows is not None and config.windows[1] is not None
+        return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
 
 
@@ -178,9 +187,9 @@ def _settings(config: TrainConfig) -> dict[str, list[str]]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
-    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
+    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS, **hunyuan.DEFAULTS,
     "glm4": glm4.DEFAULTS,
-    "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
+    "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
 
 
@@ -192,7 +201,7 @@ def _llama_like(
     names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
     layers_behind: str | None = None,
-    guessing: str | None = None,
+    beside: Mapping[str, str] | None = None,
     rules_of: Callable[[TransformerConfig, ExpertRules], list[Rule]] = decoder_rules,
 ) -> Architecture:
     return Architecture(
@@ -205,12 +214,19 @@ def _llama_like(
         defaults=_DEFAULTS[kind],
         aliases=aliases or {},
         layers_behind=layers_behind,
-        guessing=guessing,
+        beside=beside or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         # Files of the model without a head have no prefix.
         renamed={r"^(?!model\.|lm_head\.)": "model."},
     )
+
+
+def _written_stacked(found: Architecture) -> Architecture:
+    """The same whose class knows the experts of a layer as one tensor alone."""
+    stacked = found.stacked
+    assert stacked is not None
+    return replace(found, back=lambda *of: reversed_rules(stacked(*of)))
 
 
 def _granite_moe(kind: str, name: str, *of: Any) -> Architecture:
@@ -300,6 +316,12 @@ ARCHITECTURES = {
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
             deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
         ),
+        _written_stacked(
+            _llama_like(
+                "mistral4", "Mistral4ForCausalLM", mistral4.mistral4_fields,
+                mistral4.mistral4_config, experts.DEEPSEEK, deepseek.ALIASES,
+            )
+        ),
         _llama_like(
             "dots1", "Dots1ForCausalLM", relatives.dots1_fields, None,
             experts.DEEPSEEK, deepseek.ALIASES,
@@ -311,6 +333,14 @@ ARCHITECTURES = {
         _llama_like(
             "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
             experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan.dense_fields,
+            llama.llama_config, rules_of=hunyuan.hunyuan_rules,
+        ),
+        _llama_like(
+            "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", hunyuan.moe_fields, hunyuan.moe_config,
+            experts.HUNYUAN_V1, hunyuan.ALIASES, rules_of=hunyuan.hunyuan_rules,
         ),
         replace(
             _llama_like(
@@ -346,7 +376,7 @@ ARCHITECTURES = {
         _llama_like(
             "exaone_moe", "ExaoneMoeForCausalLM", unrotated.exaone_moe_fields,
             unrotated.exaone_moe_config, experts.EXAONE, unrotated.ALIASES,
-            guessing=r"model\.mtp\..*",
+            beside={r"model\.mtp\..*": GUESSES},
         ),
         _llama_like(
             "afmoe", "AfmoeForCausalLM", unrotated.afmoe_fields, unrotated.afmoe_config,
@@ -365,12 +395,33 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
-            qwen_next.qwen3_next_config, guessing=r"model\.mtp\..*",
+            qwen_next.qwen3_next_config, beside={r"model\.mtp\..*": GUESSES},
             rules_of=qwen_next.qwen_next_rules,
         ),
         _llama_like(
             "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_fields, None,
-            guessing=r"model\.mtp\..*", rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+            beside={r"model\.mtp\..*": GUESSES},
+            rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+        ),
+        _llama_like(
+            "qwen3_vl_moe_text", "Qwen3VLMoeTextModel", relatives.qwen3_vl_moe_fields, None,
+            aliases={"num_experts": "num_local_experts"}, rules_of=relatives.qwen3_vl_moe_rules,
+        ),
+        _llama_like(
+            "mellum", "MellumForCausalLM", relatives.mellum_fields, relatives.mellum_config,
+            aliases={"num_experts": "num_local_experts"}, beside={r"model\.mtp\..*": GUESSES},
+        ),
+        _llama_like(
+            "glm4v_moe_text", "Glm4vMoeTextModel", relatives.glm4v_moe_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+        ),
+        _llama_like(
+            "deepseek_v32", "DeepseekV32ForCausalLM", relatives.sparse_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
+        ),
+        _llama_like(
+            "glm_moe_dsa", "GlmMoeDsaForCausalLM", relatives.sparse_fields, None,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(
@@ -380,7 +431,7 @@ ARCHITECTURES = {
         _llama_like(
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", relatives.ernie4_5_moe_fields,
             relatives.ernie4_5_moe_config, experts.ERNIE, relatives.ERNIE_ALIASES,
-            guessing=r"model\.mtp_.*", rules_of=relatives.ernie_rules,
+            beside={r"model\.mtp_.*": GUESSES}, rules_of=relatives.ernie_rules,
         ),
         replace(
             _llama_like(

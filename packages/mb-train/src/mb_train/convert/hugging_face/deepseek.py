@@ -63,10 +63,10 @@ def glm4_moe_fields(config: Json) -> dict[str, Any]:
 def partly_turned(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of a model that may turn a part of each head, if that is a number of pairs."""
     turned = int(fields["kv_channels"] * fields["rotary_percent"])
-    if turned % 2:
+    if turned % 2 or not turned:
         raise ValueError(
             "Expected partial_rotary_factor of config.json to leave an even number of channels of "
-            f"a head to turn, got {turned}: this model has something that ours have not."
+            f"a head, 2 or more, to turn, got {turned}: this model has something that ours lack."
         )
     return fields
 
@@ -77,7 +77,7 @@ def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:
     found["rope_parameters"]["partial_rotary_factor"] = config.rotary_percent
     return (
         found
-        | _expert_config(config)
+        | expert_config(config)
         | {
             "partial_rotary_factor": config.rotary_percent,
             "attention_bias": config.add_qkv_bias,
@@ -94,23 +94,24 @@ def deepseek_v3_fields(config: Json) -> dict[str, Any]:
 def latent_decoder(config: Json) -> dict[str, Any]:
     """V3 without its experts."""
     refuse(config, rope_interleave=(True,))
-    return wholly_turned(config) | _latent_fields(config)
+    turned = config["qk_rope_head_dim"]
+    return wholly_turned(config) | latent_fields(config, head_dim=turned)
 
 
 def deepseek_v3_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     interleaved = {"rope_interleave": True}
-    return llama_config(config) | _latent_config(config) | _expert_config(config) | interleaved
+    return llama_config(config) | latent_config(config) | expert_config(config) | interleaved
 
 
 def deepseek_v2_fields(config: Json) -> dict[str, Any]:
     """Of V2, whose class passes over norm_topk_prob, while the code beside its files does not."""
-    methods = {"greedy": {}, "group_limited_greedy": _group_fields(config, score_top=1)}
+    methods = {"greedy": {}, "group_limited_greedy": group_fields(config, score_top=1)}
     refuse(config, scoring_func=("softmax",), topk_method=tuple(methods), moe_layer_freq=(1,),
            norm_topk_prob=(False, None))  # fmt: skip
     dense = config["first_k_dense_replace"]
     layers = config["num_hidden_layers"] - dense
-    experts = _expert_fields(
+    experts = expert_fields(
         config,
         dense,
         # Settings of the code beside the files, which adds the losses of all layers; ours is their
@@ -119,7 +120,8 @@ def deepseek_v2_fields(config: Json) -> dict[str, Any]:
         moe_balance_over="sequence" if config.get("seq_aux") else "micro_batch",
         **methods[config["topk_method"]],
     )
-    return wholly_turned(config) | _latent_fields(config) | experts
+    latents = latent_fields(config, head_dim=config["qk_rope_head_dim"])
+    return wholly_turned(config) | latents | experts
 
 
 def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
@@ -139,8 +141,8 @@ def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
     layers = whole(config.num_layers) - config.moe_first_k_dense
     return (
         llama_config(config)
-        | _latent_config(config)
-        | _expert_config(config)
+        | latent_config(config)
+        | expert_config(config)
         | {
             "topk_method": "group_limited_greedy" if limited else "greedy",
             "norm_topk_prob": False,
@@ -150,13 +152,17 @@ def deepseek_v2_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-def _latent_fields(config: Json) -> dict[str, Any]:
-    """In place of Llama's queries, keys and values; norms of latents have an epsilon of theirs."""
+def latent_fields(config: Json, *, head_dim: int) -> dict[str, Any]:
+    """In place of Llama's queries, keys and values; norms of latents have an epsilon of theirs.
+
+    Args:
+        head_dim: what this setting says of it, if the file has it.
+    """
     heads, content, rotated = (
         config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
     )
     refuse(config, attention_bias=(False,), num_key_value_heads=(heads, None),
-           head_dim=(rotated, None), qk_head_dim=(content + rotated, None))  # fmt: skip
+           head_dim=(head_dim, None), qk_head_dim=(content + rotated, None))  # fmt: skip
     return {
         "multi_latent_attention": True,
         "group_query_attention": False,
@@ -172,7 +178,7 @@ def _latent_fields(config: Json) -> dict[str, Any]:
     }
 
 
-def _latent_config(config: TrainConfig) -> dict[str, Any]:
+def latent_config(config: TrainConfig) -> dict[str, Any]:
     return {
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
@@ -189,17 +195,17 @@ def v3_experts(config: Json, dense: int) -> dict[str, Any]:
     # Settings of the files that transformers passes over: the code beside them has other choices.
     refuse(config, scoring_func=("sigmoid", "noaux_tc"), topk_method=("noaux_tc",),
            moe_layer_freq=(1,))  # fmt: skip
-    return _expert_fields(
+    return expert_fields(
         config,
         dense,
         moe_router_score_function="sigmoid",
         moe_renormalize=config["norm_topk_prob"],
         moe_router_enable_expert_bias=True,
-        **_group_fields(config, score_top=2),
+        **group_fields(config, score_top=2),
     )
 
 
-def _expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
+def expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
     """Theirs, whose tokens choose as `routing` says; none where all layers are dense."""
     if dense >= config["num_hidden_layers"]:
         return {}
@@ -216,9 +222,10 @@ def _expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
     }
 
 
-def _group_fields(config: Json, score_top: int) -> dict[str, Any]:
+def group_fields(config: Json, score_top: int) -> dict[str, Any]:
     groups, chosen = config["n_group"] or 1, config["topk_group"]
     if groups == 1:
+        refuse(config, topk_group=(1, None))
         return {}
     return {
         "moe_router_num_groups": groups,
@@ -227,7 +234,7 @@ def _group_fields(config: Json, score_top: int) -> dict[str, Any]:
     }
 
 
-def _expert_config(config: TrainConfig) -> dict[str, Any]:
+def expert_config(config: TrainConfig) -> dict[str, Any]:
     """Back, of all of them."""
     behind = {LAYERS_BEHIND: config.mtp_num_layers}
     if config.moe_num_experts is None:

@@ -70,7 +70,7 @@ HUNYUAN = ExpertNames(
     today={"bias": "mlp.e_score_correction_bias", "shared": DEEPSEEK.shared},
 )
 
-
+HUNYUAN_V1 = ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp", today={"router": "mlp.gate.wg"})
 EXAONE = replace(DEEPSEEK, bias="mlp.e_score_correction_bias", today={"bias": LLAMA.bias})
 AFMOE = replace(
     DEEPSEEK, router="mlp.router.gate", bias="mlp.expert_bias", today={"router": "mlp.router.gate"}

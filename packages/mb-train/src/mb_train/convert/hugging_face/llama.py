@@ -6,6 +6,7 @@ keys, by windows, and by their experts.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mb_train.config import TrainConfig
@@ -23,18 +24,19 @@ from mb_train.convert.hugging_face.windows import (
     window_fields,
     windows_if_used,
 )
-from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
+from mb_train.models.config import RopeScaling
+from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON, sharpening
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
-_TRAINED_ON = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
     "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
-    _TRAINED_ON: (TRAINED_ON,),
+    ORIGINAL: (TRAINED_ON,),
 }  # fmt: skip
 _QWEN = {
     **_DEFAULTS, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -63,17 +65,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def llama_fields(config: Json) -> dict[str, Any]:
-    """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
+def llama_fields(config: Json, rope: Json | None = None) -> dict[str, Any]:
+    """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those.
+
+    Args:
+        rope: see `decoder_fields`.
+    """
     refuse(config, attention_bias=(False,))
-    return wholly_turned(config)
+    return wholly_turned(config, rope)
 
 
-def wholly_turned(config: Json) -> dict[str, Any]:
+def wholly_turned(config: Json, rope: Json | None = None) -> dict[str, Any]:
     """Of decoders whose classes turn whole heads, whatever a file says."""
+    rope = rope_of(config) if rope is None else rope
     # transformers moves the factor among the rope's settings, other programs read it where it is.
-    refuse({**config, **rope_of(config)}, partial_rotary_factor=(1.0, None))
-    return decoder_fields(config)
+    refuse({**config, **rope}, partial_rotary_factor=(1.0, None))
+    return decoder_fields(config, rope)
 
 
 def rope_of(config: Json) -> Json:
@@ -83,11 +90,65 @@ def rope_of(config: Json) -> Json:
     return found[NEAR] if by_kind else found
 
 
-def decoder_fields(config: Json) -> dict[str, Any]:
-    """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU."""
+def ropes_by_kind(config: Json, far: Json, near: Json) -> tuple[Json, Json]:
+    """Settings of the rotations of layers that see all tokens, and of those with a window.
+
+    Args:
+        far, near: what the class has where the file is silent.
+
+    Raises:
+        ValueError: settings of other layers.
+    """
+    said = config.get("rope_parameters") or {}
+    if not {NEAR, FULL}.issuperset(said):
+        raise ValueError(
+            f"Expected rope_parameters of config.json for {NEAR} and for {FULL}, got "
+            f"{', '.join(said)}: this model has something that ours have not."
+        )
+    found = {**far, **(said.get(FULL) or {})}, {**near, **(said.get(NEAR) or {})}
+    plain = {"rope_type": "default"}.items()
+    far, near = ({n: v for n, v in rope.items() if (n, v) not in plain} for rope in found)
+    return far, near
+
+
+def local_fields(config: Json, every: int | None, far: Json, near: Json) -> dict[str, Any]:
+    """Windows, see `window_fields`, of layers that turn otherwise than the others, if they do.
+
+    Raises:
+        ValueError: rotations with a window that are slowed, or in a pattern of layers without flag.
+    """
+    fields = window_fields(config, every)
+    if far == near or every == 1:
+        return fields
+    refuse(near, rope_type=("default", None), partial_rotary_factor=(1.0, None))
+    if every is None:
+        raise ValueError(
+            f"Expected {LAYER_TYPES} of config.json to be {NEAR} for all layers or all but every "
+            f"n-th, which turn otherwise, got {config.get(LAYER_TYPES)}: this model has something "
+            "that ours have not."
+        )
+    return fields | {"rotary_base_local": float(near["rope_theta"])}
+
+
+def local_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    far = llama_config(config)["rope_parameters"]
+    plain = {"rope_type": "default", "rope_theta": config.local_base}
+    near = far if config.local_base is None else plain
+    ropes = {FULL: far, NEAR: near}
+    return {LAYER_TYPES: layer_types(config), "rope_parameters": ropes, "rope_scaling": None}
+
+
+def decoder_fields(config: Json, rope: Json | None = None) -> dict[str, Any]:
+    """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU.
+
+    Args:
+        rope: settings of the rotations; None: as most files have them.
+    """
     refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
            is_causal=(True, None))  # fmt: skip
-    rope = rope_of(config)
+    rope = rope_of(config) if rope is None else rope
+    turned = {**config, **rope}.get("partial_rotary_factor")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -102,7 +163,7 @@ def decoder_fields(config: Json) -> dict[str, Any]:
         "position_embedding_type": "rope",
         **_scaling_fields(rope, config),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
-        "rotary_percent": float({**config, **rope}.get("partial_rotary_factor") or 1.0),
+        "rotary_percent": 1.0 if turned is None else float(turned),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "swiglu": True,
@@ -127,20 +188,25 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
     if kind["rope_type"] == "default":
         return {}
     # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(_TRAINED_ON, rope.get(_TRAINED_ON, config["max_position_embeddings"]))
+    positions = config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
     if kind["rope_type"] == "yarn":
-        return _yarn_fields(rope) | {_TRAINED_ON: positions}
-    refuse({**rope, _TRAINED_ON: positions}, **_LLAMA3)
+        return _yarn_fields(rope) | {ORIGINAL: positions}
+    refuse({**rope, ORIGINAL: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
 def _yarn_fields(rope: Json) -> dict[str, Any]:
-    refuse(rope, attention_factor=(None,), truncate=(True, False))
+    refuse(rope, truncate=(True, False))
     sharper = {name: rope.get(name) or 0 for name in _SHARPER}
     if not all(sharper.values()):
         # One of the two alone transformers passes over, in the table of angles.
         refuse(sharper, mscale=(1, 0), mscale_all_dim=(0,))
         sharper = {"mscale": 1, "mscale_all_dim": 0}
+    scaling = RopeScaling("yarn", rope["factor"])
+    longer = [sharpening(scaling, sharper[name]) for name in _SHARPER]
+    said = rope.get("attention_factor")
+    if said is not None and not math.isclose(said, longer[0] / longer[1], rel_tol=1e-6):
+        refuse(rope, attention_factor=(None, longer[0] / longer[1]))
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": float(rope["factor"]),
@@ -159,7 +225,7 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
         if config.use_rope_scaling:
             rope |= {name: allowed[0] for name, allowed in _LLAMA3.items()}
         if rope["rope_type"] == "yarn":
-            names = [_TRAINED_ON, "beta_fast", "beta_slow"]
+            names = [ORIGINAL, "beta_fast", "beta_slow"]
             names += _SHARPER if config.mscale and config.mscale_all_dim else ()
             rope |= {name: getattr(config, name) for name in names}
             rope |= {} if config.yarn_truncate else {"truncate": False}

@@ -9,22 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.hugging_face.config_json import Json, refuse
+from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
+    local_config,
+    local_fields,
     olmoe_config,
     olmoe_fields,
-    rope_of,
+    ropes_by_kind,
 )
-from mb_train.convert.hugging_face.windows import (
-    FULL,
-    LAYER_TYPES,
-    NEAR,
-    by_type,
-    layer_types,
-    window_fields,
-)
+from mb_train.convert.hugging_face.windows import by_type
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
@@ -50,22 +45,25 @@ def olmo2_fields(config: Json) -> dict[str, Any]:
 
 
 def olmo3_fields(config: Json) -> dict[str, Any]:
-    """The same with windows in all layers but every fourth, or as said."""
-    # Beside the ropes of each kind of layer these are of layers without a window alone.
-    refuse(config, rope_scaling=(None,))
-    if "rope_theta" not in rope_of(config):
-        refuse(config, rope_theta=(_OLMO3_BASE,))
-    return olmo2_fields(config) | window_fields(config, by_type(config, 4))
+    """The same with windows in all layers but every fourth, or as said, which are not slowed."""
+    # What stands beside the ropes of each kind of layer is of layers without a window alone.
+    far, near = ropes_by_kind(
+        config, {"rope_theta": config["rope_theta"]}, {"rope_theta": _OLMO3_BASE}
+    )
+    far = {**far, **(config.get("rope_scaling") or {})}
+    return (
+        llama_fields(config, far)
+        | local_fields(config, by_type(config, 4), far, near)
+        | _OUTPUT
+        | {"qk_layernorm_over": "width"}
+    )
 
 
 def olmo3_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    found = llama_config(config)
     # Their class wants a window though no layer has it.
     window = {} if config.windows else {"sliding_window": _WINDOW}
-    ropes = dict.fromkeys((FULL, NEAR), found["rope_parameters"])
-    types = {LAYER_TYPES: layer_types(config)}
-    return found | window | types | {"rope_parameters": ropes, "rope_scaling": None}
+    return llama_config(config) | window | local_config(config)
 
 
 def flex_olmo_fields(config: Json) -> dict[str, Any]:

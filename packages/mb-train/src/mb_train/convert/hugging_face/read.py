@@ -14,6 +14,7 @@ from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face import llama, mistral4
 from mb_train.convert.hugging_face.architecture import (
     EMBEDDING,
     HEAD,
@@ -26,6 +27,7 @@ from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
 from mb_train.convert.hugging_face.quantized import block_of
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder
+from mb_train.convert.hugging_face.text_inside import text_settings, with_text_inside
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer, named_tokenizer
 from mb_train.convert.new_run import (
     imported_config,
@@ -70,8 +72,11 @@ def read_model(
             over, or of the wrong shape.
     """
     path = folder / "config.json"
-    theirs = read_object(path)
+    whole_model = read_object(path)
+    theirs = text_settings(whole_model)
     found = architecture_of(theirs)
+    if theirs is not whole_model:
+        found = with_text_inside(found)
     config, vocab_size, behind = _config(path, theirs, found, fields)
     for line in _settings_left_out(found.settled(theirs), config):
         say(line)
@@ -87,7 +92,7 @@ def read_model(
         say(f"its layer {number} is read as a module of --mtp-num-layers; 0 would leave it out")
     head = HEAD if HEAD in source else EMBEDDING
     _leave_out_copies(source, folder, copies_behind(modules, head))
-    for line in _guessers_left_out(source, behind[len(modules) :], found):
+    for line in _left_out(source, behind[len(modules) :], found):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
@@ -165,6 +170,12 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     window = theirs.get("sliding_window")
     if window == config.positions < theirs.get("max_position_embeddings", 0):
         yield f"its attention has a window: taken for texts of {window:,} tokens, which fit into it"
+    growth = llama.rope_of(theirs)
+    if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
+        yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
+    chosen = theirs.get("index_topk")
+    if chosen == config.positions < theirs.get("max_position_embeddings", 0):
+        yield f"its attention sees {chosen:,} tokens that it chooses: taken for texts of so many"
     if noise := theirs.get("router_jitter_noise"):
         yield (
             f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
@@ -233,16 +244,16 @@ def _numbers(source: TensorFolder) -> list[int]:
     return sorted({int(layer[1]) for layer in map(_LAYER.match, source) if layer is not None})
 
 
-def _guessers_left_out(source: TensorFolder, behind: range, found: Architecture) -> Iterator[str]:
-    """Leave out what there is of these layers behind the last and their like, a line on each."""
+def _left_out(source: TensorFolder, behind: range, found: Architecture) -> Iterator[str]:
+    """Leave out what there is of these layers behind the last, and beside all, a line on each."""
     ours = "it was not asked for" if found.reads_behind else "ours do not so"
     for number in (number for number in _numbers(source) if number in behind):
         source.leave_out(rf"model\.layers\.{number}\..*")
         yield f"its layer {number} is left out: it guesses tokens beyond the next, {ours}"
-    guessing = found.guessing
-    if guessing is not None and (name := next(filter(re.compile(guessing).match, source), None)):
-        source.leave_out(guessing)
-        yield f"what {name} belongs to is left out: it guesses tokens beyond the next, ours do not"
+    for pattern, what in found.beside.items():
+        if name := next(filter(re.compile(pattern).match, source), None):
+            source.leave_out(pattern)
+            yield f"what {name} belongs to is left out: {what}"
 
 
 def import_model(

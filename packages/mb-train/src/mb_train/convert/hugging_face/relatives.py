@@ -9,24 +9,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mb_layers.state_dicts import Rule
+
 from mb_train.config import TrainConfig, whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
+from mb_train.convert.hugging_face.deepseek import DEFAULTS as DEEPSEEK_DEFAULTS
 from mb_train.convert.hugging_face.deepseek import (
     LATENTS,
     LAYERS_BEHIND,
+    glm4_moe_fields,
     latent_decoder,
     partly_turned,
     v3_experts,
 )
+from mb_train.convert.hugging_face.experts import ExpertRules
+from mb_train.convert.hugging_face.llama import DEFAULTS as LLAMA_DEFAULTS
 from mb_train.convert.hugging_face.llama import (
     decoder_fields,
+    experts_of,
     llama_config,
     llama_fields,
+    local_config,
+    local_fields,
+    qwen3_moe_config,
+    qwen3_moe_fields,
     rope_of,
+    ropes_by_kind,
     wholly_turned,
 )
-from mb_train.convert.hugging_face.windows import by_number, window_fields
+from mb_train.convert.hugging_face.windows import by_number, by_type, window_fields
+from mb_train.models.config import TransformerConfig
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
@@ -60,6 +73,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         **_DEFAULTS, "rope_theta": 5_000_000.0, "rms_norm_eps": 1e-6, "num_key_value_heads": 8,
         "head_dim": 128, "num_local_experts": 256,
+    },
+    "qwen3_vl_moe_text": {
+        **LLAMA_DEFAULTS["qwen3_moe"], "rope_theta": 500_000.0, "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60,
+        "tie_word_embeddings": True, "norm_topk_prob": True,
+    },
+    "glm4v_moe_text": {**DEEPSEEK_DEFAULTS["glm4_moe"], "attention_bias": True},
+    "mellum": {
+        **LLAMA_DEFAULTS["qwen3_moe"], "head_dim": 128, "sliding_window": 1024,
+        "num_experts_per_tok": 8, "num_local_experts": 64, "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v32": {**DEEPSEEK_DEFAULTS["deepseek_v3"], "index_topk": 2048},
+    "glm_moe_dsa": {
+        **DEEPSEEK_DEFAULTS["deepseek_v3"], "rms_norm_eps": 1e-5, "num_key_value_heads": 64,
+        "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
+        "topk_group": 1, "index_topk": 2048,
     },
     "seed_oss": {
         **_DEFAULTS, "rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128,
@@ -180,6 +210,72 @@ def minimax_m2_config(config: TrainConfig) -> dict[str, Any]:
         "use_qk_norm": True,
         "use_routing_bias": True,
     }
+
+
+def qwen3_vl_moe_fields(config: Json) -> dict[str, Any]:
+    """Qwen3-MoE, whose weights of a token always add up to 1."""
+    refuse(config, norm_topk_prob=(True,), use_sliding_window=(False,))
+    return qwen3_moe_fields(config)
+
+
+def qwen3_vl_moe_rules(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
+    """Its files may have a layer's experts the other way round, by rows of what goes in."""
+    hidden, last = config.hidden_size, {"experts.w1": 2, "experts.w2": 1}
+
+    def upright(rule: Rule) -> Rule:
+        axis = next((n for name, n in last.items() if rule.target.endswith(name)), None)
+        if axis is None or len(rule.sources) > 1:
+            return rule
+        return rule._replace(build=lambda w: w if w.shape[axis] == hidden else w.mT.contiguous())
+
+    return [upright(rule) for rule in decoder_rules(config, experts)]
+
+
+def mellum_fields(config: Json) -> dict[str, Any]:
+    """Qwen3-MoE with windows in layers that turn otherwise."""
+    far, near = ropes_by_kind(config, {"rope_theta": 500_000.0}, {"rope_theta": 10_000.0})
+    dense = dense_by_kind(config, 0)
+    experts = experts_of(config, "num_local_experts") | {
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_first_k_dense": dense,
+        "moe_renormalize": config["norm_topk_prob"],
+    }
+    return (
+        llama_fields(config, far)
+        | local_fields(config, by_type(config, 1), far, near)
+        | ({} if dense >= config["num_hidden_layers"] else experts)
+        | _BY_HEAD
+    )
+
+
+def mellum_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    dense, layers = config.moe_first_k_dense, whole(config.num_layers)
+    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    found = qwen3_moe_config(config) | local_config(config) | {"mlp_layer_types": kinds}
+    del found["rope_scaling"]  # which would be its class's rope_parameters, whatever these are
+    return found
+
+
+def glm4v_moe_fields(config: Json) -> dict[str, Any]:
+    """GLM-4.5."""
+    refuse(config, use_qk_norm=(False,))
+    return glm4_moe_fields(config)
+
+
+# What chooses the tokens that are seen: as many as there are, in texts no longer than that.
+INDEXER = {
+    r"model\.layers\.\d+\.self_attn\.indexer\..*": (
+        "it chooses which tokens are seen of longer texts, ours see all"
+    )
+}
+
+
+def sparse_fields(config: Json) -> dict[str, Any]:
+    """DeepSeek-V3 for texts of up to as many tokens as its successors see of a text."""
+    dense = dense_by_kind(config, config["first_k_dense_replace"])
+    seen = min(config["max_position_embeddings"], config["index_topk"])
+    return latent_decoder(config) | v3_experts(config, dense) | {"max_position_embeddings": seen}
 
 
 def seed_oss_fields(config: Json) -> dict[str, Any]:

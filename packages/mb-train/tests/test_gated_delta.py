@@ -23,11 +23,8 @@ from mb_train.models.delta_net import (
     DeltaCore,
     GatedDeltaNet,
     GatedNorm,
-    short_convolution,
 )
 from mb_train.models.gated_delta import (
-    DeltaContext,
-    begins_of,
     delta_note,
     gated_delta_rule,
     installed_kernel,
@@ -35,6 +32,7 @@ from mb_train.models.gated_delta import (
 )
 from mb_train.models.gpt import GPT
 from mb_train.models.mtp import last_layer
+from mb_train.models.states import StateContext, begins_of, short_convolution
 from mb_train.models.t5 import T5
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
@@ -116,7 +114,7 @@ def test_chunks_are_what_the_loop_computes(tokens, divided):
     leaves = inputs(tokens)
     begins_BS = documents(tokens) if divided else None
     *others, state = leaves
-    chunked = gated_delta_rule(*others, DeltaContext(begins_BS), state_BHCV=state)
+    chunked = gated_delta_rule(*others, StateContext(begins_BS), state_BHCV=state)
     found = with_gradients(chunked, leaves)
     want = with_gradients(slow(*others, begins_BS, state), leaves)
     torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
@@ -124,7 +122,7 @@ def test_chunks_are_what_the_loop_computes(tokens, divided):
 
 def test_without_a_state_it_is_zero_before():
     leaves = inputs(70)[:5]
-    found = gated_delta_rule(*leaves, DeltaContext())
+    found = gated_delta_rule(*leaves, StateContext())
     torch.testing.assert_close(found, slow(*leaves), rtol=1e-11, atol=1e-12)
 
 
@@ -132,7 +130,7 @@ def test_without_a_state_it_is_zero_before():
 def test_in_fp32_heads_that_fade_fast_lose_nothing(fading):
     """Sums of a chunk's decays are in the hundreds, where fp32 knows four digits behind the dot."""
     leaves = inputs(64, torch.float32, fading=fading)
-    found = with_gradients(gated_delta_rule(*leaves[:5], DeltaContext()), leaves[:5])
+    found = with_gradients(gated_delta_rule(*leaves[:5], StateContext()), leaves[:5])
     exact = [x.detach().double().requires_grad_() for x in leaves[:5]]
     for got, want in zip(found, with_gradients(slow(*exact), exact), strict=True):
         assert float(((got - want).norm() / want.norm()).detach()) < 1e-6
@@ -160,7 +158,7 @@ def test_at_the_ends_of_their_ranges(change):
         return with_gradients(rule(q, k, v, *gates, *more), leaves)
 
     leaves = inputs(100, torch.float32)[:5]
-    found = computed(leaves, gated_delta_rule, DeltaContext())
+    found = computed(leaves, gated_delta_rule, StateContext())
     exact = [x.detach().double().requires_grad_() for x in leaves]
     for got, want in zip(found, computed(exact, slow), strict=True):
         assert bool(got.isfinite().all())
@@ -169,7 +167,7 @@ def test_at_the_ends_of_their_ranges(change):
 
 def test_sixteen_bits_are_computed_in_fp32():
     leaves = inputs(200, torch.bfloat16)
-    y, state = gated_delta_rule(*leaves[:5], DeltaContext())
+    y, state = gated_delta_rule(*leaves[:5], StateContext())
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     want, _ = slow(*(x.double() for x in leaves[:5]))
     torch.testing.assert_close(y, want.bfloat16(), rtol=8e-3, atol=1e-5)
@@ -178,7 +176,7 @@ def test_sixteen_bits_are_computed_in_fp32():
 def test_value_heads_that_share_no_keys_evenly():
     q, k, v, decay, beta, _ = inputs(3)
     with pytest.raises(ValueError, match="to divide the value heads, got 2 and 5"):
-        gated_delta_rule(q, k, v[:, :, :5], decay[..., :5], beta[..., :5], DeltaContext())
+        gated_delta_rule(q, k, v[:, :, :5], decay[..., :5], beta[..., :5], StateContext())
     with pytest.raises(ValueError, match="to divide their value heads, got 2 and 5"):
         config_of(delta=SIZES._replace(value_heads=5))
 
@@ -199,13 +197,13 @@ def stand_in(calls):
 def test_a_kernel_forgets_where_documents_begin(dtype):
     *leaves, state = inputs(130, dtype)
     calls, begins_BS = [], documents(130)
-    context = DeltaContext(begins_BS, stand_in(calls))
+    context = StateContext(begins_BS, stand_in(calls))
     y, none = gated_delta_rule(*leaves, context)
     assert none is None
-    want, _ = gated_delta_rule(*leaves, DeltaContext(begins_BS))
+    want, _ = gated_delta_rule(*leaves, StateContext(begins_BS))
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
     found = gated_delta_rule(*leaves, context, state_BHCV=state)
-    want = gated_delta_rule(*leaves, DeltaContext(begins_BS), state_BHCV=state)
+    want = gated_delta_rule(*leaves, StateContext(begins_BS), state_BHCV=state)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
     assert calls == [False, True]
     if dtype == torch.float32:  # not a bit of another document
@@ -392,7 +390,7 @@ def test_nothing_in_plain_pytorch_waits_for_the_device():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(B, S, D, requires_grad=True)
         begins_BS = torch.zeros(B, S, dtype=torch.bool)
-        y = module(x, BlockContext(delta=DeltaContext(begins_BS)))
+        y = module(x, BlockContext(states=StateContext(begins_BS)))
         grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
     assert [g.shape for g in grads] == [x.shape, *(p.shape for p in module.parameters())]
 
@@ -584,8 +582,8 @@ def test_kernels_are_what_plain_pytorch_computes(tokens, divided, dtype):
     for count in (5, 6):
         state = {"state_BHCV": leaves[5]} if count == 6 else {}
         there = {"state_BHCV": exact[5]} if count == 6 else {}
-        y = gated_delta_rule(*leaves[:5], DeltaContext(begins_BS, found[0]), **state)
-        want = gated_delta_rule(*exact[:5], DeltaContext(begins_BS), **there)
+        y = gated_delta_rule(*leaves[:5], StateContext(begins_BS, found[0]), **state)
+        want = gated_delta_rule(*exact[:5], StateContext(begins_BS), **there)
         outputs = slice(2 if count == 6 else 1)
         got = with_gradients(y[outputs], leaves[:count])
         for one, other in zip(got, with_gradients(want[outputs], exact[:count]), strict=True):

@@ -18,8 +18,8 @@ every other, causal or not. Queries, keys and values travel in one message.
 Where ranks are more than key-value heads, or cut across the queries of one, keys and values are
 repeated before they travel: each rank is sent those that its queries need.
 
-What is computed with states in place of attention (Gated DeltaNet) is exchanged alike, by key head,
-in front of its convolution.
+What is computed with states in place of attention (Gated DeltaNet, Mamba-2) is exchanged alike, by
+head, in front of its convolution.
 
 Letters: B sequences, S tokens of a sequence, s of a rank's part of it, H query heads, G key-value
 heads, C width of a head, V of its value, P ranks, h heads of each, W all that a rank is sent of a
@@ -42,7 +42,7 @@ from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.collectives import exchange
 
 _GROUP = "_mb_context_group"
-_OF_HEADS = ("sinks_H", "weight_GXT")
+_SINKS, _WEIGHTS = "sinks_H", "weights"
 
 
 def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
@@ -54,9 +54,10 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     of its heads. What else it is given, such as a mask, is of the whole sequences, and alike for
     all heads. The ranks draw different random numbers already, as data-parallel ranks do.
 
-    A core with states is called with three tensors [B, s, G, ...] of as many key heads, and by name
-    with `weight_GXT` [G, ...], of which it gets its heads' too. What it returns may have several
-    heads for each of these, one behind the other.
+    A core with states is called with three tensors [B, s, heads, ...], and by name with `weights`,
+    a tuple of tensors [heads, ...], of which it gets its heads' too. The first has as many heads as
+    each of the others, or a multiple. What it returns may have several heads for each of these, one
+    behind the other.
 
     Call it after `parallelize_tensors` and `apply_recompute`, which is to keep what was exchanged,
     and before compilation and `apply_data_parallel`. Everything else of the model works token by
@@ -72,7 +73,7 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     Raises:
         ValueError: one module for several, one that exchanges heads already, another mesh. In a
             core's forward: a number of query heads that cp, or the number of key-value heads, does
-            not divide, or of a state's key heads that cp does not.
+            not divide, or of a state's heads alike.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -109,11 +110,12 @@ def _over_whole_sequences(
 ) -> Tensor:
     group = getattr(core, _GROUP).group
     parts, rest = args[:3], args[3:]
-    _refuse_other_calls(core, parts, states="weight_GXT" in kwargs)
+    _refuse_other_calls(core, parts, states=_WEIGHTS in kwargs)
     whole = heads_for_parts(parts, group)
-    for name in _OF_HEADS:
-        if (of_heads := kwargs.get(name)) is not None:
-            kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]
+    if kwargs.get(_SINKS) is not None:
+        kwargs[_SINKS] = _own_heads(kwargs[_SINKS], group)
+    if _WEIGHTS in kwargs:
+        kwargs[_WEIGHTS] = tuple(_own_heads(weight, group) for weight in kwargs[_WEIGHTS])
     y_BShV = forward(*whole, *rest, **kwargs)
     if not isinstance(y_BShV, Tensor):
         raise ValueError(
@@ -134,30 +136,40 @@ def _refuse_other_calls(core: nn.Module, parts: Sequence[Any], *, states: bool) 
         )
 
 
+def _own_heads(weight: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's of a number, or more, for each head."""
+    return _by_rank(weight, 0, group.size()).select(0, group.rank())
+
+
+def _by_rank(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Heads along a dimension as [ranks, heads of each], repeated if they are too few for that."""
+    repeats = math.lcm(x.shape[dim], ranks) // x.shape[dim]
+    x = x if repeats == 1 else x.repeat_interleave(repeats, dim=dim)
+    return x.unflatten(dim, (ranks, -1))
+
+
 def heads_for_parts(qkv: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Of all heads of a part, [B, s, H, C]: this rank's of the whole sequences, [B, S, H / P, C].
 
     Tensors of one dtype travel in one message.
 
     Args:
-        qkv: queries, keys and values; the latter two of fewer heads, perhaps, and repeated then as
-            often as it takes that each rank is sent whole ones.
+        qkv: queries, keys and values, or what a core with states is given; the latter two of fewer
+            heads, perhaps, and repeated then as often as it takes that each rank is sent whole
+            ones.
 
     Raises:
         ValueError: a number of query heads that the ranks or the key-value heads do not divide.
     """
-    q_BsHC, k_BsGC, v_BsGV = qkv
-    ranks, heads, groups = group.size(), q_BsHC.shape[2], k_BsGC.shape[2]
-    if heads % ranks or heads % groups:
+    ranks, counts = group.size(), [x.shape[2] for x in qkv]
+    heads, groups = counts[0], counts[1]
+    if heads % ranks or any(heads % count for count in counts):
         raise ValueError(
             f"Expected cp = {ranks} and the {groups} key-value heads to divide the {heads} heads "
             "of a rank, for each computes with whole ones. Choose a smaller cp, or spread the rest "
             "over pipeline stages or by sequence parallelism."
         )
-    repeats = math.lcm(groups, ranks) // groups
-    if repeats > 1:
-        k_BsGC, v_BsGV = (x.repeat_interleave(repeats, dim=2) for x in (k_BsGC, v_BsGV))
-    parts = [x.unflatten(2, (ranks, -1)) for x in (q_BsHC, k_BsGC, v_BsGV)]
+    parts = [_by_rank(x, 2, ranks) for x in qkv]
     whole = list(parts)
     for dtype in dict.fromkeys(x.dtype for x in parts):
         alike = [i for i, x in enumerate(parts) if x.dtype == dtype]

@@ -17,8 +17,8 @@ from mb_parallel.expert_parallel import choose_dispatcher
 from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
 from mb_train.config.offloading import LAYER_INPUT
+from mb_train.models.chunks import CHUNK
 from mb_train.models.config import TransformerConfig
-from mb_train.models.gated_delta import CHUNK
 from mb_train.models.workload import Pass, Workload
 from mb_train.plan.flops import delta_widths
 

@@ -242,11 +242,8 @@ class TransformerConfig:
                 "Expected the groups of Mamba layers to divide their heads, got "
                 f"{self.mamba.groups} and {self.mamba.heads}."
             )
-        if (self.mamba is not None) != ("M" in (self.pattern or "")):
-            raise ValueError(
-                "Expected sizes of Mamba layers with such layers alone, got "
-                f"{self.mamba} and layers {self.pattern}."
-            )
+        if self.mamba is None and "M" in (self.pattern or ""):
+            raise ValueError(f"Expected sizes of Mamba layers for {self.pattern}, got none.")
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":

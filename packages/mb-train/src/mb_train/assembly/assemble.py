@@ -223,6 +223,8 @@ def _spread(
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if (delta := task.workload.passes[0].blocks.delta) is not None:
         notes.append(delta_note(delta.key, device))
+    if config.mamba_sizes is not None:
+        notes.append("state spaces of Mamba layers: in plain PyTorch")
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)

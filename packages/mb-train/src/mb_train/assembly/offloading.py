@@ -17,7 +17,20 @@ from mb_train.models.states import StateCore
 from mb_train.models.transformer import Block
 
 # What projects the hidden state, or a latent of it, to queries, keys and values.
-_PROJECTIONS = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "ba")
+_PROJECTIONS = (
+    "qkv",
+    "q",
+    "kv",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
+    "qkvz",
+    "ba",
+    "xz",
+    "bc",
+    "dt",
+)
 
 
 def offload_of(config: TrainConfig, device: torch.device) -> Offload | None:

@@ -321,6 +321,10 @@ def _check_pattern(config: Network) -> None:
                 f"Expected {words} to be left out with {flag}, whose layers are halves of a GPT's "
                 f"blocks, got {value}."
             )
+    if config.position_embedding_type == "learned":
+        raise ValueError(
+            f"Expected --position-embedding-type none or rope with {flag}, got learned."
+        )
     sizes, wide = config.mamba_sizes, 2 * whole(config.hidden_size)
     if sizes is None:
         return

@@ -41,8 +41,6 @@ def granite_hybrid_fields(config: Json) -> dict[str, Any]:
     refuse(config, mamba_conv_bias=(True,), mamba_proj_bias=(False,))
     refuse_bounds(config)
     turned, experts = config["position_embedding_type"] == "rope", config["num_local_experts"]
-    if not turned:
-        config = {**config, "rope_scaling": None, "rope_parameters": None}
     mixers = _mixers(config)
     fields = (
         granite.granite_moe_shared_fields(config) if experts else granite.granite_fields(config)

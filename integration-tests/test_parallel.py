@@ -90,6 +90,13 @@ STATES = (
     "--linear-value-head-dim 5 --attention-output-gate --normalization RMSNorm --qk-layernorm "
     f"{HEADS} {GROUPS}"
 )
+# Mamba-2, experts, attention, a dense feed-forward: halves of blocks, and one stage's as another's.
+MAMBA = (
+    "--num-layers 4 --hybrid-layer-pattern ME*- --mamba-num-heads 4 --mamba-head-dim 6 "
+    "--mamba-num-groups 2 --mamba-state-dim 5 --position-embedding-type none --normalization "
+    f"RMSNorm {HEADS}"
+)
+ONE_GROUP = f"{MAMBA} --mamba-num-groups 1"
 # Of four times the base's width; the modules for further tokens have the same numbers.
 WIDTH = (
     "--use-mup --mup-base-hidden-size 8 --embedding-multiplier 4 --residual-multiplier 0.5 "
@@ -106,7 +113,7 @@ ALONE = {
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
     "sinkhorn": SINKHORN, "gates": GATES, "states": STATES,
-    "width": WIDTH,
+    "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -150,6 +157,14 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "states zero0": (2, f"--zero-stage 0 --recompute-granularity full {STATES}", False),
+    "mamba tp2": (2, f"{TP} 2 {MAMBA} {DOCUMENTS} {ROWS}", True),
+    "group tp2 sp": (2, f"{TP} 2 {SP} {ONE_GROUP}", True),
+    "mamba pp2": (2, f"{PP} 2 {MAMBA} {DOCUMENTS}", True),
+    "group cp2 zero3, recompute": (
+        2,
+        f"{CP} 2 --zero-stage 3 --recompute-granularity selective {ONE_GROUP} {DOCUMENTS}",
+        True,
+    ),
     "width tp2 sp": (2, f"{TP} 2 {SP} {WIDTH} {ROWS}", True),
     "width pp2": (2, f"{PP} 2 {WIDTH}", True),
     "width ep2, zero3": (2, f"{EP} 2 {A2A} --zero-stage 3 {WIDTH}", True),
@@ -225,6 +240,9 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "states cp4 ep2, documents": (4, f"{CP} 4 {EP} 2 {STATES} {DOCUMENTS}", True),
     "states cp2 tp2 sp, documents": (4, f"{CP} 2 {TP} 2 {SP} {STATES} {DOCUMENTS} {ROWS}", True),
     "states cp2 pp2 further": (4, f"{CP} 2 {PP} 2 {STATES} {FURTHER}", True),
+    "mamba cp4 ep2, documents": (4, f"{CP} 4 {EP} 2 {MAMBA} {DOCUMENTS}", True),
+    "group cp2 tp2 sp, documents": (4, f"{CP} 2 {TP} 2 {SP} {ONE_GROUP} {DOCUMENTS} {ROWS}", True),
+    "mamba tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {MAMBA}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),
     "sinkhorn tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKHORN}", True),

@@ -132,7 +132,8 @@ def test_each_rank_is_given_the_numbers_of_its_heads(ranks):
 class _WithStates(nn.Module):
     """Two heads for each key head; numbers of one kind in 16 bits, of two in fp32."""
 
-    def forward(self, mixed_BSGX, decay_BSGR, beta_BSGR, begins_BS, *, weight_GXT):
+    def forward(self, mixed_BSGX, decay_BSGR, beta_BSGR, begins_BS, *, weights):
+        (weight_GXT,) = weights
         assert (mixed_BSGX.dtype, decay_BSGR.dtype) == (torch.bfloat16, torch.float32)
         weighted_BSG = torch.einsum("bsgx,gxt->bsg", mixed_BSGX.float(), weight_GXT)
         weighted_BSG = weighted_BSG.masked_fill(begins_BS[..., None], 0)
@@ -157,7 +158,7 @@ def _states(rank: int, ranks: int, compiled: bool) -> None:
     found = []
     for call, mine in ((_WithStates(), slice(None)), (core, part)):
         leaves = [x[:, mine].clone().requires_grad_() for x in by_head]
-        y = call(*leaves, begins, weight_GXT=weight)
+        y = call(*leaves, begins, weights=(weight,))
         found.append([y, *torch.autograd.grad(y, [*leaves, weight], dy[:, mine])])
     (*whole, wanted), (*mine, gradient) = found
     assert [x.dtype for x in mine] == [x.dtype for x in whole]

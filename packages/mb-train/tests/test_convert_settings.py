@@ -38,7 +38,7 @@ SILENT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
-    r"enable_moe_fp32_combine|original_max_position_embeddings|"
+    r"enable_moe_fp32_combine|original_max_position_embeddings|mamba_chunk_size|"
     r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+"  # of what is left out
 )
 
@@ -234,6 +234,11 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("afmoe", {"num_limited_groups": 2}, "num_limited_groups of"),
         ("granite", {"attention_bias": True}, "attention_bias of"),
         ("granitemoe", {"hidden_act": "gelu"}, "hidden_act of"),
+        ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias of"),
+        ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias of"),
+        ("granitemoehybrid", {"time_step_limit": [1e-3, 0.1]}, "time_step_limit of .* no limit"),
+        ("granitemoehybrid", {"layer_types": ["sliding_attention"] * 3}, "for each of 3 layers"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "-num-groups to divide .*, got 3 and 8"),
         ("afmoe", {"sliding_window": None}, "got None in others"),
         ("afmoe", {"layer_types": ["full_attention", *NEARS]}, "got 5 in others"),
         ("afmoe", {"hidden_act": "gelu"}, "hidden_act of"),

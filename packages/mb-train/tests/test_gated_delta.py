@@ -7,27 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
-from mb_parallel import ParallelDims
-from mb_parallel.context_parallel import parallelize_context
-from mb_parallel.recompute import apply_recompute
-from mb_parallel.testing import run_ranks
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig
-from mb_train.inference.decoding import Sampling, continue_tokens
 from mb_train.models import gated_delta
-from mb_train.models.attention import BlockContext, CoreAttention
-from mb_train.models.bert import Bert
+from mb_train.models.attention import BlockContext
 from mb_train.models.cache import KVCache
 from mb_train.models.config import DeltaSizes, TransformerConfig
 from mb_train.models.delta_net import (
-    DeltaCore,
     GatedDeltaNet,
     GatedNorm,
-    short_convolution,
 )
 from mb_train.models.gated_delta import (
-    DeltaContext,
-    begins_of,
     delta_note,
     gated_delta_rule,
     installed_kernel,
@@ -35,10 +25,10 @@ from mb_train.models.gated_delta import (
 )
 from mb_train.models.gpt import GPT
 from mb_train.models.mtp import last_layer
-from mb_train.models.t5 import T5
+from mb_train.models.states import StateContext
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
-from torch._subclasses import FakeTensorMode
+from state_checks import documents, with_gradients
 
 B, S, D = 2, 70, 24
 SIZES = DeltaSizes(key_heads=2, value_heads=6, key=5, value=3, taps=4)
@@ -92,31 +82,13 @@ def inputs(tokens, dtype=torch.float64, *, fading=3.0, sizes=SIZES, device="cpu"
     ]  # fmt: skip
 
 
-def documents(tokens):
-    """Where some begin: at a chunk's first and last tokens, behind each other, by chance."""
-    begins_BS = torch.rand(B, tokens, generator=torch.Generator().manual_seed(3)) < 0.04
-    for place in (place for place in (1, 2, 63, 64, 128) if place < tokens):
-        begins_BS[0, place] = True
-    return begins_BS
-
-
-def with_gradients(computed, leaves):
-    """Of a sum of outputs and states with numbers of their own."""
-    generator = torch.Generator().manual_seed(5)
-    total = sum(
-        (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum()
-        for x in computed
-    )
-    return [*computed, *torch.autograd.grad(total, leaves)]
-
-
 @pytest.mark.parametrize("divided", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
 def test_chunks_are_what_the_loop_computes(tokens, divided):
     leaves = inputs(tokens)
     begins_BS = documents(tokens) if divided else None
     *others, state = leaves
-    chunked = gated_delta_rule(*others, DeltaContext(begins_BS), state_BHCV=state)
+    chunked = gated_delta_rule(*others, StateContext(begins_BS), state_BHCV=state)
     found = with_gradients(chunked, leaves)
     want = with_gradients(slow(*others, begins_BS, state), leaves)
     torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
@@ -124,7 +96,7 @@ def test_chunks_are_what_the_loop_computes(tokens, divided):
 
 def test_without_a_state_it_is_zero_before():
     leaves = inputs(70)[:5]
-    found = gated_delta_rule(*leaves, DeltaContext())
+    found = gated_delta_rule(*leaves, StateContext())
     torch.testing.assert_close(found, slow(*leaves), rtol=1e-11, atol=1e-12)
 
 
@@ -132,7 +104,7 @@ def test_without_a_state_it_is_zero_before():
 def test_in_fp32_heads_that_fade_fast_lose_nothing(fading):
     """Sums of a chunk's decays are in the hundreds, where fp32 knows four digits behind the dot."""
     leaves = inputs(64, torch.float32, fading=fading)
-    found = with_gradients(gated_delta_rule(*leaves[:5], DeltaContext()), leaves[:5])
+    found = with_gradients(gated_delta_rule(*leaves[:5], StateContext()), leaves[:5])
     exact = [x.detach().double().requires_grad_() for x in leaves[:5]]
     for got, want in zip(found, with_gradients(slow(*exact), exact), strict=True):
         assert float(((got - want).norm() / want.norm()).detach()) < 1e-6
@@ -160,7 +132,7 @@ def test_at_the_ends_of_their_ranges(change):
         return with_gradients(rule(q, k, v, *gates, *more), leaves)
 
     leaves = inputs(100, torch.float32)[:5]
-    found = computed(leaves, gated_delta_rule, DeltaContext())
+    found = computed(leaves, gated_delta_rule, StateContext())
     exact = [x.detach().double().requires_grad_() for x in leaves]
     for got, want in zip(found, computed(exact, slow), strict=True):
         assert bool(got.isfinite().all())
@@ -169,7 +141,7 @@ def test_at_the_ends_of_their_ranges(change):
 
 def test_sixteen_bits_are_computed_in_fp32():
     leaves = inputs(200, torch.bfloat16)
-    y, state = gated_delta_rule(*leaves[:5], DeltaContext())
+    y, state = gated_delta_rule(*leaves[:5], StateContext())
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     want, _ = slow(*(x.double() for x in leaves[:5]))
     torch.testing.assert_close(y, want.bfloat16(), rtol=8e-3, atol=1e-5)
@@ -178,7 +150,7 @@ def test_sixteen_bits_are_computed_in_fp32():
 def test_value_heads_that_share_no_keys_evenly():
     q, k, v, decay, beta, _ = inputs(3)
     with pytest.raises(ValueError, match="to divide the value heads, got 2 and 5"):
-        gated_delta_rule(q, k, v[:, :, :5], decay[..., :5], beta[..., :5], DeltaContext())
+        gated_delta_rule(q, k, v[:, :, :5], decay[..., :5], beta[..., :5], StateContext())
     with pytest.raises(ValueError, match="to divide their value heads, got 2 and 5"):
         config_of(delta=SIZES._replace(value_heads=5))
 
@@ -199,13 +171,13 @@ def stand_in(calls):
 def test_a_kernel_forgets_where_documents_begin(dtype):
     *leaves, state = inputs(130, dtype)
     calls, begins_BS = [], documents(130)
-    context = DeltaContext(begins_BS, stand_in(calls))
+    context = StateContext(begins_BS, stand_in(calls))
     y, none = gated_delta_rule(*leaves, context)
     assert none is None
-    want, _ = gated_delta_rule(*leaves, DeltaContext(begins_BS))
+    want, _ = gated_delta_rule(*leaves, StateContext(begins_BS))
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
     found = gated_delta_rule(*leaves, context, state_BHCV=state)
-    want = gated_delta_rule(*leaves, DeltaContext(begins_BS), state_BHCV=state)
+    want = gated_delta_rule(*leaves, StateContext(begins_BS), state_BHCV=state)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
     assert calls == [False, True]
     if dtype == torch.float32:  # not a bit of another document
@@ -258,25 +230,6 @@ def test_which_way_is_taken_is_told(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert gated_delta.delta_kernel(128, gpu) is None
     assert delta_note(128, gpu).endswith("in plain PyTorch, which is deterministic")
-
-
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_a_convolution_is_torchs_but_for_documents(taps):
-    x = torch.randn(B, 20, 2, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 3, taps, dtype=torch.float64, requires_grad=True)
-    leaves = [x, weight]
-    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0))
-    y = F.conv1d(padded.flatten(2).mT, weight.flatten(0, 1)[:, None], groups=6).mT.view_as(x)
-    found = with_gradients([short_convolution(padded, weight, None)], leaves)
-    torch.testing.assert_close(found, with_gradients([F.silu(y)], leaves))
-    begins_BS = torch.zeros(B, 20, dtype=torch.bool)
-    begins_BS[0, [1, 2, 9]] = begins_BS[1, 19] = True
-    divided = short_convolution(padded, weight, begins_BS)
-    for row, ends in enumerate(([1, 2, 9, 20], [19, 20])):
-        for begin, end in zip([0, *ends], ends, strict=False):
-            alone = F.pad(x[row : row + 1, begin:end], (0, 0, 0, 0, taps - 1, 0))
-            found = short_convolution(alone, weight, None)[0]
-            torch.testing.assert_close(divided[row, begin:end], found)
 
 
 def test_a_layer_is_its_parts():
@@ -335,42 +288,6 @@ def test_gates_are_not_rounded():
     torch.testing.assert_close(norm(y, z), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["ends_BN", "segments_BS"])
-def test_documents_are_as_if_alone(form):
-    torch.manual_seed(0)
-    model = GPT(config_of(positions="none"), compute_dtype=torch.float64).double()
-    tokens_BS = torch.randint(31, (B, S))
-    ends_BN = torch.tensor([[3, 5, 64, S], [64, S, S, S]])
-    segments_BS = (torch.arange(S) >= ends_BN[..., None]).sum(1)
-    divided = {"ends_BN": ends_BN, "segments_BS": segments_BS}[form]
-    weights_BS = torch.rand(B, S, dtype=torch.float64)
-    whole = model(tokens_BS, labels_BS=tokens_BS, weights_BS=weights_BS, **{form: divided}).total()
-    alone = 0.0
-    for row, ends in enumerate(ends_BN.tolist()):
-        for begin, end in zip([0, *ends], ends, strict=False):
-            if begin < end:
-                own = (slice(row, row + 1), slice(begin, end))
-                how = {"labels_BS": tokens_BS[own], "weights_BS": weights_BS[own]}
-                alone = alone + model(tokens_BS[own], **how).total()
-    parameters = list(model.parameters())
-    found = [[loss, *torch.autograd.grad(loss, parameters)] for loss in (whole, alone)]
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)  # the loss is in fp32
-    assert torch.equal(
-        begins_of(segments_BS), torch.diff(segments_BS, dim=1, prepend=segments_BS[:, :1]) > 0
-    )
-
-
-def test_a_later_token_changes_no_earlier_one():
-    torch.manual_seed(0)
-    model = GPT(config_of(moe=MOE)).eval()
-    tokens_BS = torch.randint(31, (B, S))
-    other_BS = tokens_BS.clone()
-    other_BS[:, 40:] = torch.randint(31, (B, S - 40))
-    first, second = model.logits(tokens_BS), model.logits(other_BS)
-    torch.testing.assert_close(first[:, :40], second[:, :40])
-    assert not torch.allclose(first[:, 40:], second[:, 40:])
-
-
 MOE = MoEConfig(hidden_size=D, ffn_hidden_size=16, num_experts=4, top_k=2)
 
 
@@ -384,111 +301,6 @@ def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():
         assert of_module.delta_layers == (last,)
         assert isinstance(Block(of_module, 0).attention, GatedDeltaNet) == last
     assert all(map(config_of(delta_layers=None).has_state, range(3)))
-
-
-def test_nothing_in_plain_pytorch_waits_for_the_device():
-    """Which a CUDA graph could not hold: numbers are not known here, and shapes are enough."""
-    module = GatedDeltaNet(config_of())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x = torch.randn(B, S, D, requires_grad=True)
-        begins_BS = torch.zeros(B, S, dtype=torch.bool)
-        y = module(x, BlockContext(delta=DeltaContext(begins_BS)))
-        grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
-    assert [g.shape for g in grads] == [x.shape, *(p.shape for p in module.parameters())]
-
-
-@pytest.mark.parametrize("granularity", ["core", "block"])
-def test_recompute_changes_no_gradient(granularity):
-    x, found = torch.randint(31, (B, S)), []
-    for again in (False, True):
-        torch.manual_seed(0)
-        model = GPT(config_of(moe=MOE))
-        kinds = DeltaCore if granularity == "core" else Block
-        if again:
-            assert apply_recompute([m for m in model.modules() if isinstance(m, kinds)], "full")
-        loss = model(x, labels_BS=x, ends_BN=torch.tensor([[9, S]] * B)).total()
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_blocks_compile_around_the_rule(again):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    model, x = GPT(config_of()), torch.randint(31, (B, S))
-    found = []
-    for compiled in (False, True):
-        if compiled and again:
-            apply_recompute([m for m in model.modules() if isinstance(m, DeltaCore)], "full")
-        for block in model.stack.blocks.values() if compiled else ():
-            block.compile(backend="aot_eager")
-        for tokens in (S, 33):
-            ends_BN = torch.tensor([[9, tokens]] * B)
-            loss = model(x[:, :tokens], labels_BS=x[:, :tokens], ends_BN=ends_BN).total()
-            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(found[2:], found[:2])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
-
-
-def _with_gradients(model, tokens_BS, part, ends_BN):
-    """The loss of a part of the sequences, and its gradients."""
-    own = tokens_BS[:, part]
-    loss = model(
-        own,
-        labels_BS=own,
-        weights_BS=torch.full(own.shape, 1 / tokens_BS.numel()),
-        positions_BS=torch.arange(tokens_BS.shape[1])[None, part],
-        ends_BN=ends_BN,
-    ).total()
-    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-def _parts_of_sequences(rank, ranks, again, compiled):
-    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
-    tokens_BS = torch.randint(31, (B, S), generator=torch.Generator().manual_seed(1))
-    ends_BN = torch.tensor([[9, S], [35, S]])
-    torch.manual_seed(0)
-    model = GPT(config_of())
-    wanted = _with_gradients(model, tokens_BS, slice(None), ends_BN)
-    cores = [m for m in model.modules() if isinstance(m, CoreAttention | DeltaCore)]
-    if again:
-        apply_recompute(cores, "full")
-    assert parallelize_context(cores, mesh) == 3
-    model.parts = ranks
-    for block in model.stack.blocks.values() if compiled else ():
-        block.compile(backend="aot_eager")
-    part = slice(rank * S // ranks, (rank + 1) * S // ranks)
-    found = _with_gradients(model, tokens_BS, part, ends_BN)
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mesh.all_reduce(got.detach(), "dp"), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_ranks_that_share_sequences_add_up_to_one(again, compiled):
-    """Documents too, one of which ends where a part does."""
-    run_ranks(_parts_of_sequences, 2, again, compiled)
-
-
-def test_what_rows_are_filled_up_with_moves_no_state():
-    """From a cache, token by token, rows of unequal length."""
-    torch.manual_seed(1)
-    model = GPT(config_of()).eval()
-    prompts = [[3], [5, 6, 7, 8, 9], list(range(1, 30))]
-    how = {"vocab_size": 31, "context": 128, "ends": []}
-    greedy = Sampling(temperature=0)
-
-    def of(prompts):
-        steps = continue_tokens(model, prompts, greedy, **how)
-        return [next(steps) for _ in range(6)]
-
-    with torch.no_grad():
-        together = of(prompts)
-        for row, prompt in enumerate(prompts):
-            for step, (alone,) in zip(together, of([prompt]), strict=True):
-                assert step[row].token == alone.token
-                torch.testing.assert_close(step[row].logits_V, alone.logits_V)
 
 
 RUN = {
@@ -562,12 +374,6 @@ def test_where_they_cannot_be_is_said(change, says):
         TrainConfig(**RUN | change)
 
 
-def test_other_models_have_none():
-    for build in (lambda c: T5(c, decoder_layers=1), lambda c: Bert(c, binary_head=False)):
-        with pytest.raises(ValueError, match="no layers with a state for a"):
-            build(config_of(output_gate=False))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("divided", [False, True], ids=["whole", "documents"])
@@ -584,8 +390,8 @@ def test_kernels_are_what_plain_pytorch_computes(tokens, divided, dtype):
     for count in (5, 6):
         state = {"state_BHCV": leaves[5]} if count == 6 else {}
         there = {"state_BHCV": exact[5]} if count == 6 else {}
-        y = gated_delta_rule(*leaves[:5], DeltaContext(begins_BS, found[0]), **state)
-        want = gated_delta_rule(*exact[:5], DeltaContext(begins_BS), **there)
+        y = gated_delta_rule(*leaves[:5], StateContext(begins_BS, found[0]), **state)
+        want = gated_delta_rule(*exact[:5], StateContext(begins_BS), **there)
         outputs = slice(2 if count == 6 else 1)
         got = with_gradients(y[outputs], leaves[:count])
         for one, other in zip(got, with_gradients(want[outputs], exact[:count]), strict=True):

@@ -182,6 +182,11 @@ KINDS = {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0,
         "attention_scale": 0.7, "moe_top_k": 2, "moe_renormalize": True,
     },
+    "granite-4": {
+        "position_embedding_type": "none", "normalization": "RMSNorm", "swiglu": True,
+        "num_layers": 5, "hybrid_layer_pattern": "ME*-M", "mamba_head_dim": 8,
+        "mamba_num_groups": 2, "mamba_state_dim": 6, "residual_multiplier": 0.3,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both"},

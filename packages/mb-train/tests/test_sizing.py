@@ -21,8 +21,8 @@ from mb_train.config import TrainConfig
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.machine.memory import host_memory
 from mb_train.models.attention import CoreAttention
-from mb_train.models.delta_net import DeltaCore
 from mb_train.models.gpt import GPT
+from mb_train.models.states import StateCore
 from mb_train.plan.devices import data_sheet
 from mb_train.plan.flops import flops, flops_in_fp8
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
@@ -57,6 +57,10 @@ STATES = MODERN | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
     "linear_value_head_dim": 16,
 }  # fmt: skip
+MAMBA = {
+    "hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 24,
+    "mamba_num_groups": 1, "mamba_state_dim": 16,
+}  # fmt: skip
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -78,6 +82,8 @@ KINDS = {
         "linear_key_head_dim": 64, "group_query_attention": False,
     },
     "states-in-16-bits": STATES | {"bf16": True, "linear_attention_freq": None},
+    "mamba": MODERN | MAMBA,
+    "mamba-in-16-bits": MODERN | MAMBA | {"bf16": True, "mamba_num_groups": 4},
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},
@@ -198,7 +204,7 @@ def test_activations_are_what_autograd_keeps(kind):
         blocks = list(model.stack.blocks.values())
         apply_recompute(blocks[:1] if config.recompute_method == "block" else blocks, "full")
     if config.recompute_granularity == "selective":
-        cores = [m for m in model.modules() if isinstance(m, CoreAttention | DeltaCore)]
+        cores = [m for m in model.modules() if isinstance(m, CoreAttention | StateCore)]
         apply_recompute(cores, "full")
     found = activations_bytes(work, config, ParallelDims(), width, on_gpu=False)
     counted = found.here + found.again
@@ -355,9 +361,23 @@ def by_token(q, k, v, decay, beta, context, *, state_BHCV):
     return torch.cat(found, dim=2).transpose(1, 2).to(v.dtype), None
 
 
+def scanned_by_token(x, b, c, dt, A, D, begins_BS, *, state_BHNP):
+    """The scan without what chunks add, in products."""
+    B, S, H, P = x.shape
+    state = dt.new_zeros(B, H, b.shape[3], P, requires_grad=True)
+    b, c = (y.float().repeat_interleave(H // b.shape[2], dim=2) for y in (b, c))
+    found = []
+    for t in range(S):
+        written = x[:, t, :, None] * dt[:, t, :, None, None]
+        state = state * (A * dt[:, t])[..., None, None].exp() + b[:, t, :, :, None] @ written
+        found.append(c[:, t, :, None] @ state)
+    return torch.cat(found, dim=2).transpose(1, 2) + D[:, None] * x, None
+
+
 @pytest.mark.parametrize("kind", _COUNTED)
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind, monkeypatch):
     monkeypatch.setattr("mb_train.models.delta_net.gated_delta_rule", by_token)
+    monkeypatch.setattr("mb_train.models.mamba.state_space_scan", scanned_by_token)
     config, work, model = config_and_model(KINDS[kind])
     tokens, rest = batch_of(config)
     # Attention of plain products, which every torch counts as they are.

@@ -12,7 +12,7 @@ from mb_parallel.testing import run_ranks
 from mb_train.assembly.assemble import compile_blocks, dispatcher_of
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
-from mb_train.models.config import DeltaSizes, LatentSizes, TransformerConfig
+from mb_train.models.config import DeltaSizes, LatentSizes, MambaSizes, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.t5 import T5
@@ -101,6 +101,16 @@ _LATENT = replace(
     SMALL, positions="rope", norm="rmsnorm", qk_norm="latent", bias=False, num_kv_heads=4,
     latent=LatentSizes(q_rank=6, kv_rank=5, content=4, rotated=2, value=3), head_size=6,
 )  # fmt: skip
+
+
+def _mamba(groups, heads=6):
+    sizes = MambaSizes(heads=heads, width=4, groups=groups, state=5, taps=3)
+    return replace(
+        SMALL, norm="rmsnorm", bias=False, moe=MOE, positions="none", num_layers=4, mamba=sizes,
+        pattern="ME*-",
+    )  # fmt: skip
+
+
 CASES = {
     "gpt-rope-swiglu": (
         lambda: GPT(_GPT),
@@ -146,6 +156,14 @@ CASES = {
         lambda: gpt_plan(_STATES),
         gpt_batch,
     ),
+    **{
+        f"gpt-mamba-{config.mamba.groups}": (
+            lambda config=config: _with_uneven_norms(GPT(config)),
+            lambda config=config: gpt_plan(config),
+            gpt_batch,
+        )
+        for config in [_mamba(groups) for groups in (1, 2)]
+    },
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (
@@ -242,9 +260,8 @@ def test_two_ranks_equal_one_process(sequence_parallel):
                 assert error < bound, f"{name} {parameter}: {error:.1e}"
 
 
-def refusal_of_one_key_head(rank, world_size):
+def refusal_of(rank, world_size, config):
     """What is said of it, of two ranks."""
-    config = replace(_STATES, delta=_STATES.delta._replace(key_heads=1))
     mesh = ParallelDims(tp=world_size).build("cpu")
     try:
         parallelize_tensors(GPT(config), mesh, gpt_plan(config))
@@ -252,9 +269,17 @@ def refusal_of_one_key_head(rank, world_size):
         return str(error)
 
 
-def test_key_heads_of_states_are_whole():
-    for said in run_ranks(refusal_of_one_key_head, 2):
-        assert "blocks.0.attention.qkvz: Expected tp = 2 to divide the 1 key heads of st" in said
+def test_heads_of_states_are_whole():
+    cases = {
+        "qkvz: Expected tp = 2 to divide the 1 key heads of states": replace(
+            _STATES, delta=_STATES.delta._replace(key_heads=1)
+        ),
+        "xz: Expected tp = 2 to divide the 3 groups of states' heads": _mamba(3),
+        "xz: Expected tp = 2 to divide the 3 heads of states": _mamba(1, heads=3),
+    }
+    for words, config in cases.items():
+        for said in run_ranks(refusal_of, 2, config):
+            assert f"blocks.0.attention.{words}" in said
 
 
 @pytest.mark.parametrize("release", ["2.11.0+cu130", "2.13.1", "2.14.0"])

@@ -76,6 +76,11 @@ MISTRAL4 = {
     **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+GRANITE_HYBRID = {
+    **GRANITE, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 3,
+    "shared_intermediate_size": 24, "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8, "mamba_d_state": 10, "mamba_d_conv": 3,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -179,6 +184,7 @@ ALL = {
             "shared_intermediate_size": 24,
         },
     ),
+    "granitemoehybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.

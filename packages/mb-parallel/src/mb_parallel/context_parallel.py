@@ -22,8 +22,8 @@ Shapes do not tell heads from a sequence. So in its first call a core is tried o
 head's output must not depend on the values of another head, nor of another sequence, as it does in
 a core of [B, H, S, C] or [S, B, H, C].
 
-What is computed with states in place of attention (Gated DeltaNet) is exchanged alike, by key head,
-in front of its convolution.
+What is computed with states in place of attention (Gated DeltaNet, Mamba-2) is exchanged alike, by
+head, in front of its convolution.
 
 Letters: B sequences, S tokens of a sequence, s of a rank's part of it, H query heads, G key-value
 heads, C width of a head, V of its value, P ranks, h heads of each, W all that a rank is sent of a
@@ -47,7 +47,7 @@ from mb_parallel.tensor_parallel.collectives import exchange
 from mb_parallel.world import check_same
 
 _GROUP = "_mb_context_group"
-_OF_HEADS = ("sinks_H", "weight_GXT")
+_SINKS, _WEIGHTS = "sinks_H", "weights"
 
 
 def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
@@ -59,9 +59,10 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     of its heads. What else it is given, such as a mask, is of the whole sequences, and alike for
     all heads. The ranks draw different random numbers already, as data-parallel ranks do.
 
-    A core with states is called with three tensors [B, s, G, ...] of as many key heads, and by name
-    with `weight_GXT` [G, ...], of which it gets its heads' too. What it returns may have several
-    heads for each of these, one behind the other.
+    A core with states is called with three tensors [B, s, heads, ...], and by name with `weights`,
+    a tuple of tensors [heads, ...], of which it gets its heads' too. The first has as many heads as
+    each of the others, or a multiple. What it returns may have several heads for each of these, one
+    behind the other.
 
     Call it after `parallelize_tensors` and `apply_recompute`, which is to keep what was exchanged,
     and before compilation and `apply_data_parallel`. Everything else of the model works token by
@@ -77,9 +78,8 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
     Raises:
         ValueError: one module for several, one that exchanges heads already, another mesh. In a
             core's forward: a number of query heads that cp, or the number of key-value heads, does
-            not divide, or of a state's key heads that cp does not; in the first one, if it is not
-            compiled, tensors whose dimensions are others than these, or whose sizes differ between
-            the ranks.
+            not divide, or of a state's heads alike; in the first one, if it is not compiled,
+            tensors whose dimensions are others than these, or whose sizes differ between the ranks.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -123,19 +123,20 @@ def _over_whole_sequences(
     held = getattr(core, _GROUP)
     group = held.group
     parts, rest = args[:3], args[3:]
-    states = "weight_GXT" in kwargs
+    states = _WEIGHTS in kwargs
     _refuse_other_calls(core, parts, states=states)
     first = not (held.tried or torch.compiler.is_compiling() or parts[0].is_meta)
     if first:
         sizes = [(list(x.shape), x.dtype) for x in parts]
         check_same(sizes, f"the parts that {type(core).__name__} is given", group=group)
     whole = heads_for_parts(parts, group)
+    if kwargs.get(_SINKS) is not None:
+        kwargs[_SINKS] = _own_heads(kwargs[_SINKS], group)
+    if states:
+        kwargs[_WEIGHTS] = tuple(_own_heads(weight, group) for weight in kwargs[_WEIGHTS])
     if first and not states:
         _refuse_other_dimensions(core, forward, whole, *rest, **kwargs)
     held.tried |= first
-    for name in _OF_HEADS:
-        if (of_heads := kwargs.get(name)) is not None:
-            kwargs[name] = of_heads.unflatten(0, (group.size(), -1))[group.rank()]
     y_BShV = forward(*whole, *rest, **kwargs)
     if not isinstance(y_BShV, Tensor):
         raise ValueError(
@@ -166,25 +167,28 @@ def _refuse_other_dimensions(
 ) -> None:
     """Raise ValueError for a core in which others' values reach a head of a sequence.
 
-    It is called twice with two groups of heads, and the same random numbers. The values of one
-    group in the last sequence are 0, and all others 0, then 1.
+    It is called twice with as many groups of heads, or two, and the same random numbers. The values
+    of the last group in the last sequence are 0, and all others 0, then 1.
     """
     q_BShC, k_BSgC, v_BSgV = whole
-    group = q_BShC.shape[2] // k_BSgC.shape[2]
-    if (sinks_H := kwargs.get("sinks_H")) is not None:
-        kwargs["sinks_H"] = sinks_H.new_zeros(2 * group)
+    groups, group = max(k_BSgC.shape[2], 2), q_BShC.shape[2] // k_BSgC.shape[2]
+    if (sinks_h := kwargs.get(_SINKS)) is not None:
+        kwargs[_SINKS] = sinks_h.new_zeros(groups * group)
     queries, keys, values = (
         x.new_ones(*x.shape[:2], heads, x.shape[3])
-        for x, heads in ((q_BShC, 2 * group), (k_BSgC, 2), (v_BSgV, 2))
+        for x, heads in ((q_BShC, groups * group), (k_BSgC, groups), (v_BSgV, groups))
     )
-    values[-1:, :, 1] = 0
+    values[-1:, :, -1] = 0
     found = []
     for given in (torch.zeros_like(values), values):
-        with torch.random.fork_rng([values.device] if values.is_cuda else []):
-            y_BShV = forward(queries, keys, given, *rest, **kwargs)
+        try:
+            with torch.random.fork_rng([values.device] if values.is_cuda else []):
+                y_BShV = forward(queries, keys, given, *rest, **kwargs)
+        except Exception:  # such as of a mask for one group: the call itself says what is wrong
+            return
         if not isinstance(y_BShV, Tensor):
             return  # which is refused anyway
-        found.append(y_BShV[-1:, :, group:].float())
+        found.append(y_BShV[-1:, :, -group:].float())
     if ((found[1] - found[0]).abs() > 1e-2).any():
         raise ValueError(
             "Expected a core of [B, S, heads, width] that computes each head of each sequence by "
@@ -193,30 +197,40 @@ def _refuse_other_dimensions(
         )
 
 
+def _own_heads(weight: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's of a number, or more, for each head."""
+    return _by_rank(weight, 0, group.size()).select(0, group.rank())
+
+
+def _by_rank(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Heads along a dimension as [ranks, heads of each], repeated if they are too few for that."""
+    repeats = math.lcm(x.shape[dim], ranks) // x.shape[dim]
+    x = x if repeats == 1 else x.repeat_interleave(repeats, dim=dim)
+    return x.unflatten(dim, (ranks, -1))
+
+
 def heads_for_parts(qkv: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Of all heads of a part, [B, s, H, C]: this rank's of the whole sequences, [B, S, H / P, C].
 
     Tensors of one dtype travel in one message.
 
     Args:
-        qkv: queries, keys and values; the latter two of fewer heads, perhaps, and repeated then as
-            often as it takes that each rank is sent whole ones.
+        qkv: queries, keys and values, or what a core with states is given; the latter two of fewer
+            heads, perhaps, and repeated then as often as it takes that each rank is sent whole
+            ones.
 
     Raises:
         ValueError: a number of query heads that the ranks or the key-value heads do not divide.
     """
-    q_BsHC, k_BsGC, v_BsGV = qkv
-    ranks, heads, groups = group.size(), q_BsHC.shape[2], k_BsGC.shape[2]
-    if heads % ranks or heads % groups:
+    ranks, counts = group.size(), [x.shape[2] for x in qkv]
+    heads, groups = counts[0], counts[1]
+    if heads % ranks or any(heads % count for count in counts):
         raise ValueError(
             f"Expected cp = {ranks} and the {groups} key-value heads to divide the {heads} heads "
             "of a rank, for each computes with whole ones. Choose a smaller cp, or spread the rest "
             "over pipeline stages or by sequence parallelism."
         )
-    repeats = math.lcm(groups, ranks) // groups
-    if repeats > 1:
-        k_BsGC, v_BsGV = (x.repeat_interleave(repeats, dim=2) for x in (k_BsGC, v_BsGV))
-    parts = [x.unflatten(2, (ranks, -1)) for x in (q_BsHC, k_BsGC, v_BsGV)]
+    parts = [_by_rank(x, 2, ranks) for x in qkv]
     whole = list(parts)
     for dtype in dict.fromkeys(x.dtype for x in parts):
         alike = [i for i, x in enumerate(parts) if x.dtype == dtype]

@@ -4,7 +4,9 @@ from mb_parallel.tensor_parallel.apply import Plan as Plan
 from mb_parallel.tensor_parallel.apply import parallelize_tensors as parallelize_tensors
 from mb_parallel.tensor_parallel.experts import ExpertLayer as ExpertLayer
 from mb_parallel.tensor_parallel.plans import block_plan as block_plan
+from mb_parallel.tensor_parallel.plans import delta_plan as delta_plan
 from mb_parallel.tensor_parallel.plans import embedding_plan as embedding_plan
+from mb_parallel.tensor_parallel.plans import mamba_plan as mamba_plan
 from mb_parallel.tensor_parallel.split_norm import SplitNorm as SplitNorm
 from mb_parallel.tensor_parallel.styles import ColumnParallel as ColumnParallel
 from mb_parallel.tensor_parallel.styles import DistinctRandom as DistinctRandom

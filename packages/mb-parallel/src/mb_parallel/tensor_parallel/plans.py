@@ -5,6 +5,7 @@
     blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, core, out}
     blocks.N.attention.{q_down, q_norm, q_up | q, kv_down, kv_norm, kv_up, shared_key}
     blocks.N.attention.{qkvz, ba, conv, gates, norm, out}
+    blocks.N.attention.{xz, bc, dt, conv, conv_bc, gates, norm, out}
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
     embedding.{tokens, positions, token_types, norm, dropout}
 
@@ -18,6 +19,10 @@ passes it on to the heads.
 The fifth is of layers with a state (Gated DeltaNet): rows of all are ordered by key head, and
 `conv` and `gates` have parameters of each channel or head, `weight` [channels, taps], and `A_log`
 and `dt_bias` [heads]. `norm` is of a head, and all share it.
+
+The sixth is of Mamba-2: rows of `xz`, `dt`, `conv` and `gates` are ordered by head, those of `bc`
+and `conv_bc` by group of heads. `norm` is over the width of a group. If there is but one group,
+ranks share its heads all the same: each maps to the whole of what these have in common.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from torch import nn
 
 from mb_parallel.tensor_parallel.apply import Plan
 from mb_parallel.tensor_parallel.experts import ExpertLayer
+from mb_parallel.tensor_parallel.split_norm import SplitNorm
 from mb_parallel.tensor_parallel.styles import (
     ColumnParallel,
     DistinctRandom,
@@ -41,6 +47,11 @@ from mb_parallel.tensor_parallel.styles import (
 from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 _BY_HEAD = PartialGradients()
+# What both kinds of layers with a state have by head.
+_STATES: Plan = {
+    "conv": Sharded({"weight": 0, "bias": 0}),
+    "gates": Sharded({"A_log": 0, "dt_bias": 0, "D": 0}),
+}
 
 
 def block_plan(
@@ -48,7 +59,7 @@ def block_plan(
     *,
     blocks: str = "blocks",
     qk_norm: Style = _BY_HEAD,
-    num_key_heads: int | None = None,
+    states: Plan | None = None,
 ) -> Plan:
     """The plan of a stack of transformer blocks.
 
@@ -56,9 +67,8 @@ def block_plan(
         num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
         blocks: path of the stack.
         qk_norm: of `norm_q` and `norm_k`. `SplitNorm` if these are over the width of all heads.
-        num_key_heads: of layers with a state. Each rank gets whole ones, with their value heads.
+        states: of layers with a state: `delta_plan` or `mamba_plan`.
     """
-    states = ColumnParallel(units=num_key_heads, unit="key heads of states", enter=False)
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
     attention: Plan = {
         "qkv": heads,
@@ -72,11 +82,7 @@ def block_plan(
         "kv_norm": SequenceParallel(),
         "kv_up": heads,
         "shared_key": ParallelInput(),
-        "qkvz": states,
-        "ba": states,
-        "conv": Sharded({"weight": 0}),
-        "gates": Sharded({"A_log": 0, "dt_bias": 0}),
-        "norm": PartialGradients(),
+        **(states or {}),
         "core": DistinctRandom(stream=False),
         "out": RowParallel(),
     }
@@ -91,6 +97,35 @@ def block_plan(
         f"{blocks}.*.mlp.up": ColumnParallel(enter=False),
         f"{blocks}.*.mlp.down": RowParallel(),
     }  # fmt: skip
+
+
+def delta_plan(num_key_heads: int) -> Plan:
+    """Of a layer of Gated DeltaNet, within it.
+
+    Args:
+        num_key_heads: each rank gets whole ones, with their value heads.
+    """
+    heads = ColumnParallel(units=num_key_heads, unit="key heads of states", enter=False)
+    return {"qkvz": heads, "ba": heads, **_STATES, "norm": PartialGradients()}
+
+
+def mamba_plan(num_heads: int, num_groups: int) -> Plan:
+    """Of a layer of Mamba-2, within it.
+
+    Args:
+        num_heads, num_groups: each rank gets whole groups of heads, or whole heads of the only one.
+    """
+    if num_groups == 1:
+        heads = ColumnParallel(units=num_heads, unit="heads of states", enter=False)
+        common = {"bc": PartialGradients(), "conv_bc": PartialGradients()}
+        return {"xz": heads, "dt": heads, **common, **_STATES, "norm": SplitNorm(rms=True)}
+    groups = ColumnParallel(units=num_groups, unit="groups of states' heads", enter=False)
+    return {
+        **dict.fromkeys(("xz", "dt", "bc"), groups),
+        "conv_bc": _STATES["conv"],
+        **_STATES,
+        "norm": Sharded({"weight": 0}),
+    }
 
 
 def embedding_plan(embedding: str = "embedding") -> Plan:
@@ -109,8 +144,8 @@ def embedding_plan(embedding: str = "embedding") -> Plan:
 
 
 def _attention(module: nn.Module) -> Style:
-    """One with a state has two maps of its input."""
-    return ParallelInput() if hasattr(module, "qkvz") else Sharded({"sinks": 0})
+    """One with a state has several maps of its input."""
+    return ParallelInput() if hasattr(module, "gates") else Sharded({"sinks": 0})
 
 
 def _feed_forward(module: nn.Module) -> Style:

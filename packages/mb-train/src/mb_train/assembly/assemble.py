@@ -36,10 +36,12 @@ from mb_train.assembly.offloading import keep_on_host, offload_of
 from mb_train.config import TrainConfig, whole
 from mb_train.models.attention import CoreAttention
 from mb_train.models.classifier import Classifier
-from mb_train.models.delta_net import DeltaCore, DeltaGates
+from mb_train.models.delta_net import DeltaGates
 from mb_train.models.gated_delta import delta_note
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
+from mb_train.models.mamba import MambaGates
+from mb_train.models.states import StateCore
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
 from mb_train.tasks.base import FIRST_INPUT, Borders
@@ -221,6 +223,8 @@ def _spread(
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if (delta := task.workload.passes[0].blocks.delta) is not None:
         notes.append(delta_note(delta.key, device))
+    if config.mamba_sizes is not None:
+        notes.append("state spaces of Mamba layers: in plain PyTorch")
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)
@@ -235,7 +239,7 @@ def _spread(
         mesh,
         blocks=blocks,
         compute_dtype=compute_dtype,
-        keep_fp32=[m for m in model.modules() if isinstance(m, Router | DeltaGates)],
+        keep_fp32=[m for m in model.modules() if isinstance(m, Router | DeltaGates | MambaGates)],
         in_training=_in_training(model),
         zero_stage=config.zero_stage,
         cast_inputs=False,  # the models cast what they compute with, and only that
@@ -284,7 +288,7 @@ def compile_blocks(blocks: Iterable[Block], config: TrainConfig, *, tp_size: int
 
 def _cores(blocks: list[Block]) -> list[nn.Module]:
     """The modules in which tokens meet."""
-    kinds = CoreAttention | DeltaCore
+    kinds = CoreAttention | StateCore
     return [m for block in blocks for m in block.modules() if isinstance(m, kinds)]
 
 

@@ -13,11 +13,24 @@ from torch import nn
 from mb_train.config import TrainConfig
 from mb_train.config.offloading import EXPERT_MODULES, LAYER_INPUT
 from mb_train.models.attention import CoreAttention
-from mb_train.models.delta_net import DeltaCore
+from mb_train.models.states import StateCore
 from mb_train.models.transformer import Block
 
 # What projects the hidden state, or a latent of it, to queries, keys and values.
-_PROJECTIONS = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "ba")
+_PROJECTIONS = (
+    "qkv",
+    "q",
+    "kv",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
+    "qkvz",
+    "ba",
+    "xz",
+    "bc",
+    "dt",
+)
 
 
 def offload_of(config: TrainConfig, device: torch.device) -> Offload | None:
@@ -54,7 +67,7 @@ def _parts(names: Iterable[str], block: nn.Module) -> Iterator[nn.Module]:
     found: Mapping[str, Iterable[nn.Module | None]] = {
         "attn_norm": (block.norm_1, block.norm_cross),
         "qkv_linear": (a._modules.get(name) for a in attentions for name in _PROJECTIONS),
-        "core_attn": (m for m in inside if isinstance(m, CoreAttention | DeltaCore)),
+        "core_attn": (m for m in inside if isinstance(m, CoreAttention | StateCore)),
         "attn_proj": (a._modules.get("out") for a in attentions),
         "mlp_norm": (block.norm_2,),
         **dict.fromkeys(EXPERT_MODULES, tuple(m for m in inside if isinstance(m, Experts))),

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig
-from mb_train.models.delta_net import ShortConvolution
 from mb_train.models.embedding import Embedding
 from mb_train.models.gpt import GPT
 from mb_train.models.linear import Linear
+from mb_train.models.states import ShortConvolution
 from mb_train.models.t5 import T5
 from mb_train.schedule import Schedule
 

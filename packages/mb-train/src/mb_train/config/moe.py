@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -201,7 +202,7 @@ class MoEFields:
         """Whether layer `layer`, counted from 0, has experts."""
         return layer in self.expert_layers(layer + 1)
 
-    def expert_layers(self, layers: int) -> range:
+    def expert_layers(self, layers: int) -> Sequence[int]:
         """Those of so many layers that have experts."""
         if self.moe_num_experts is None:
             return range(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mb_train.config.attention import AttentionFields
 from mb_train.config.field import flag_name, whole
+from mb_train.config.hybrid import HybridFields
 from mb_train.config.model import ModelFields
 from mb_train.config.positions import PositionFields
 from mb_train.config.width import WidthFields
@@ -17,7 +18,7 @@ _GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
+class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthFields):
     """A model without its experts."""
 
     @property
@@ -115,6 +116,15 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
         """Whether layer `layer`, counted from 0, has a state, if there are such layers."""
         every = self.linear_attention_freq
         return every is None or (layer + 1) % every != 0
+
+    @property
+    def mamba_sizes(self) -> list[int] | None:
+        """Of layers of Mamba-2, as `models.config.MambaSizes` has them; None without."""
+        if "M" not in (self.hybrid_layer_pattern or ""):
+            return None
+        heads = self.mamba_num_heads or 2 * whole(self.hidden_size) // self.mamba_head_dim
+        sizes = [self.mamba_head_dim, self.mamba_num_groups, self.mamba_state_dim]
+        return [heads, *sizes, self.mamba_conv_kernel_dim]
 
     @property
     def sinks(self) -> str | None:
@@ -218,6 +228,7 @@ class Network(ModelFields, AttentionFields, PositionFields, WidthFields):
             )
         _check_latent(self)
         _check_delta(self)
+        _check_pattern(self)
         _check_slowing(self)
         _check_softmax(self)
         _check_width(self)
@@ -285,6 +296,54 @@ def _check_delta(config: Network) -> None:
         raise ValueError(
             "Expected --linear-num-key-heads to divide --linear-num-value-heads, got "
             f"{keys} and {values}."
+        )
+
+
+def _check_pattern(config: Network) -> None:
+    """Raise ValueError for a pattern that is none, or beside what has no meaning for halves."""
+    pattern, layers = config.hybrid_layer_pattern, whole(config.num_layers)
+    if pattern is None:
+        return
+    flag = "--hybrid-layer-pattern"
+    if set(pattern) - set("M*-E"):
+        raise ValueError(
+            f"Expected {flag} to be of M (Mamba-2), * (attention), - (a dense feed-forward) and E "
+            f"(experts), got {pattern!r}."
+        )
+    if len(pattern) != layers:
+        raise ValueError(
+            f"Expected {flag} to have a letter for each of --num-layers {layers}, got "
+            f"{len(pattern)}: {pattern}."
+        )
+    whole_blocks = {
+        "--experimental-attention-variant": config.experimental_attention_variant,
+        "--window-attn-skip-freq": config.window_attn_skip_freq,
+        "--no-rope-freq": config.no_rope_freq,
+        "--mtp-num-layers": config.mtp_num_layers,
+        "--model": None if config.model == "gpt" else config.model,
+    }
+    for words, value in whole_blocks.items():
+        if value:
+            raise ValueError(
+                f"Expected {words} to be left out with {flag}, whose layers are halves of a GPT's "
+                f"blocks, got {value}."
+            )
+    if config.position_embedding_type == "learned":
+        raise ValueError(
+            f"Expected --position-embedding-type none or rope with {flag}, got learned."
+        )
+    sizes, wide = config.mamba_sizes, 2 * whole(config.hidden_size)
+    if sizes is None:
+        return
+    if config.mamba_num_heads is None and wide % config.mamba_head_dim:
+        raise ValueError(
+            f"Expected --mamba-head-dim to divide 2 x --hidden-size, {wide}, got "
+            f"{config.mamba_head_dim}. Change one, or give --mamba-num-heads."
+        )
+    if sizes[0] % config.mamba_num_groups:
+        raise ValueError(
+            "Expected --mamba-num-groups to divide --mamba-num-heads, got "
+            f"{config.mamba_num_groups} and {sizes[0]}."
         )
 
 

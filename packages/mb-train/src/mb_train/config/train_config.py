@@ -9,7 +9,7 @@ are layers of the same fields: see `mb_train.flags.command_line`. Nothing here i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from mb_train.config.field import (
     value_types,
     whole,
 )
+from mb_train.config.hybrid import HybridFields
 from mb_train.config.masking import MaskingFields
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
@@ -47,6 +48,7 @@ from mb_train.config.width import WidthFields
 GROUPS: dict[str, type[Any]] = {
     "model": ModelFields,
     "attention": AttentionFields,
+    "hybrid models": HybridFields,
     "positions": PositionFields,
     "width": WidthFields,
     "moe": MoEFields,
@@ -158,6 +160,13 @@ class TrainConfig(
     def expert_ffn_size(self) -> int:
         """F, the width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    def expert_layers(self, layers: int) -> Sequence[int]:
+        """Those of so many layers that have experts."""
+        if self.hybrid_layer_pattern is None:
+            return super().expert_layers(layers)
+        kinds = enumerate(self.hybrid_layer_pattern[:layers])
+        return [layer for layer, kind in kinds if kind == "E"]
 
     @property
     def moe_layers(self) -> int:
@@ -274,6 +283,8 @@ class TrainConfig(
         shared = {"--num-attention-heads": self.num_attention_heads}
         if self.delta_sizes is not None:
             shared["--linear-num-key-heads"] = self.linear_num_key_heads
+        if self.mamba_sizes is not None:
+            shared["--mamba-num-heads"] = self.mamba_sizes[0]
         for words, heads in shared.items():
             if cp > 1 and whole(heads) % (cp * tp):
                 raise ValueError(
@@ -350,12 +361,28 @@ class TrainConfig(
             )
 
     def _check_layers_of_experts(self) -> None:
+        pattern = self.hybrid_layer_pattern
+        if pattern is not None:
+            self._check_pattern_of_experts(pattern)
         if self.moe_num_experts is not None and not any(map(self.expert_layers, self._stacks)):
             raise ValueError(
                 f"Expected a layer of --num-layers {self.num_layers} to have experts with "
                 f"--moe-num-experts {self.moe_num_experts}, got --moe-first-k-dense "
                 f"{self.moe_first_k_dense} and --moe-layer-freq {self.moe_layer_freq}. Lower "
                 "--moe-first-k-dense, or leave --moe-num-experts out."
+            )
+
+    def _check_pattern_of_experts(self, pattern: str) -> None:
+        if ("E" in pattern) != (self.moe_num_experts is not None):
+            raise ValueError(
+                "Expected a layer E in --hybrid-layer-pattern with --moe-num-experts alone, got "
+                f"{pattern} and {self.moe_num_experts} experts."
+            )
+        if (self.moe_layer_freq, self.moe_first_k_dense) != (1, 0):
+            raise ValueError(
+                "Expected --moe-layer-freq 1 and --moe-first-k-dense 0 with "
+                "--hybrid-layer-pattern, which says itself which layers have experts, got "
+                f"{self.moe_layer_freq} and {self.moe_first_k_dense}."
             )
 
     def _check_fp8(self) -> None:

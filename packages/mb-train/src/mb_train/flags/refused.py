@@ -60,9 +60,10 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --decoupled-lr": "--head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
-    "there are no Mamba layers": """
-        --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+    "leave it out and say --hybrid-layer-pattern, with a letter for each layer": """
+        --hybrid-attention-ratio --hybrid-mlp-ratio --is-hybrid-model
     """,
+    "Mamba layers have heads, groups and widths: see --mamba-num-heads and its like": "--mamba-*",
     "there are no models of images": """
         --img-* --vision-* --patch-dim --num-channels --num-classes --freeze-LM --freeze-ViT
         --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type

@@ -48,7 +48,7 @@ _ANSWERS: Mapping[str, str] = {
         --scaled-masked-softmax-fusion --no-scaled-masked-softmax-fusion
         --scaled-upper-triang-masked-softmax-fusion=? --mla-down-proj-fusion
         --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert
-        --fused-residual-rmsnorm
+        --fused-residual-rmsnorm --disable-mamba-mem-eff-path
     """,
     "there is no such switch to turn off": """
         --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
-from mb_train.models.gated_delta import DeltaContext
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.relative import RelativeBias
 from mb_train.models.rotary import Rope, ropes, rotate
@@ -31,6 +30,7 @@ from mb_train.models.segments import (
     within_segments,
 )
 from mb_train.models.sinks import with_sink_key
+from mb_train.models.states import StateContext
 
 
 class BlockContext(NamedTuple):
@@ -48,7 +48,7 @@ class BlockContext(NamedTuple):
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     cache: keys and values of tokens that came before; `mask` is over all of them.
-    delta: of layers with a state, see `models.gated_delta`; None: nothing divides sequences.
+    states: of layers with a state; None: nothing divides sequences.
     """
 
     causal: bool = True
@@ -61,7 +61,7 @@ class BlockContext(NamedTuple):
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
-    delta: DeltaContext | None = None
+    states: StateContext | None = None
 
 
 def context_of(

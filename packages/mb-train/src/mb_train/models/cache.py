@@ -1,6 +1,6 @@
 """Keys and values that a model keeps of the tokens it has seen, to go on from them.
 
-Layers with a state (`models.delta_net`) keep that, and their last few tokens, instead.
+Layers with a state (`models.states`) keep that, and their last few tokens, instead.
 
 Rows need not be equally long: a new token is written behind its row's own, and sees those alone.
 What a row was filled up with lies behind its tokens, is seen by none, and is overwritten.
@@ -29,7 +29,7 @@ class KVCache:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self._longest = 0  # the same on the host
-        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
         self._positions_BQ = self._lengths_B[:, None]
         self._places = _PLACES
 
@@ -65,18 +65,21 @@ class KVCache:
                 held = torch.cat([held, more], dim=1)
             held[rows_B1, self._positions_BQ] = new
             found.append(held)
-        k, v = self._held[owner] = found[0], found[1]
+        k, v = found
+        self._held[owner] = k, v
         return k[:, : self._longest], v[:, : self._longest]
 
-    def held(self, owner: nn.Module) -> tuple[Tensor, Tensor] | None:
+    def held(self, owner: nn.Module) -> tuple[Tensor, ...] | None:
         """What a layer of another kind last had it hold, if anything."""
         return self._held.get(owner)
 
-    def hold(self, owner: nn.Module, first: Tensor, second: Tensor) -> None:
-        """Hold two tensors of each row, [B, ...], in place of its keys and values."""
-        self._held[owner] = first, second
+    def hold(self, owner: nn.Module, *tensors: Tensor) -> None:
+        """Hold tensors of each row, [B, ...], in place of its keys and values."""
+        self._held[owner] = tensors
 
     def keep(self, rows: Tensor) -> None:
         """Let go of all rows but these, given by number."""
         self._lengths_B = self._lengths_B[rows]
-        self._held = {owner: (k[rows], v[rows]) for owner, (k, v) in self._held.items()}
+        self._held = {
+            owner: tuple(x[rows] for x in tensors) for owner, tensors in self._held.items()
+        }

@@ -22,8 +22,8 @@ _CHOICES = {
 }
 
 
-# Fields with a flag for each layer.
-FLAGS_OF_LAYERS = ("delta_layers", "moe_layers", "rope_layers", "window_layers")
+# Fields with a flag, or a letter, for each layer.
+FLAGS_OF_LAYERS = ("delta_layers", "moe_layers", "rope_layers", "window_layers", "pattern")
 
 
 class RopeScaling(NamedTuple):
@@ -82,6 +82,21 @@ class DeltaSizes(NamedTuple):
     taps: int
 
 
+class MambaSizes(NamedTuple):
+    """Sizes of layers of Mamba-2 (`models.mamba`).
+
+    heads: each with a state; width: of what one writes.
+    groups: a divisor of the heads; state: width of the directions in which a group's heads write.
+    taps: tokens that the short convolution sums up, a token's own among them.
+    """
+
+    heads: int
+    width: int
+    groups: int
+    state: int
+    taps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """What a transformer is built from.
@@ -92,6 +107,7 @@ class TransformerConfig:
         latent: widths of latent attention, for which G is H and C content + rotated; None: queries,
             keys and values are maps of the hidden state.
         delta: of layers that have a state in place of attention; None: all layers attend.
+        mamba: of layers of Mamba-2, for a `pattern` with such layers.
         max_positions: longest sequence; learned positions have as many rows.
 
     Choices:
@@ -125,6 +141,9 @@ class TransformerConfig:
         window_layers: which layers see no further, one flag per layer; None means all.
         delta_layers: which layers have a state, if `delta` is given, one flag per layer; None means
             all. What is said here of heads, positions and windows is of the others.
+        pattern: a letter for each layer, which is then but one half of a block: Mamba-2 ("M"),
+            attention ("*"), a dense feed-forward ("-") or experts ("E"). None: layers are whole
+            blocks, of attention, or a state, and a feed-forward.
         output_gate: heads' outputs are multiplied by the sigmoid of a further map of the layer's
             input, number by number (arXiv 2505.06708).
         softmax: of the scores: "vanilla"; with a score more in the sum, of what has no value, which
@@ -157,6 +176,7 @@ class TransformerConfig:
     max_positions: int
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
+    mamba: MambaSizes | None = None
     activation: str = "gelu_tanh"
     norm: str = "layernorm"
     norm_eps: float = 1e-5
@@ -177,6 +197,7 @@ class TransformerConfig:
     window: int | None = None
     window_layers: tuple[bool, ...] | None = None
     delta_layers: tuple[bool, ...] | None = None
+    pattern: str | None = None
     output_gate: bool = False
     softmax: str = "vanilla"
     bias: bool = True
@@ -220,6 +241,13 @@ class TransformerConfig:
                 "Expected the key heads of layers with a state to divide their value heads, got "
                 f"{self.delta.key_heads} and {self.delta.value_heads}."
             )
+        if self.mamba is not None and self.mamba.heads % self.mamba.groups:
+            raise ValueError(
+                "Expected the groups of Mamba layers to divide their heads, got "
+                f"{self.mamba.groups} and {self.mamba.heads}."
+            )
+        if self.mamba is None and "M" in (self.pattern or ""):
+            raise ValueError(f"Expected sizes of Mamba layers for {self.pattern}, got none.")
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":
@@ -268,12 +296,31 @@ class TransformerConfig:
                 f"{latent.rotated}."
             )
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are layers with a state of either kind."""
+        return self.delta is not None or self.mamba is not None
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether tokens meet in layer `layer`: it attends, or has a state."""
+        return self.pattern is None or self.pattern[layer] in "M*"
+
+    def has_mamba(self, layer: int) -> bool:
+        """Whether layer `layer` is of Mamba-2."""
+        return self.pattern is not None and self.pattern[layer] == "M"
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether layer `layer` has a feed-forward, dense or with experts."""
+        return self.pattern is None or self.pattern[layer] in "-E"
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`'s feed-forward is a Mixture-of-Experts."""
+        if self.pattern is not None:
+            return self.pattern[layer] == "E"
         return self.moe is not None and (self.moe_layers is None or self.moe_layers[layer])
 
     def has_state(self, layer: int) -> bool:
-        """Whether layer `layer` has a state in place of attention."""
+        """Whether layer `layer` is of Gated DeltaNet in place of attention."""
         return self.delta is not None and (self.delta_layers is None or self.delta_layers[layer])
 
     def rotates(self, layer: int) -> bool:
@@ -309,6 +356,8 @@ class TransformerConfig:
         """Raise ValueError for a window, sinks or a state in a model, called `model`, without."""
         if self.delta is not None:
             raise ValueError(f"Expected no layers with a state for {model}, got {self.delta}.")
+        if self.pattern is not None:
+            raise ValueError(f"Expected whole blocks for {model}, got layers {self.pattern}.")
         if not self.plain_attention:
             raise ValueError(
                 f"Expected no window and a vanilla softmax for {model}, got a window of "

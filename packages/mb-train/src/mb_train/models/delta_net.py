@@ -16,17 +16,14 @@ By the names of Qwen3-Next, whose rows ours are, but for those of the convolutio
 
 Nothing here has a bias, nor positions: the state forgets in order.
 
-Tokens meet in the convolution and in the rule alone. These are one module, `DeltaCore`, which is
-given the convolution's weight: it is computed again by selective recompute, and exchanges heads for
-parts of sequences in context parallelism. All else works token by token.
-
 Letters: B sequences, S tokens of a sequence, D hidden, G key heads, H value heads, R value heads of
 a key head (H / G), C width of a key, V of a value, X a key head's channels of the convolution (2 C
-+ R V), T its taps, K tokens before a token (T - 1), J K more than S.
++ R V), T its taps, J T - 1 more than S.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,8 +32,14 @@ from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
-from mb_train.models.gated_delta import DeltaContext, gated_delta_rule, unit_length
+from mb_train.models.gated_delta import gated_delta_rule, unit_length
 from mb_train.models.linear import Linear
+from mb_train.models.states import (
+    ShortConvolution,
+    StateContext,
+    StateCore,
+    short_convolution,
+)
 
 # Of exp(A_log) at the start, evenly spread, as in Megatron Core.
 _FADING = (1.0, 16.0)
@@ -74,7 +77,7 @@ class GatedDeltaNet(nn.Module):
 
         self.qkvz = project(C, C, R * V, R * V)
         self.ba = project(R, R, exact=True)
-        self.conv = ShortConvolution(G * self.channels, taps)
+        self.conv = ShortConvolution(G, self.channels, taps)
         self.gates = DeltaGates(H)
         self.mixer = DeltaCore(C, V)
         self.norm = GatedNorm(V, config.norm_eps)
@@ -84,136 +87,54 @@ class GatedDeltaNet(nn.Module):
         by_head = self.qkvz(x_BSD).unflatten(2, (-1, self.channels + self.values))
         mixed_BSGX, z = by_head.split([self.channels, self.values], dim=3)
         b, a = self.ba(x_BSD).unflatten(2, (-1, 2, self.per_group)).unbind(3)
-        gates, weight_GXT = self.gates(b, a), self.conv().unflatten(0, (-1, self.channels))
+        parts, weights = (mixed_BSGX, *self.gates(b, a)), self.conv()
+        states = context.states or StateContext()
         if context.cache is None:
-            delta = context.delta or DeltaContext()
-            y_BSHV = self.mixer(mixed_BSGX, *gates, delta, weight_GXT=weight_GXT)
+            y_BSHV = self.mixer(*parts, states, weights=weights)
         else:
-            y_BSHV = self._going_on(mixed_BSGX, gates, weight_GXT, context)
+            assert context.valid_BS is not None
+            y_BSHV = self.mixer.go_on(parts, states, weights, context.cache, context.valid_BS)
         z_BSHV = z.unflatten(3, (self.per_group, -1)).flatten(2, 3)
         return self.out(self.norm(y_BSHV, z_BSHV).flatten(2))
 
-    def _going_on(
-        self, mixed_BSGX: Tensor, gates: Gates, weight_GXT: Tensor, context: BlockContext
-    ) -> Tensor:
-        """Of further tokens of a cache, which holds the last K tokens' channels and the state."""
-        cache, valid_BS = context.cache, context.valid_BS
-        assert cache is not None
-        assert valid_BS is not None
-        tail_BKGX, state = cache.held(self) or self.mixer.nothing(mixed_BSGX, gates, weight_GXT)
-        joined = torch.cat([tail_BKGX, mixed_BSGX], dim=1)
-        places_K = torch.arange(tail_BKGX.shape[1], device=valid_BS.device)
-        last_BK = valid_BS.sum(1)[:, None] + places_K
-        rows_B1 = torch.arange(len(last_BK), device=valid_BS.device)[:, None]
-        # What a row was filled up with neither fades nor writes.
-        gates = Gates(*(gate * valid_BS[..., None, None] for gate in gates))
-        delta = context.delta or DeltaContext()
-        y_BSHV, state = self.mixer.behind(joined, gates, delta, weight_GXT, state)
-        assert state is not None
-        cache.hold(self, joined[rows_B1, last_BK], state)
-        return y_BSHV
 
+class DeltaCore(StateCore):
+    """The convolution and the rule, with queries and keys of length 1.
 
-class DeltaCore(nn.Module):
-    """The convolution and the rule, with queries and keys of length 1: the part without weights.
+    Its three tensors are what is convolved [B, S, G, X], of each key head [query, key, values], and
+    the gates.
 
     Args:
         key: C.
         value: V.
     """
 
+    convolved = 1
+
     def __init__(self, key: int, value: int) -> None:
         super().__init__()
         self.key, self.value = key, value
 
-    def forward(
-        self,
-        mixed_BSGX: Tensor,
-        decay_BSGR: Tensor,
-        beta_BSGR: Tensor,
-        context: DeltaContext,
-        *,
-        weight_GXT: Tensor,
-    ) -> Tensor:
-        """y_BSHV of sequences from their beginning.
-
-        Args:
-            mixed_BSGX: what the convolution sums up, of each key head [query, key, values].
-            weight_GXT: with what, see `short_convolution`.
-        """
-        behind_zeros = F.pad(mixed_BSGX, (0, 0, 0, 0, weight_GXT.shape[2] - 1, 0))
-        gates = Gates(decay_BSGR, beta_BSGR)
-        y_BSHV, _ = self.behind(behind_zeros, gates, context, weight_GXT)
-        return y_BSHV
-
     def behind(
         self,
-        mixed_BJGX: Tensor,
-        gates: Gates,
-        context: DeltaContext,
-        weight_GXT: Tensor,
-        state_BHCV: Tensor | None = None,
+        channels: Sequence[Tensor],
+        gates: Sequence[Tensor],
+        context: StateContext,
+        weights: tuple[Tensor, ...],
+        state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `gated_delta_rule`, of S tokens behind K others."""
+        (mixed_BJGX,), (weight_GXT,) = channels, weights
         by_head = short_convolution(mixed_BJGX, weight_GXT, context.begins_BS)
         q, k, values = by_head.tensor_split([self.key, 2 * self.key], dim=3)
         v_BSHV = values.unflatten(3, (-1, self.value)).flatten(2, 3)
         decay, beta = (gate.flatten(2) for gate in gates)
         q, k = unit_length(q), unit_length(k)
-        return gated_delta_rule(q, k, v_BSHV, decay, beta, context, state_BHCV=state_BHCV)
+        return gated_delta_rule(q, k, v_BSHV, decay, beta, context, state_BHCV=state)
 
-    def nothing(
-        self, mixed_BSGX: Tensor, gates: Gates, weight_GXT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The K tokens, and the state, in front of the first token."""
-        B, _, G, X = mixed_BSGX.shape
-        heads = G * gates.beta_BSGR.shape[3]
-        return (
-            mixed_BSGX.new_zeros(B, weight_GXT.shape[2] - 1, G, X),
-            gates.beta_BSGR.new_zeros(B, heads, self.key, self.value),
-        )
-
-
-def short_convolution(x_BJGX: Tensor, weight_GXT: Tensor, begins_BS: Tensor | None) -> Tensor:
-    """SiLU of each channel's weighted sum over a token and the K before it, y_BSGX in x's dtype.
-
-    A sum of shifted products in fp32, not `F.conv1d`: what is shifted stays one tensor, and
-    products across the beginning of a document are left out.
-
-    Args:
-        x_BJGX: K places and the S tokens behind them.
-        weight_GXT: the last tap is the token's own.
-        begins_BS: bool, true where a document begins; None: one a sequence.
-    """
-    K = weight_GXT.shape[2] - 1
-    S = x_BJGX.shape[1] - K
-    weight_GXT = weight_GXT.to(torch.promote_types(x_BJGX.dtype, torch.float32))
-    y_BSGX = x_BJGX[:, K:] * weight_GXT[..., K]
-    documents = None if begins_BS is None else F.pad(begins_BS.cumsum(1), (K, 0))
-    for tap in range(K):
-        product = x_BJGX[:, tap : tap + S] * weight_GXT[..., tap]
-        if documents is not None:
-            apart = documents[:, tap : tap + S] != documents[:, K:]
-            product = product.masked_fill(apart[..., None, None], 0)
-        y_BSGX = y_BSGX + product
-    return F.silu(y_BSGX).to(x_BJGX.dtype)
-
-
-class ShortConvolution(nn.Module):
-    """The weight of a short causal convolution, [channels, T] as of a conv1d, on its way to a core.
-
-    Args:
-        channels: G X.
-        taps: T.
-    """
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
-        nn.init.uniform_(self.weight, -(taps**-0.5), taps**-0.5)  # as torch's convolutions
-
-    def forward(self) -> Tensor:
-        return self.weight
+    def nothing(self, channels: Sequence[Tensor], gates: Sequence[Tensor]) -> Tensor:
+        B, _, G, R = gates[1].shape
+        return gates[1].new_zeros(B, G * R, self.key, self.value)
 
 
 class DeltaGates(nn.Module):

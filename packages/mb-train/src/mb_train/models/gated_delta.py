@@ -25,16 +25,15 @@ import functools
 import re
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
-# Tokens of a chunk, as in the paper's kernels.
-CHUNK = 64
-_SIZES = (1, 2, 4, 8, 16, 32, CHUNK)
+from mb_train.models.chunks import chunk_length, computed_in, cut, joined, remains
+from mb_train.models.states import StateContext
+
 # A decay with which nothing remains of a state: its exponential is 0 in fp32. Other decays of its
 # chunk are added to it, so it is no larger than that takes.
 _FORGETTING = -104.0
@@ -44,23 +43,6 @@ _MAX_KEY = 256  # of the kernels
 _MISCOMPILING = ((3, 4, 0), (3, 7, 1))
 _LEAST = (0, 6)  # release of flash-linear-attention that has less key heads than value heads
 _EPSILON = 1e-6  # of keys' and queries' length, as in the kernels and in transformers
-
-
-class DeltaContext(NamedTuple):
-    """What all layers of the rule share.
-
-    begins_BS: bool, true where a document begins, in front of which the state is zero again; None
-        if sequences are not divided.
-    kernel: what `delta_kernel` found; a compiled block takes it as it is.
-    """
-
-    begins_BS: Tensor | None = None
-    kernel: Callable[..., Any] | None = None
-
-
-def begins_of(segments_BS: Tensor) -> Tensor:
-    """Where documents begin behind others, bool, by the number of each token's document."""
-    return F.pad(segments_BS[:, 1:] != segments_BS[:, :-1], (1, 0))
 
 
 @functools.cache
@@ -121,7 +103,7 @@ def _triton_release() -> tuple[int, ...]:
 
 def unit_length(x: Tensor) -> Tensor:
     """x / sqrt(x x + epsilon) over the last dimension, computed in fp32, in x's dtype."""
-    wide = x.to(_computed_in(x))
+    wide = x.to(computed_in(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)).to(x.dtype)
 
 
@@ -131,7 +113,7 @@ def gated_delta_rule(
     v_BSHV: Tensor,
     decay_BSH: Tensor,
     beta_BSH: Tensor,
-    context: DeltaContext,
+    context: StateContext,
     *,
     state_BHCV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -180,33 +162,13 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     B, S, H, V = v_BSHV.shape
     G, C = k_BSGC.shape[2:]
-    L = next(size for size in _SIZES if size >= min(S, CHUNK))
-    numbers = _computed_in(v_BSHV)
-
-    def cut(x_BSH: Tensor) -> Tensor:
-        """[B, H, N, L, ...], filled up behind with tokens of 0, which change no state."""
-        filled = F.pad(x_BSH, (0, 0) * (x_BSH.ndim - 2) + (0, -S % L))
-        return filled.unflatten(1, (-1, L)).movedim(3, 1)
-
+    L, numbers = chunk_length(S), computed_in(v_BSHV)
     q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC, k_BSGC))
-    q, k, v, decay, beta = (cut(x.to(numbers)) for x in (q, k, v_BSHV, decay_BSH, beta_BSH))
+    # Filled up behind with tokens of 0, which change no state.
+    q, k, v, beta = (cut(x.to(numbers), L) for x in (q, k, v_BSHV, beta_BSH))
     q = q * C**-0.5
-    # Of a head that fades fast these are large, and their differences, which matter, small.
-    total = decay.double().cumsum(-1)
-    between = (total[..., :, None] - total[..., None, :]).to(numbers)
-    onward = (total[..., -1:] - total).to(numbers)
-    into, through = total.to(numbers), total[..., -1].to(numbers)
-    apart = torch.ones(L, L, dtype=torch.bool, device=v.device).triu(1)
-    if begins_BS is not None:
-        # How many documents have begun in a token's chunk; of none it is the one from before.
-        begun = cut(begins_BS[..., None]).cumsum(-1)
-        apart = apart | (begun[..., :, None] != begun[..., None, :])
-        into, through = (x.masked_fill(n > 0, -torch.inf) for x, n in
-                         ((into, begun), (through, begun[..., -1])))  # fmt: skip
-        onward = onward.masked_fill(begun != begun[..., -1:], -torch.inf)
-    between = between.masked_fill(apart, -torch.inf).exp()
-    into, onward, through = into.exp()[..., None], onward.exp()[..., None], through.exp()
-    beta = beta[..., None]
+    between, into, onward, through = remains(decay_BSH, begins_BS, L, numbers)
+    into, onward, beta = into[..., None], onward[..., None], beta[..., None]
     system = ((beta * k) @ k.mT * between).tril(-1)
     solved = _Inverse.apply(system) @ torch.cat([beta * v, beta * into * k], dim=-1)
     own, of_state = solved.split([V, C], dim=-1)
@@ -219,8 +181,7 @@ def _chunked(
         written = own_n - of_state_n @ state
         outputs.append(q_n @ state + within_n @ written)
         state = through_n[..., None, None] * state + k_n.mT @ written
-    y_BSHV = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :S].contiguous()
-    return y_BSHV.to(v_BSHV.dtype), state
+    return joined(torch.stack(outputs, dim=2), S).to(v_BSHV.dtype), state
 
 
 class _Inverse(torch.autograd.Function):
@@ -253,8 +214,3 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         return -(inverse.mT @ grads[0] @ inverse.mT)
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    """fp32, or fp64 of fp64."""
-    return torch.promote_types(x.dtype, torch.float32)

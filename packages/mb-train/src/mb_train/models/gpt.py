@@ -25,7 +25,7 @@ from mb_train.models.attention import BlockContext
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
-from mb_train.models.gated_delta import DeltaContext, begins_of, delta_kernel
+from mb_train.models.gated_delta import delta_kernel
 from mb_train.models.head import head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.mtp import (
@@ -45,6 +45,7 @@ from mb_train.models.segments import (
     within_segments,
 )
 from mb_train.models.stack import Stack
+from mb_train.models.states import StateContext, begins_of
 
 
 class GPT(nn.Module):
@@ -181,9 +182,9 @@ class GPT(nn.Module):
         # Fillings may lie beyond the table of positions.
         x_BQD = self._embedded(tokens_BQ, torch.where(valid_BQ, positions_BQ, 0))
         masks = seen(self.config, mask, positions_BQ, self.compute_dtype)
-        delta = self._delta(tokens_BQ.device, None)
+        states = self._states(tokens_BQ.device, None)
         turns = ropes(self.config, positions_BQ)
-        context = BlockContext(**masks, **turns, valid_BS=valid_BQ, cache=cache, delta=delta)
+        context = BlockContext(**masks, **turns, valid_BS=valid_BQ, cache=cache, states=states)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
         return scores(self._scaled(x_BD), head_weight(self.head, self.embedding))
@@ -202,19 +203,20 @@ class GPT(nn.Module):
         if self.first:
             x = self._embedded(x, positions_BS)
         within = self._within(len(x), positions_BS, segments_BS, ends_BN)
-        if segments_BS is None and ends_BN is not None and self.config.delta is not None:
+        if segments_BS is None and ends_BN is not None and self.config.has_states:
             segments_BS = Segments(ends_BN, positions_BS.shape[1] * self.parts).numbers()
-        delta = self._delta(x.device, segments_BS)
+        states = self._states(x.device, segments_BS)
         turns = ropes(self.config, positions_BS)
-        context = BlockContext(**within, **turns, delta=delta)
+        context = BlockContext(**within, **turns, states=states)
         return *self.stack(x, context), context
 
-    def _delta(self, device: torch.device, segments_BS: Tensor | None) -> DeltaContext | None:
+    def _states(self, device: torch.device, segments_BS: Tensor | None) -> StateContext | None:
         """What layers with a state share, if there are any."""
-        if self.config.delta is None:
+        if not self.config.has_states:
             return None
         begins_BS = None if segments_BS is None else begins_of(segments_BS)
-        return DeltaContext(begins_BS, delta_kernel(self.config.delta.key, device))
+        delta = self.config.delta
+        return StateContext(begins_BS, None if delta is None else delta_kernel(delta.key, device))
 
     def _embedded(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """x_BSD, as the first block takes it."""

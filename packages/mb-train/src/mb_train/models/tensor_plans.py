@@ -20,7 +20,9 @@ from mb_parallel.tensor_parallel import (
     Style,
     VocabParallelLoss,
     block_plan,
+    delta_plan,
     embedding_plan,
+    mamba_plan,
 )
 from torch import nn
 
@@ -92,9 +94,11 @@ def t5_plan(config: TransformerConfig) -> Plan:
 def _stack_plan(path: str, config: TransformerConfig) -> Plan:
     over_width = config.qk_norm == "width"
     qk_norm = SplitNorm(rms=config.norm == "rmsnorm") if over_width else PartialGradients()
-    keys = None if config.delta is None else config.delta.key_heads
+    states = None if config.delta is None else delta_plan(config.delta.key_heads)
+    if config.mamba is not None:
+        states = mamba_plan(config.mamba.heads, config.mamba.groups)
     blocks = block_plan(
-        config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm, num_key_heads=keys
+        config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm, states=states
     )
     return {**blocks, f"{path}.norm": SequenceParallel()}
 

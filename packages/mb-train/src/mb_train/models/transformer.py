@@ -29,6 +29,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.delta_net import GatedDeltaNet
 from mb_train.models.latent import LatentAttention
 from mb_train.models.linear import Linear, Norm
+from mb_train.models.mamba import Mamba2
 
 
 class DenseMLP(nn.Module):
@@ -61,6 +62,8 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """x + f(norm(x)) for attention, then for the feed-forward; with `cross` a third in between.
 
+    Of a model with a `pattern` it is but one of the two.
+
     The norms may also stand elsewhere, see `TransformerConfig.norms`. The experts' own output is
     let go of: it need not live until the loss.
 
@@ -86,32 +89,18 @@ class Block(nn.Module):
         self.norms, both = config.norms, config.norms == "both"
         self.narrow = compute_dtype if config.fp32_residual else None
         self.multiplier = config.residual_multiplier
-        self.norm_1 = Norm(config)
-        self.norm_1_out = Norm(config) if both else None
+        mixes, feeds = config.has_mixer(layer), config.has_feed_forward(layer)
+        self.norm_1 = Norm(config) if mixes else None
+        self.norm_1_out = Norm(config) if mixes and both else None
         if cross and config.latent is not None:
             raise ValueError("Expected no latent sizes in blocks that attend to an encoder.")
-        self.attention: nn.Module
-        if config.has_state(layer):
-            self.attention = GatedDeltaNet(config)
-        elif config.latent is None:
-            self.attention = Attention(
-                config, window=config.window_of(layer), rotates=config.rotates(layer)
-            )
-        else:
-            self.attention = LatentAttention(config)
+        self.attention = _mixer(config, layer) if mixes else None
         self.norm_cross = Norm(config) if cross else None
         self.norm_cross_out = Norm(config) if cross and both else None
         self.cross = Attention(config, cross=True) if cross else None
-        self.norm_2 = Norm(config)
-        self.norm_2_out = Norm(config) if both else None
-        self.mlp: nn.Module = DenseMLP(config)
-        if config.has_experts(layer):
-            assert config.moe is not None
-            moe = config.moe
-            if moe.fp8 != config.in_fp8(layer):
-                moe = replace(moe, fp8=not moe.fp8)
-            router = SinkhornRouter(moe) if config.router == "sinkhorn" else None
-            self.mlp = (dMoE if moe.capacity_factor is None else MoE)(moe, router=router)
+        self.norm_2 = Norm(config) if feeds else None
+        self.norm_2_out = Norm(config) if feeds and both else None
+        self.mlp = _feed_forward(config, layer) if feeds else None
         self.dropout = nn.Dropout(config.hidden_dropout)
         for module in self.modules():
             if isinstance(module, Linear):
@@ -120,14 +109,17 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None
     ) -> BlockOutput:
-        x_BSD, z_BSD = self._before(self.norm_1, x_BSD)
-        y_BSD = self.attention(z_BSD, context)
-        x_BSD = self._after(self.norm_1, self.norm_1_out, x_BSD, y_BSD)
+        if self.attention is not None and self.norm_1 is not None:
+            x_BSD, z_BSD = self._before(self.norm_1, x_BSD)
+            y_BSD = self.attention(z_BSD, context)
+            x_BSD = self._after(self.norm_1, self.norm_1_out, x_BSD, y_BSD)
         if self.cross is not None and self.norm_cross is not None:
             assert cross_context is not None
             x_BSD, z_BSD = self._before(self.norm_cross, x_BSD)
             y_BSD = self.cross(z_BSD, cross_context)
             x_BSD = self._after(self.norm_cross, self.norm_cross_out, x_BSD, y_BSD)
+        if self.mlp is None or self.norm_2 is None:
+            return BlockOutput(x_BSD, None, {})
         x_BSD, z_BSD = self._before(self.norm_2, x_BSD)
         if isinstance(self.mlp, DenseMLP):
             x_BSD = self._after(self.norm_2, self.norm_2_out, x_BSD, self.mlp(z_BSD))
@@ -150,6 +142,29 @@ class Block(nn.Module):
         return norm(x_BSD) if self.norms == "sum" else x_BSD
 
 
-def output_std(init_std: float, num_layers: int) -> float:
-    """Init of the maps that add to the residual: std / sqrt(2 L), as in GPT-2."""
-    return init_std / math.sqrt(2 * num_layers)
+def _mixer(config: TransformerConfig, layer: int) -> nn.Module:
+    """The half of a block in which tokens meet."""
+    if config.has_mamba(layer):
+        return Mamba2(config)
+    if config.has_state(layer):
+        return GatedDeltaNet(config)
+    if config.latent is not None:
+        return LatentAttention(config)
+    return Attention(config, window=config.window_of(layer), rotates=config.rotates(layer))
+
+
+def _feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
+    """The half of a block that computes token by token."""
+    if not config.has_experts(layer):
+        return DenseMLP(config)
+    assert config.moe is not None
+    moe = config.moe
+    if moe.fp8 != config.in_fp8(layer):
+        moe = replace(moe, fp8=not moe.fp8)
+    router = SinkhornRouter(moe) if config.router == "sinkhorn" else None
+    return (dMoE if moe.capacity_factor is None else MoE)(moe, router=router)
+
+
+def output_std(init_std: float, additions: int) -> float:
+    """Init of the maps that add to the residual, so many of them: std / sqrt(2 L), as in GPT-2."""
+    return init_std / math.sqrt(additions)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
 
-from mb_train.models.config import DeltaSizes, TransformerConfig
+from mb_train.models.config import DeltaSizes, MambaSizes, TransformerConfig
 from mb_train.models.workload import Pass, Workload
 
 
@@ -84,9 +84,13 @@ def _attended(each: Pass, layer: int) -> float:
     """Of a token's forward pass, between its query and what it sees in a layer.
 
     That is keys of its own sequence, in a window perhaps, and of the source; or a state, which it
-    asks, changes and reads, whatever a kernel computes beside that within chunks.
+    asks, by the delta rule, changes and reads, whatever is computed beside that within chunks.
     """
     config = each.blocks
+    if not config.has_mixer(layer):
+        return 0.0
+    if config.mamba is not None and config.has_mamba(layer):
+        return 2 * 2 * config.mamba.heads * config.mamba.state * config.mamba.width
     if config.delta is not None and config.has_state(layer):
         return 3 * 2 * config.delta.value_heads * config.delta.key * config.delta.value
     near = config.window_of(layer)
@@ -95,8 +99,15 @@ def _attended(each: Pass, layer: int) -> float:
 
 
 def attention_maps(each: Pass, layer: int) -> list[Map]:
-    """The maps of a layer's attention, and of that to the source."""
+    """The maps of a layer's attention, or state, and of attention to the source."""
     config, latent = each.blocks, each.blocks.latent
+    if not config.has_mixer(layer):
+        return []
+    if config.mamba is not None and config.has_mamba(layer):
+        wide, common = mamba_widths(config.mamba)
+        D = config.hidden_size
+        steps = Map(D, config.mamba.heads, exact=True)
+        return [Map(D, 2 * wide), Map(D, common), steps, Map(wide, D)]
     if config.delta is not None and config.has_state(layer):
         keys, values = delta_widths(config.delta)
         D = config.hidden_size
@@ -124,8 +135,15 @@ def delta_widths(delta: DeltaSizes) -> tuple[int, int]:
     return delta.key_heads * delta.key, delta.value_heads * delta.value
 
 
-def dense_maps(config: TransformerConfig) -> list[Map]:
-    """The maps of a layer's feed-forward without experts."""
+def mamba_widths(mamba: MambaSizes) -> tuple[int, int]:
+    """Of what all heads of a layer of Mamba-2 write, and of what groups have in common."""
+    return mamba.heads * mamba.width, 2 * mamba.groups * mamba.state
+
+
+def dense_maps(config: TransformerConfig, layer: int) -> list[Map]:
+    """The maps of a layer's feed-forward, if that is one without experts."""
+    if not config.has_feed_forward(layer) or config.has_experts(layer):
+        return []
     up, down = Map(config.hidden_size, config.ffn_size), Map(config.ffn_size, config.hidden_size)
     return [*([up] * (2 if is_glu(config.activation) else 1)), down]
 
@@ -134,7 +152,7 @@ def _ffn(config: TransformerConfig, layer: int) -> float:
     """Of a token's forward pass through a layer's feed-forward."""
     D, moe = config.hidden_size, config.moe
     if moe is None or not config.has_experts(layer):
-        return sum(one.flops for one in dense_maps(config))
+        return sum(one.flops for one in dense_maps(config, layer))
     matrices = 3 if is_glu(config.activation) else 2
     chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
     width = chosen * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)

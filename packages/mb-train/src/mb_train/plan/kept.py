@@ -17,10 +17,10 @@ from mb_parallel.expert_parallel import choose_dispatcher
 from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
 from mb_train.config.offloading import LAYER_INPUT
-from mb_train.models.config import TransformerConfig
-from mb_train.models.gated_delta import CHUNK
+from mb_train.models.chunks import CHUNK
+from mb_train.models.config import MambaSizes, TransformerConfig
 from mb_train.models.workload import Pass, Workload
-from mb_train.plan.flops import delta_widths
+from mb_train.plan.flops import delta_widths, mamba_widths
 
 # Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
 _LOGITS, _LOGIT_ROWS = 2**29, 8192
@@ -152,15 +152,17 @@ def kept_by_layer(
             if not selective:
                 attention, core = attention + core, 0.0
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
+            ffn *= each.blocks.has_feed_forward(layer)
             token = (around + latents) / split + attention / dims.tp + ffn
             tokens, hidden = each.tokens / dims.cp, each.blocks.hidden_size / split
             norm = hidden * (4 // width if each.blocks.fp32_residual else 1)
+            mixes, feeds = each.blocks.has_mixer(layer), each.blocks.has_feed_forward(layer)
             modules = {
-                "attn_norm": norm,
-                "qkv_linear": hidden + latents / split,
+                "attn_norm": norm * mixes,
+                "qkv_linear": (hidden + latents / split) * mixes,
                 "core_attn": attention / dims.tp,
-                "attn_proj": each.blocks.num_heads * each.blocks.value_size / dims.tp,
-                "mlp_norm": norm,
+                "attn_proj": _heads_width(each.blocks, layer) / dims.tp,
+                "mlp_norm": norm * feeds,
                 "moe_act": (experts / split + hidden) * each.blocks.has_experts(layer),
             }
             of_modules = {name: tokens * numbers for name, numbers in modules.items()}
@@ -173,6 +175,8 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
     """Numbers of a token: around the parts of a block, in a dense ffn, in experts."""
     config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
+    if config.pattern is not None:
+        parts = 1
     # What goes into norms, and what they put out; behind an output what made that went in.
     around = (3 if config.norms == "both" else 2) * parts * hidden
     if config.fp32_residual and config.norms != "output":
@@ -201,6 +205,14 @@ def _in_attention(
 ) -> tuple[float, float]:
     """Numbers of a token in a layer's attention: of its latents, and of its heads."""
     config = each.blocks
+    if not config.has_mixer(layer):
+        return 0.0, 0.0
+    if config.mamba is not None and config.has_mamba(layer):
+        (values, common), heads = mamba_widths(config.mamba), config.mamba.heads
+        # Channels in front of the convolution, and the gate; sums of which steps are made, and
+        # these; in fp32 the gate, its SiLU, what the state returned, both together, and that
+        # behind the norm; in front of the map out.
+        return 0.0, 2 * values + common + (2 * heads + 5 * values) * 4 / width + values
     if config.delta is not None and config.has_state(layer):
         keys, values = delta_widths(config.delta)
         # In front of the convolution; what the state returned, behind its norm, and gated; the gate
@@ -212,11 +224,13 @@ def _in_attention(
 
 
 def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool) -> float:
-    """Numbers of a token in a layer's convolution and rule, if it has a state.
+    """Numbers of a token in a layer's convolution and rule, or scan, if it has a state.
 
     Args:
         chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
     """
+    if config.mamba is not None and config.has_mamba(layer):
+        return _in_scan(config.mamba, width)
     if config.delta is None or not config.has_state(layer):
         return 0.0
     wide, heads = 4 / width, config.delta.value_heads
@@ -232,6 +246,27 @@ def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool)
     own = 5 * of_heads + 2 * (of_heads + values) + 2 * values
     states = 2 * of_heads * config.delta.value / CHUNK
     return found + wide * (own + 5 * heads * CHUNK + states)
+
+
+def _in_scan(mamba: MambaSizes, width: int) -> float:
+    """Numbers of a token in the convolution and the scan of a layer of Mamba-2."""
+    wide, (values, common) = 4 / width, mamba_widths(mamba)
+    # Behind zeros; sums of the convolution, and behind SiLU as the scan has it in fp32.
+    found = (1 + 2 * wide) * (values + common)
+    # What is written, and what of it goes on; what states return; two matrices of a chunk for each
+    # head, and one for each group; states before and between chunks.
+    states = 2 * mamba.heads * mamba.state * mamba.width / CHUNK
+    chunks = (2 * mamba.heads + mamba.groups) * CHUNK
+    return found + wide * (3 * values + chunks + states)
+
+
+def _heads_width(config: TransformerConfig, layer: int) -> int:
+    """Of what goes into the map out of a layer's attention, or state."""
+    if not config.has_mixer(layer):
+        return 0
+    if config.mamba is not None and config.has_mamba(layer):
+        return mamba_widths(config.mamba)[0]
+    return config.num_heads * config.value_size
 
 
 def _projected(each: Pass, width: int) -> tuple[float, float]:

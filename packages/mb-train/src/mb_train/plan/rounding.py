@@ -59,7 +59,7 @@ def rounded(each: Pass, layer: int) -> Rounded:
     maps = [one for one in attention_maps(each, layer) if not one.exact]
     found = Rounded(0.0, 0.0, 0, 0)
     if moe is None or not config.has_experts(layer):
-        maps += dense_maps(config)
+        maps += dense_maps(config, layer)
     else:
         D, up = config.hidden_size, 2 if is_glu(config.activation) else 1
         # Tokens are rounded before they are copied to the rows of their experts.

@@ -54,6 +54,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
                 "              of layers with a state by the kernels of mb-train[delta], and not "
                 "fitted to measured steps; plain PyTorch takes longer, and keeps more"
             )
+        if config.mamba_sizes is not None:
+            lines.append(
+                "              of Mamba layers at the speed of other products, which plain PyTorch "
+                "does not reach"
+            )
         if config.fp8_format is not None:
             lines.append(
                 "              of products in FP8 at twice the peak of bf16, and of rounding at "

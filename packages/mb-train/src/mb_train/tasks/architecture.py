@@ -8,7 +8,13 @@ from mb_layers import MoEConfig
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.config.toml_file import to_toml
-from mb_train.models.config import DeltaSizes, LatentSizes, RopeScaling, TransformerConfig
+from mb_train.models.config import (
+    DeltaSizes,
+    LatentSizes,
+    MambaSizes,
+    RopeScaling,
+    TransformerConfig,
+)
 from mb_train.models.transformer import output_std
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -55,6 +61,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         **_multipliers(config),
         fp32_residual=config.fp32_residual_connection,
         delta=None if config.delta_sizes is None else DeltaSizes._make(config.delta_sizes[:-1]),
+        mamba=None if config.mamba_sizes is None else MambaSizes._make(config.mamba_sizes),
+        pattern=config.hybrid_layer_pattern,
         delta_layers=None if config.delta_sizes is None else with_state,
         attention_scale=config.scale_of_scores,
         window=None if config.windows is None else config.window_size,
@@ -120,4 +128,5 @@ def _std(config: TrainConfig) -> float:
 
 
 def _residual_std(config: TrainConfig) -> float:
-    return output_std(_std(config), whole(config.num_layers))
+    halves = 1 if config.hybrid_layer_pattern is not None else 2  # of a block, that a layer has
+    return output_std(_std(config), halves * whole(config.num_layers))

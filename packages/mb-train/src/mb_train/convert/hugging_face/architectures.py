@@ -26,6 +26,7 @@ from mb_train.convert.hugging_face import (
     gpt2,
     gpt_oss,
     granite,
+    granite_hybrid,
     hunyuan,
     llama,
     mistral4,
@@ -68,7 +69,8 @@ def architecture_for(config: TrainConfig) -> Architecture:
     found = ARCHITECTURES[_nearest(config)]
     assert found.config is not None
     # μP's own fields are of training, but the scale of attention that follows from them is not.
-    if config.use_mup or found.model_type in granite.DEFAULTS:
+    granites = (*granite.DEFAULTS, *granite_hybrid.DEFAULTS)
+    if config.use_mup or found.model_type in granites:
         config = granite.spelled_out(config)
     # A configuration that comes back changed is one that the architecture cannot say.
     back = imported_config(found.read(found.config(config)), vocab_size=1)
@@ -114,6 +116,8 @@ def _nearest(config: TrainConfig) -> str:
         if by_bias or config.moe_num_experts is None:
             return "deepseek_v3"
         return "mistral4" if config.moe_renormalize else "deepseek_v2"
+    if config.hybrid_layer_pattern is not None:
+        return "granitemoehybrid"
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
@@ -187,7 +191,8 @@ def _settings(config: TrainConfig) -> dict[str, list[str]]:
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
-    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS, **hunyuan.DEFAULTS,
+    **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
+    **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -235,6 +240,22 @@ def _granite_moe(kind: str, name: str, *of: Any) -> Architecture:
         found,
         rules=lambda _, c: decoder_rules(c, granite.expert_rules),
         stacked=lambda _, c: decoder_rules(c, partial(granite.expert_rules, today=True)),
+        renamed={**found.renamed, **granite.RENAMED},
+    )
+
+
+def _granite_hybrid() -> Architecture:
+    found = _llama_like(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite_hybrid.granite_hybrid_fields,
+        granite_hybrid.granite_hybrid_config, aliases=granite_hybrid.ALIASES,
+    )  # fmt: skip
+    rules_of = granite_hybrid.granite_hybrid_rules
+    return replace(
+        found,
+        rules=lambda _, c: rules_of(c),
+        stacked=lambda _, c: rules_of(c, today=True),
+        back=granite_hybrid.granite_hybrid_back,
+        shared=True,
         renamed={**found.renamed, **granite.RENAMED},
     )
 
@@ -393,6 +414,7 @@ ARCHITECTURES = {
             "granitemoeshared", "GraniteMoeSharedForCausalLM", granite.granite_moe_shared_fields,
             granite.granite_moe_shared_config,
         ),
+        _granite_hybrid(),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
             qwen_next.qwen3_next_config, beside={r"model\.mtp\..*": GUESSES},

@@ -1,0 +1,40 @@
+"""Fields of models whose layers are halves of blocks, one of them Mamba-2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mb_train.config.field import POSITIVE, flag
+
+_MAMBA = ("hybrid_layer_pattern",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridFields:
+    """Which layer is what, and the sizes of those of Mamba-2."""
+
+    hybrid_layer_pattern: str | None = flag(
+        "a letter for each layer, which is one half of a block: Mamba-2 (M), attention (*), a "
+        "dense feed-forward (-) or experts (E); default whole blocks",
+        also=("--hybrid-override-pattern",), on_load="model",
+    )  # fmt: skip
+    mamba_num_heads: int | None = flag(
+        "Mamba layers: heads, each with a state; default 2 x hidden size / --mamba-head-dim",
+        bounds=POSITIVE, on_load="model", in_force="mamba_sizes", needs=_MAMBA,
+    )  # fmt: skip
+    mamba_head_dim: int = flag(
+        "Mamba layers: width of what a head writes", 64, bounds=POSITIVE, on_load="model",
+        in_force="mamba_sizes", needs=_MAMBA,
+    )  # fmt: skip
+    mamba_num_groups: int = flag(
+        "Mamba layers: groups of heads, each of which writes and reads in one direction", 8,
+        bounds=POSITIVE, on_load="model", in_force="mamba_sizes", needs=_MAMBA,
+    )  # fmt: skip
+    mamba_state_dim: int = flag(
+        "Mamba layers: width of these directions", 128, bounds=POSITIVE, on_load="model",
+        in_force="mamba_sizes", needs=_MAMBA,
+    )  # fmt: skip
+    mamba_conv_kernel_dim: int = flag(
+        "Mamba layers: tokens that the convolution before the state sums up (ours)", 4,
+        bounds=POSITIVE, on_load="model", in_force="mamba_sizes", needs=_MAMBA,
+    )  # fmt: skip

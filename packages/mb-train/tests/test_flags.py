@@ -64,6 +64,16 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--qqq=8"], "Unknown flag --qqq. See --help"),
         (["train"], "Unknown argument train"),
         (["train" * 60], "Unknown argument train.*. See --help"),  # no file may have this name
+        (
+            ["conf/train.yaml"],
+            "Unknown argument conf/train.yaml. A file of settings is given",
+        ),
+        (
+            ["pretrain_gpt.py", "--lr=1"],
+            "Unknown .* -m mb_train stands in place of a script",
+        ),
+        (["model.d_model=8"], "Unknown argument model.d_model=8. Settings are flags here"),
+        (["--block_size=8"], "--block_size cannot be honoured: say --seq-length"),
         (["--bf16", "true"], "Unknown argument true. --bf16 takes no value."),
         (["--bf16=true"], "^--bf16/--no-bf16 takes no value, got 'true'"),
         (["--hidden-size", "big"], "--hidden-size: invalid int value: 'big'"),

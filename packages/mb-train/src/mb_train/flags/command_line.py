@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,6 +40,13 @@ from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
+
+# What launchers of other programs hand over without a flag.
+_WORDS = {
+    r".*\.(yaml|yml|json|toml)": "A file of settings is given to --config, and is TOML.",
+    r".*\.py": "python -m mb_train stands in place of a script.",
+    r"[\w.+/]+=.*": "Settings are flags here: --key value.",
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,9 @@ def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser)
     flag = parser._option_string_actions.get(before)
     if flag is not None and flag.nargs == 0:
         return f" {before} takes no value."
+    for pattern, hint in _WORDS.items():
+        if re.fullmatch(pattern, name):
+            return f" {hint}"
     if not os.path.isdir(name):  # Path.is_dir raises for a word that is too long to be a name
         return ""
     try:

@@ -3,9 +3,9 @@
 The latter are errors with a reason, because a model trained without one would be another one.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
 BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), those of other forks (EPFL's,
-Swiss AI's, LLM-jp's), and what transformers, torchtitan and torchrun call what is called otherwise
-here. Those of the three companies are never translated, because their scripts also rely on defaults
-that are not ours.
+Swiss AI's, LLM-jp's), and what transformers, torchtitan, nanoGPT and torchrun call what is called
+otherwise here. Those of the three companies are never translated, because their scripts also rely
+on defaults that are not ours.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ _REASONS: Mapping[str, str] = {
     "say --num-workers, which are those of all data": "--valid-num-workers",
     "say --untie-embeddings-and-output-weights": "--no-tie-embed-logits",
     "attention and feed-forward stand one behind the other": "--parallel-attn",
-    "say --wandb-project": "--wandb-logger",
+    "say --wandb-project": "--wandb-logger --wandb-log --report-to",
     "leave it out, torchrun starts the ranks": "--use-mpi --fake-process-group",
     "say --exit-duration-in-mins, or send a SIGTERM, which saves": """
         --kill-switch-path --kill-switch-file
@@ -285,7 +285,20 @@ _REASONS: Mapping[str, str] = {
     "say --lr": "--learning-rate --max-lr",
     "say --lr-decay-style": "--lr-scheduler --lr-scheduler-type",
     "say --lr-warmup-fraction, of the decay": "--warmup-ratio",
-    "say --train-iters": "--max-steps --num-train-steps",
+    "say --train-iters": "--max-steps --num-train-steps --max-iters --num-iterations --total-steps",
+    "say --train-iters or --train-samples: a run goes through its data as often as that takes": """
+        --num-train-epochs --num-epochs --epochs
+    """,
+    "say --seq-length": """
+        --block-size --context-length --seq-len --max-seq-len --max-seq-length --sequence-length
+    """,
+    "say --num-layers": "--n-layer --n-layers --num-hidden-layers",
+    "say --micro-batch-size": "--device-batch-size --device-train-microbatch-size",
+    "say --adam-beta1 and --adam-beta2": "--adam-betas --betas",
+    "say --zero-stage": "--fsdp",
+    "mb-train convert makes a run folder of a model from elsewhere, for --load with --finetune": """
+        --model-name-or-path --pretrained-model-name-or-path
+    """,
     "say --clip-grad": "--max-grad-norm --grad-clip --gradient-clipping",
     "say --hidden-dropout and --attention-dropout": """
         --dropout --flash-attn-drop --no-embedding-dropout

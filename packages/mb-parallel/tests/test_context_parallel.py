@@ -250,7 +250,10 @@ def _other_dimensions(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
     other = [_Dims(0, 1, 2), _Dims(0, 1, 2, is_causal=True), _Dims(1, 2, 0, is_causal=True)]
     ours = [_Dims(0, 2, 1, dropout_p=0.5), _Dims(0, 2, 1, is_causal=True, dropout_p=0.5)]
-    parallelize_context(other + ours, mesh)
+    by_head = [_Dims(0, 2, 1, attn_mask=torch.zeros(4, 4, 4)) for _ in range(2)]
+    parallelize_context(other + ours + by_head, mesh)
+    for core, groups in zip(by_head, (8, 2), strict=True):
+        core(torch.ones(2, 2, 8, 4), *[torch.ones(2, 2, groups, 4)] * 2)  # is not in the way
     for heads, groups in ((2, 2), (4, 2), (2, 1), (8, 4)):
         q, kv = torch.ones(2, 2, heads, 4), torch.ones(2, 2, groups, 4)
         for core in other:

@@ -294,6 +294,15 @@ class TestBadInput:
         assert not (tmp_path / "d_index").exists()
 
 
+def test_sentences_that_are_taken_for_documents_are_told_of(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        builder.add_document([1, 2, 3, 4], [2, 2])
+    how = {"seq_length": 2, "num_samples": 1, "seed": 1}
+    with pytest.warns(RuntimeWarning, match="a: its documents are of several sequences"):
+        dataset = GPTDataset(IndexedDataset(tmp_path / "a"), range(2), **how)
+    assert sorted(dataset.doc_idx.tolist()) == [0, 1]
+
+
 def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path):
     """Not an index error, or a fault of the device, somewhere in the model."""
     with IndexedDatasetBuilder(tmp_path / "a", "i4") as builder:

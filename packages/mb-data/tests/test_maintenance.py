@@ -113,6 +113,20 @@ def test_merge_of_a_directory_wants_finished_parts(prefix, tmp_path):
         merge([tmp_path], tmp_path / "two")
 
 
+def test_merge_of_a_directory_with_several_keys(tmp_path):
+    """Titles were joined with texts."""
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name in ("0_text_document", "1_text_document", "0_title_document"):
+        with IndexedDatasetBuilder(parts / name, "u2") as builder:
+            builder.add_document([1, 2])
+    with pytest.raises(ValueError, match=r"0_text_document and .*0_title_document hold several"):
+        merge([parts], tmp_path / "both")
+    for end in (".bin", ".idx"):
+        (parts / f"0_title_document{end}").unlink()
+    assert merge([parts], tmp_path / "both") == 2
+
+
 def test_merge_with_modes(prefix, tmp_path):
     for name, modes in (("m", [0, 1]), ("n", [1, 1])):
         with IndexedDatasetBuilder(tmp_path / name, "u2") as builder:

@@ -357,6 +357,7 @@ def test_a_broken_connection_is_no_damage(tmp_path, monkeypatch, packing, error)
     ("name", "content", "message"),
     [
         ("a.zip", b"PK\x03\x04rest", "a zip archive; unpack it: unzip -p"),
+        ("a.arrow", b"\xff\xff\xff\xff\x70\0\0\0", "Arrow, as save_to_disk .*to_parquet"),
         ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "UTF-16; write it anew: iconv -f UTF-16"),
         ("a.jsonl", "{}".encode("utf-16-le"), "UTF-16LE; write it anew"),
         ("a.jsonl", "{}".encode("utf-16-be"), "UTF-16BE; write it anew"),

@@ -213,6 +213,8 @@ def test_megatrons_hugging_face_tokenizer_begins_documents_as_the_template(
     path = tmp_path / "tokenizer.json"
     post = {"type": "Sequence", "processors": parts}
     path.write_text(json.dumps(tokenizer_json(small_bpe, post_processor=post)))
+    beside = {"bos_token": "<|begin|>", "add_bos_token": around != "<|begin|> A"}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(beside))
     plain = load_tokenizer(path, engine=engine)
     tokenizer = megatron_tokenizer("HuggingFaceTokenizer", tokenizer_model=path, engine=engine)
     ids = tokenizer.encode(UNDISPUTED_TEXTS[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
 
     Raises:
         ValueError: no dataset, one that is not whole, different kinds of them, or a directory with
-            the unfinished work of ``preprocess``.
+            the unfinished work of ``preprocess``, or with what it made of several keys of a text.
     """
     prefixes: list[str] = []
     for item in inputs:
@@ -148,6 +149,7 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
             found = sorted(p.with_suffix("") for p in path.glob("*.idx"))
             # A killed builder may leave whole files under its temporary name.
             whole = [p for p in found if bin_path(p).is_file() and p.suffix != ".partial"]
+            _check_alike(whole)
             prefixes += map(str, whole)
         else:
             prefixes.append(str(path))
@@ -169,6 +171,22 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
         for prefix in prefixes:
             builder.append(prefix)
     return len(prefixes)
+
+
+def _check_alike(prefixes: Sequence[Path]) -> None:
+    """Raise ValueError for several outputs of one run of ``preprocess``: titles are no more texts,
+    and sentences no other ones than those of the documents."""
+    seen: dict[str, Path] = {}
+    for prefix in prefixes:
+        written = re.fullmatch(r"(.+)_[^_]+_(document|sentence)", prefix.name)
+        if written is None:
+            continue
+        other = seen.setdefault(written[1], prefix)
+        if other != prefix:
+            raise ValueError(
+                f"{other} and {prefix} hold several --json-keys of the same text, or its documents "
+                "and its sentences; name the datasets to join; nothing was joined"
+            )
 
 
 def shuffle(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from functools import partial
 from typing import Any, Protocol, Unpack
 
@@ -159,12 +160,19 @@ def check_part(
     """Tokens of each of the documents, ``seq_length`` and ``num_samples`` as ints.
 
     Raises ValueError for what is out of range, for documents without a token, and for sequences
-    that are parts of conversations.
+    that are parts of conversations. Warns of those that are parts of other documents.
     """
     if isinstance(indexed, IndexedDataset) and indexed.modes is not None:
         raise ValueError(
             f"{indexed.prefix}: holds conversations, of whose tokens some are to be learned; take "
             "build_conversation_datasets, or mb-train --sft"
+        )
+    if isinstance(indexed, IndexedDataset) and len(indexed) > indexed.num_documents:
+        warnings.warn(
+            f"{indexed.prefix}: its documents are of several sequences, as --split-sentences makes "
+            "them; each of those is taken for a document, as in Megatron, and shuffled by itself",
+            RuntimeWarning,
+            stacklevel=3,
         )
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:

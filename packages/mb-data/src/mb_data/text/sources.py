@@ -188,6 +188,11 @@ def _refuse_other_formats(path: str, start: bytes) -> None:
             f"{path}: a zip archive; unpack it: unzip -p {shlex.quote(path)} | mb-data ... "
             "--input -"
         )
+    if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):  # a file of it, or a stream
+        raise ValueError(
+            f"{path}: Arrow, as save_to_disk of Hugging Face's datasets writes it; make Parquet of "
+            'it: datasets.load_from_disk(FOLDER).to_parquet("data.parquet")'
+        )
     if encoding := _wide_encoding(start):
         stem, end = os.path.splitext(path)
         here, there = shlex.quote(path), shlex.quote(f"{stem}.utf8{end}")

@@ -302,6 +302,29 @@ def test_every_nth_layer_has_no_positions(every, layers, in_force):
     assert (other.unrotated, transformer_config(other, 64).rope_layers) == (None, None)
 
 
+def test_layers_of_a_list_have_windows_or_positions():
+    said = {"window_size": 3, "window_layers": [0, 0, 1, 1, 0], "rope_layers": [1, 0, 1, 1, 1]}
+    five = RUN | {"num_layers": 5, "position_embedding_type": "rope"}
+    config = TrainConfig(**five | said)
+    assert config.windows == (3, said["window_layers"])
+    assert config.unrotated == said["rope_layers"]
+    made = transformer_config(config, 64)
+    assert made.window_layers == (False, False, True, True, False)
+    assert list(map(made.rotates, range(5))) == [True, False, True, True, True]
+    alike = {"window_size": 3, "window_layers": [1, 0] * 2 + [1], "rope_layers": [1] * 5}
+    every = TrainConfig(**five, window_size=3, window_attn_skip_freq=2)
+    one, other = (c.model_identity(vocab_size=64, tokenizer="")
+                  for c in (TrainConfig(**five | alike), every))  # fmt: skip
+    assert one == other
+    for wrong, why in (
+        ({"window_layers": [1, 0]}, "--window-layers to have a number .* 5, got 2"),
+        ({"rope_layers": [1, 0, 2, 1, 1]}, "--rope-layers 0 or 1, got"),
+        ({"no_rope_freq": 2}, "--rope-layers or --no-rope-freq, got both"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            TrainConfig(**five | said | wrong)
+
+
 def test_a_run_of_before_there_were_gates_is_of_the_same_model():
     def identity(**change):
         config = TrainConfig(**RUN | {"position_embedding_type": "rope"}, **change)

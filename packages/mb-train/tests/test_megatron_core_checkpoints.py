@@ -138,6 +138,13 @@ def change_each(folder, change):
             LLAMA | {"window_size": [3, 0], "window_attn_skip_freq": [1, 1, 1, 0]},
             {},
         ),
+        (
+            LLAMA | {"window_size": 3, "window_layers": [0, 1, 1, 0], "rope_layers": [0, 1, 1, 1]},
+            LLAMA
+            | {"window_size": [3, 0], "window_attn_skip_freq": [0, 1, 1, 0]}
+            | {"no_rope_freq": [1, 0, 0, 0]},
+            {"pp": 2},
+        ),
         (LLAMA | GATES, LLAMA | GATES, {"tp": 2, "pp": 2, "chunks": 2}),
         (
             LLAMA | GATES | {"add_qkv_bias": True},
@@ -211,11 +218,10 @@ def test_the_command_makes_a_run(tmp_path):
         (STATES | {"linear_conv_kernel_dim": 4}, r"missing .*in_proj\.weight\.alpha"),
         ({"head_wise_attn_gate": True}, "its gate that of --attention-output-gate"),
         ({"attention_output_gate": True}, r"attention\.qkv\.weight of .* to be \[128, 32\], got"),
-        (LLAMA | {"no_rope_freq": [1, 0, 0, 0]}, "--no-rope-freq to be no positions in every n-th"),
         (LLAMA | {"no_rope_freq": [0, 1]}, "--no-rope-freq to be of --num-layers 4, got"),
         ({"softmax_type": "learnable"}, r"missing .* layers\.0\..*core_attention\.softmax_off"),
         ({"window_size": (5, 2)}, r"--window-size to be the tokens before .* got \(5, 2\)"),
-        ({"window_size": (5, 0), "window_attn_skip_freq": [0, 1, 1, 0]}, "but every n-th"),
+        ({"window_size": (5, 0), "window_attn_skip_freq": [0, 1]}, "to be of --num-layers 4, got"),
         ({"glu_linear_offset": 1.0}, "with --quick-geglu alone"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type to be"),
         ({"apply_residual_connection_post_layernorm": True}, "some versions of Megatron Core"),

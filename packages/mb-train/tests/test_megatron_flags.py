@@ -89,19 +89,12 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             r"--window-size to be the tokens .* as 127,0, .* got 127,1\. Leave",
         ),
         ("--window-size=-1,0", r"--window-size to be the tokens .* got -1,0\. Leave it out"),
-        (
-            "--window-attn-skip-freq [0,1]*2",
-            r"windows in all layers but every n-th.* got \[0,1\]",
-        ),
-        ("--window-attn-skip-freq [1,2]", r"windows in all layers but every n-th.* got \[1,2\]"),
+        ("--window-attn-skip-freq [1,2]", r"1 for each layer with a window.* got \[1,2\]"),
         (
             "--num-layers 5 --window-attn-skip-freq [1,0]*2",
             r"--window-attn-skip-freq to be of --num-layers 5, got \[1,0\]\*2, which is of 4",
         ),
-        (
-            "--no-rope-freq [1,0]*2",
-            r"--no-rope-freq to be no positions in every n-th .* got \[1,0\]",
-        ),
+        ("--no-rope-freq [1,x]", r"--no-rope-freq to be 1 for each layer without .* got \[1,x\]"),
         (
             "--num-layers 5 --no-rope-freq ([0]*3+[1])*2",
             r"--no-rope-freq to be of --num-layers 5, got .*, which is of 8",
@@ -447,6 +440,9 @@ def test_older_spellings_mean_what_they_meant():
         ("--window-attn-skip-freq ([1]*3+[0])*2+[1]", {"window_attn_skip_freq": 4}),
         ("--window-attn-skip-freq [1]*5", {"window_attn_skip_freq": 6}),
         ("--window-attn-skip-freq [0]*5", {"window_attn_skip_freq": 1}),
+        ("--window-attn-skip-freq [0,1]*2", {"window_layers": [0, 1, 0, 1]}),
+        ("--window-attn-skip-freq 3 --window-attn-skip-freq [0,1]", {"window_layers": [0, 1]}),
+        ("--no-rope-freq=[1,0]*2", {"rope_layers": [0, 1, 0, 1]}),
         ("--window-attn-skip-freq [1,0]*3 --window-attn-skip-freq=3", {"window_attn_skip_freq": 3}),
         ("--attention-output-gate", {"attention_output_gate": True}),
         (

@@ -81,6 +81,11 @@ GRANITE_HYBRID = {
     "shared_intermediate_size": 24, "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8, "mamba_d_state": 10, "mamba_d_conv": 3,
 }  # fmt: skip
+# Layers 1 and 2 have windows, layer 2 has no positions.
+SWA = {
+    "num_hidden_layers": 4, "sliding_window": 5, "layer_rope_theta": [300.0, 300.0, 0.0, 300.0],
+    "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -185,6 +190,29 @@ ALL = {
         },
     ),
     "granitemoehybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite_swa": ("GraniteSWA", {**GRANITE, **SWA}),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        {
+            **GRANITE,
+            **SWA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "flint": (
+        "Flint",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "initializer_range": 0.2,
+        },
+    ),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, GIVEN, OFF, POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, GIVEN, IS_0_OR_1, OFF, POSITIVE, flag
 
 _DELTA = ("experimental_attention_variant",)
 
@@ -113,9 +113,15 @@ class AttentionFields:
         "tokens before its own that a token sees, one less than a window holds; also as Megatron's "
         "pair, 127,0 for 127; default all", bounds=AT_LEAST_0, on_load="said", in_force="windows",
     )  # fmt: skip
+    window_layers: list[int] | None = flag(  # noqa: RUF009, a field like the others
+        "1 for each layer with a window and 0 for each that sees all tokens before, in place of "
+        "--window-attn-skip-freq (ours)", bounds=IS_0_OR_1, on_load="said", in_force="windows",
+        instead_of=("window_attn_skip_freq",), needs=("window_size", GIVEN),
+    )  # fmt: skip
     window_attn_skip_freq: int | None = flag(
         "every n-th layer sees all tokens before; default none does", bounds=POSITIVE,
-        on_load="said", in_force="windows", needs=("window_size", GIVEN),
+        on_load="said", in_force="windows", instead_of=("window_layers",),
+        needs=("window_size", GIVEN),
     )  # fmt: skip
     softmax_type: str = flag(
         "of attention: with a score more in each sum, which has no value and is 0 (off-by-one) or "

@@ -8,6 +8,7 @@ from typing import Any
 from mb_train.config.attention import AttentionFields
 from mb_train.config.field import flag_name, whole
 from mb_train.config.hybrid import HybridFields
+from mb_train.config.layers import told
 from mb_train.config.model import ModelFields
 from mb_train.config.positions import PositionFields
 from mb_train.config.width import WidthFields
@@ -88,12 +89,13 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
         return self.qk_layernorm_epsilon or self.layernorm_epsilon
 
     @property
-    def windows(self) -> tuple[int, int | None] | None:
-        """Of layers with one: its size, and n if every n-th layer has none; None without."""
-        size, every = self.window_size, self.window_attn_skip_freq
-        if size is None or every == 1:
+    def windows(self) -> tuple[int, int | list[int] | None] | None:
+        """Of layers with one: its size, and n if every n-th layer has none, or 1 for each layer
+        with one and 0 for the others, or None if all have it; None without."""
+        near = list(map(self.has_window, range(whole(self.num_layers))))
+        if self.window_size is None or not any(near):
             return None
-        return size, every if every is not None and every <= whole(self.num_layers) else None
+        return self.window_size, None if all(near) else told(near)
 
     @property
     def gates(self) -> bool | None:
@@ -134,16 +136,21 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
     def has_window(self, layer: int) -> bool:
         """Whether a token of layer `layer`, counted from 0, sees those near before it alone."""
         every = self.window_attn_skip_freq
-        return self.window_size is not None and (every is None or (layer + 1) % every != 0)
+        if self.window_size is None or self.window_layers is None:
+            return self.window_size is not None and (every is None or (layer + 1) % every != 0)
+        return self.window_layers[layer] == 1
 
     @property
-    def unrotated(self) -> int | None:
-        """n if every n-th layer has no rotary positions; None if all have them, or have others."""
-        every, rope = self.no_rope_freq, self.position_embedding_type == "rope"
-        return every if rope and every is not None and every <= whole(self.num_layers) else None
+    def unrotated(self) -> int | list[int] | None:
+        """n if every n-th layer has no rotary positions, or 1 for each layer that has them and 0
+        for the others; None if all have them, or have others."""
+        turned = list(map(self.has_rope, range(whole(self.num_layers))))
+        return None if self.position_embedding_type != "rope" or all(turned) else told(turned)
 
     def has_rope(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has rotary positions, if there are any."""
+        if self.rope_layers is not None:
+            return self.rope_layers[layer] == 1
         return self.no_rope_freq is None or (layer + 1) % self.no_rope_freq != 0
 
     @property
@@ -201,6 +208,7 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
 
     def check_model(self) -> None:
         """Raise ValueError for sizes and options that do not go together."""
+        _check_layers(self)
         hidden, heads = whole(self.hidden_size), whole(self.num_attention_heads)
         if self.kv_channels is None and not self.multi_latent_attention and hidden % heads:
             raise ValueError(
@@ -245,6 +253,20 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
             raise ValueError(f"Expected one activation, got {' and '.join(named)}.")
 
 
+def _check_layers(config: Network) -> None:
+    """Raise ValueError for what is said of other layers than there are, or in two ways."""
+    by_layer = {"window_layers": "window_attn_skip_freq", "rope_layers": "no_rope_freq"}
+    for listed, every in by_layer.items():
+        said = getattr(config, listed)
+        if said is not None and len(said) != config.num_layers:
+            raise ValueError(
+                f"Expected {flag_name(listed)} to have a number for each of --num-layers "
+                f"{config.num_layers}, got {len(said)}."
+            )
+        if said is not None and getattr(config, every) is not None:
+            raise ValueError(f"Expected {flag_name(listed)} or {flag_name(every)}, got both.")
+
+
 def _check_latent(config: Network) -> None:
     """Raise ValueError for what has no meaning beside --multi-latent-attention."""
     if not config.multi_latent_attention:
@@ -280,6 +302,7 @@ def _check_latent(config: Network) -> None:
         "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
         "no --attention-output-gate": (not config.attention_output_gate, "both"),
         "no --no-rope-freq": (config.no_rope_freq is None, f"both: {config.no_rope_freq}"),
+        "no --rope-layers": (config.rope_layers is None, "both"),
     }
     for wanted, (fits, found) in settings.items():
         if not fits:
@@ -380,6 +403,7 @@ def _check_two_stacks(config: Network) -> None:
     settings = {
         "--attention-output-gate": config.attention_output_gate,
         f"--no-rope-freq {config.no_rope_freq}": config.no_rope_freq is not None,
+        "--rope-layers": config.rope_layers is not None,
     }
     for words in (words for words, given in settings.items() if given and config.model == "t5"):
         raise ValueError(

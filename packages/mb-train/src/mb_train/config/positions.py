@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, GIVEN, NOT_1, POSITIVE, SHARE, flag
+from mb_train.config.field import AT_LEAST_0, GIVEN, IS_0_OR_1, NOT_1, POSITIVE, SHARE, flag
 
 _YARN = ("rotary_scaling_factor", NOT_1)
 
@@ -35,9 +35,15 @@ class PositionFields:
         "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said",
         needs=("position_embedding_type", "rope"),
     )  # fmt: skip
+    rope_layers: list[int] | None = flag(  # noqa: RUF009, a field like the others
+        "1 for each layer with positions and 0 for each without, in place of --no-rope-freq (ours)",
+        bounds=IS_0_OR_1, on_load="said", in_force="unrotated", instead_of=("no_rope_freq",),
+        needs=("position_embedding_type", "rope"),
+    )  # fmt: skip
     no_rope_freq: int | None = flag(
         "every n-th layer has no positions; default all have them", bounds=POSITIVE,
-        on_load="said", in_force="unrotated", needs=("position_embedding_type", "rope"),
+        on_load="said", in_force="unrotated", instead_of=("rope_layers",),
+        needs=("position_embedding_type", "rope"),
     )  # fmt: skip
     rotary_seq_len_interpolation_factor: float | None = flag(
         "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,

@@ -1,8 +1,11 @@
 """Flags of Megatron Core that say something of each layer, as numbers that have flags here.
 
+Windows and positions of other layers than every n-th are lists here too, of flags of their own.
+
 --moe-layer-freq ([0]*3+[1]*24)     --moe-layer-freq=1 --moe-first-k-dense=3
 --window-attn-skip-freq [1,1,0]*4   --window-attn-skip-freq=3
 --no-rope-freq ([0]*3+[1])*4        --no-rope-freq=4
+--no-rope-freq [1,1,0]              --rope-layers 0 0 1
 --linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
 """
@@ -13,14 +16,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from mb_train.config.layers import every_nth_full
+
 
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The command line with numbers for what Megatron Core also takes as a list or a pair.
 
     Raises:
-        ValueError: experts in other layers than every n-th behind dense ones; windows or states in
-            others than all but every n-th; no positions in others than every n-th; a list of other
-            layers than `--num-layers`; a window that reaches behind a token.
+        ValueError: experts in other layers than every n-th behind dense ones; states in others than
+            all but every n-th; lists of something else, or of other layers than `--num-layers`; a
+            window that reaches behind a token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):
@@ -30,10 +35,10 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         if not equals and place + 1 < len(found):
             value = found[place + 1]
         mark, numbers = _NUMBERS[name]
-        if mark in value:
-            # One that a later one replaces says nothing, of no layer.
-            said = [] if name in replaced else numbers(value, words)
-            found[place : place + (1 if equals else 2)] = said
+        if name in replaced:  # by a later one: it says nothing, of no layer
+            found[place : place + (1 if equals else 2)] = []
+        elif mark in value:
+            found[place : place + (1 if equals else 2)] = numbers(value, words)
         replaced.add(name)
     return found
 
@@ -54,40 +59,43 @@ def _experts(text: str, words: Sequence[str]) -> list[str]:
 
 
 def _all_but_every_nth(
-    flag: str, what: str, example: str, text: str, words: Sequence[str], *, of_the_nth: bool = False
+    flag: str,
+    what: str,
+    example: str,
+    text: str,
+    words: Sequence[str],
+    *,
+    of_the_nth: bool = False,
+    listed: str | None = None,
 ) -> list[str]:
-    """A flag of layers that have something, all but every n-th, or of these that have it alone."""
+    """A flag of layers that have something, all but every n-th, or of these that have it alone.
+
+    Args:
+        listed: our flag for other patterns, if there is one.
+    """
     layers = _layers(text)
-    every = every_nth_full([bool(has) != of_the_nth for has in layers])
-    if not layers or every is None:
+    has = [bool(layer) != of_the_nth for layer in layers]
+    every = every_nth_full(has)
+    if not layers or (every is None and listed is None):
         raise ValueError(f"Expected {flag} to be {what}, as {example}, got {text}.")
     _check_number(flag, text, layers, words)
+    if every is None and listed is not None:
+        return [listed, *(str(int(one)) for one in has)]
     return [f"{flag}={every}"]
 
 
 _windows = partial(
-    _all_but_every_nth, "--window-attn-skip-freq", "windows in all layers but every n-th",
-    "[1,1,0]*4",
+    _all_but_every_nth, "--window-attn-skip-freq", "1 for each layer with a window", "[1,1,0]*4",
+    listed="--window-layers",
 )  # fmt: skip
 _states = partial(
     _all_but_every_nth, "--linear-attention-freq", "states in all layers but every n-th",
     "[1,1,0]*4",
 )  # fmt: skip
 _without_positions = partial(
-    _all_but_every_nth, "--no-rope-freq", "no positions in every n-th layer", "([0]*3+[1])*4",
-    of_the_nth=True,
+    _all_but_every_nth, "--no-rope-freq", "1 for each layer without positions", "([0]*3+[1])*4",
+    of_the_nth=True, listed="--rope-layers",
 )  # fmt: skip
-
-
-def every_nth_full(windows: Sequence[bool]) -> int | None:
-    """n if all layers have a window but every n-th; None for other patterns.
-
-    Of layers that all have one it is more than they are.
-    """
-    layers = len(windows)
-    every = list(windows).index(False) + 1 if False in windows else layers + 1
-    fits = all(near == ((layer + 1) % every != 0) for layer, near in enumerate(windows))
-    return every if fits else None
 
 
 def _window(text: str, _: Sequence[str]) -> list[str]:

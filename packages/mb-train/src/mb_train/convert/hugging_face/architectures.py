@@ -110,7 +110,7 @@ def _nearest(config: TrainConfig) -> str:
     if config.model == "t5":
         return "t5"
     if config.softmax_type == "learnable":
-        return "gpt_oss"
+        return _nearest_with_sinks(config)
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
     if config.multi_latent_attention:
         if by_bias or config.moe_num_experts is None:
@@ -157,6 +157,14 @@ def _nearest(config: TrainConfig) -> str:
         some = config.windows is not None and config.windows[1] is not None
         return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
+
+
+def _nearest_with_sinks(config: TrainConfig) -> str:
+    if config.qk_layernorm:
+        return "flint"
+    if config.multipliers is None and config.scale_of_scores is None:
+        return "gpt_oss"
+    return "granite_swa" if config.moe_num_experts is None else "granitemoe_swa"
 
 
 def _nearest_olmo(config: TrainConfig) -> str:
@@ -234,13 +242,16 @@ def _written_stacked(found: Architecture) -> Architecture:
     return replace(found, back=lambda *of: reversed_rules(stacked(*of)))
 
 
+def _named_too(found: Architecture, names: Mapping[str, str]) -> Architecture:
+    """The same whose tensors may have other names, too."""
+    return replace(found, renamed={**found.renamed, **names})
+
+
 def _granite_moe(kind: str, name: str, *of: Any) -> Architecture:
-    found = _llama_like(kind, name, *of, aliases=granite.ALIASES)
     return replace(
-        found,
+        _named_too(_llama_like(kind, name, *of, aliases=granite.ALIASES), granite.RENAMED),
         rules=lambda _, c: decoder_rules(c, granite.expert_rules),
         stacked=lambda _, c: decoder_rules(c, partial(granite.expert_rules, today=True)),
-        renamed={**found.renamed, **granite.RENAMED},
     )
 
 
@@ -415,6 +426,24 @@ ARCHITECTURES = {
             granite.granite_moe_shared_config,
         ),
         _granite_hybrid(),
+        _llama_like(
+            "granite_swa", "GraniteSWAForCausalLM", granite.swa_fields, granite.swa_config
+        ),
+        _written_stacked(
+            _granite_moe(
+                "granitemoe_swa", "GraniteMoeSWAForCausalLM", granite.moe_swa_fields,
+                granite.moe_swa_config,
+            )
+        ),
+        replace(
+            _named_too(
+                _llama_like(
+                    "flint", "FlintForCausalLM", unrotated.flint_fields, unrotated.flint_config
+                ),
+                unrotated.FLINT_RENAMED,
+            ),
+            back=lambda _, c: unrotated.flint_back(c, partial(expert_rules, experts.LLAMA)),
+        ),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
             qwen_next.qwen3_next_config, beside={r"model\.mtp\..*": GUESSES},

@@ -9,13 +9,21 @@ from typing import Any
 from mb_layers import MoEConfig
 from mb_layers.state_dicts import Rule
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
+from mb_train.config.layers import told
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.llama import (
     experts_of,
     llama_config,
     llama_fields,
     loss_coefficient,
+)
+from mb_train.convert.hugging_face.windows import (
+    LAYER_TYPES,
+    by_type,
+    layer_types,
+    said_of_layers,
+    window_fields,
 )
 
 _DEFAULTS: dict[str, Any] = {
@@ -24,12 +32,26 @@ _DEFAULTS: dict[str, Any] = {
     "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
     "logits_scaling": 1.0,
 }  # fmt: skip
+_WINDOW = 128
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
 # What each class has for a setting that a file leaves out, sizes of the model apart.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": _DEFAULTS,
     "granitemoe": {**_DEFAULTS, **_EXPERTS},
     "granitemoeshared": {**_DEFAULTS, **_EXPERTS, "shared_intermediate_size": 0},
+    "granite_swa": {
+        **_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "sliding_window": _WINDOW,
+    },
+    "granitemoe_swa": {
+        **_DEFAULTS,
+        **_EXPERTS,
+        "shared_intermediate_size": 0,
+        "sliding_window": _WINDOW,
+    },
 }
 ALIASES = {"num_experts": "num_local_experts"}
 # Theirs of a layer's experts and router, in files and within transformers 5's model.
@@ -65,6 +87,57 @@ def granite_moe_shared_fields(config: Json) -> dict[str, Any]:
     """The same with an expert that all tokens visit, if it has a width."""
     shared = config["shared_intermediate_size"] or None
     return granite_moe_fields(config) | {"moe_shared_expert_intermediate_size": shared}
+
+
+def swa_fields(config: Json) -> dict[str, Any]:
+    """The dense one with sinks, and windows in all layers but each fourth, the first of them, or as
+    said; layers of a base of 0 have no positions.
+
+    Raises:
+        ValueError: other bases that are not alike.
+    """
+    layers, bases = range(config["num_hidden_layers"]), config.get("layer_rope_theta")
+    fields = granite_fields(config)
+    near = by_type(config, told([layer % 4 != 0 for layer in layers]))
+    base = fields["rotary_base"]
+    bases = [base] * len(layers) if bases is None else bases
+    if len(bases) != len(layers) or len({*bases} - {0}) > 1:
+        raise ValueError(
+            "Expected layer_rope_theta of config.json to be one number or 0 for each of "
+            f"{len(layers)} layers, got {bases}: this model has something that ours have not."
+        )
+    turned = told([base != 0 for base in bases])
+    return (
+        fields
+        | window_fields(config, near)
+        | said_of_layers(config, turned, "no_rope_freq", "rope_layers")
+        | {"rotary_base": float(max(bases)) or base, "softmax_type": "learnable"}
+    )
+
+
+def moe_swa_fields(config: Json) -> dict[str, Any]:
+    """The same with the experts of `granite_moe_shared_fields`."""
+    return granite_moe_shared_fields(config) | swa_fields(config)
+
+
+def swa_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    return granite_config(config) | _swa(config)
+
+
+def moe_swa_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    return granite_moe_shared_config(config) | _swa(config)
+
+
+def _swa(config: TrainConfig) -> dict[str, Any]:
+    layers = range(whole(config.num_layers))
+    # Their class wants a window though no layer has it.
+    window = {} if config.windows else {"sliding_window": _WINDOW}
+    return window | {
+        LAYER_TYPES: layer_types(config),
+        "layer_rope_theta": [config.rotary_base if config.has_rope(n) else 0.0 for n in layers],
+    }
 
 
 def granite_config(config: TrainConfig) -> dict[str, Any]:

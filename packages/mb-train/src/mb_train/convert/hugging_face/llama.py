@@ -7,6 +7,7 @@ keys, by windows, and by their experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from mb_train.config import TrainConfig
@@ -15,6 +16,7 @@ from mb_train.convert.hugging_face.windows import (
     FULL,
     LAYER_TYPES,
     NEAR,
+    Layers,
     all_layers,
     by_type,
     fitting,
@@ -111,22 +113,17 @@ def ropes_by_kind(config: Json, far: Json, near: Json) -> tuple[Json, Json]:
     return far, near
 
 
-def local_fields(config: Json, every: int | None, far: Json, near: Json) -> dict[str, Any]:
-    """Windows, see `window_fields`, of layers that turn otherwise than the others, if they do.
+def local_fields(config: Json, default: Layers, far: Json, near: Json) -> dict[str, Any]:
+    """Windows, see `by_type`, of layers that turn otherwise than the others, if they do.
 
     Raises:
-        ValueError: rotations with a window that are slowed, or in a pattern of layers without flag.
+        ValueError: rotations with a window that are slowed.
     """
-    fields = window_fields(config, every)
-    if far == near or every == 1:
+    layers = by_type(config, default)
+    fields = window_fields(config, layers)
+    if far == near or layers == 1:
         return fields
     refuse(near, rope_type=("default", None), partial_rotary_factor=(1.0, None))
-    if every is None:
-        raise ValueError(
-            f"Expected {LAYER_TYPES} of config.json to be {NEAR} for all layers or all but every "
-            f"n-th, which turn otherwise, got {config.get(LAYER_TYPES)}: this model has something "
-            "that ours have not."
-        )
     return fields | {"rotary_base_local": float(near["rope_theta"])}
 
 
@@ -369,17 +366,27 @@ def qwen_experts(config: Json, count: str) -> dict[str, Any]:
     Raises:
         ValueError: dense layers elsewhere.
     """
+    return experts_of(config, count) | {
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_first_k_dense": dense_by_number(config, ()),
+        "moe_renormalize": config["norm_topk_prob"],
+    }
+
+
+def dense_by_number(config: Json, default: Collection[int]) -> int:
+    """How many dense layers come first; `default` where the file does not say which they are.
+
+    Raises:
+        ValueError: dense layers elsewhere.
+    """
     refuse(config, decoder_sparse_step=(1,))
-    dense = sorted(set(config.get("mlp_only_layers") or ()))
+    said = config.get("mlp_only_layers")
+    dense = sorted(set(default if said is None else said))
     if dense != list(range(len(dense))):
         raise ValueError(
             f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
         )
-    return experts_of(config, count) | {
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_first_k_dense": len(dense),
-        "moe_renormalize": config["norm_topk_prob"],
-    }
+    return len(dense)
 
 
 def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:

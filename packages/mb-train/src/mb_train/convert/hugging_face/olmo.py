@@ -19,7 +19,6 @@ from mb_train.convert.hugging_face.llama import (
     olmoe_fields,
     ropes_by_kind,
 )
-from mb_train.convert.hugging_face.windows import by_type
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
@@ -53,7 +52,7 @@ def olmo3_fields(config: Json) -> dict[str, Any]:
     far = {**far, **(config.get("rope_scaling") or {})}
     return (
         llama_fields(config, far)
-        | local_fields(config, by_type(config, 4), far, near)
+        | local_fields(config, 4, far, near)
         | _OUTPUT
         | {"qk_layernorm_over": "width"}
     )

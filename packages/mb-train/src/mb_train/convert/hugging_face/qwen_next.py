@@ -19,6 +19,7 @@ from mb_layers.state_dicts import Rule
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
+from mb_train.config.layers import every_nth_full
 from mb_train.convert.grouped_rows import by_group, from_groups
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import attention_rules, decoder_rules
@@ -31,7 +32,6 @@ from mb_train.convert.hugging_face.llama import (
     qwen_experts,
 )
 from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES
-from mb_train.flags.layer_patterns import every_nth_full
 from mb_train.models.config import TransformerConfig
 
 _STATE = "linear_attention"

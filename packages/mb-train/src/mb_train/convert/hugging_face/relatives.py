@@ -38,7 +38,7 @@ from mb_train.convert.hugging_face.llama import (
     ropes_by_kind,
     wholly_turned,
 )
-from mb_train.convert.hugging_face.windows import by_number, by_type, window_fields
+from mb_train.convert.hugging_face.windows import by_number, window_fields
 from mb_train.models.config import TransformerConfig
 
 _DEFAULTS: dict[str, Any] = {
@@ -242,7 +242,7 @@ def mellum_fields(config: Json) -> dict[str, Any]:
     }
     return (
         llama_fields(config, far)
-        | local_fields(config, by_type(config, 1), far, near)
+        | local_fields(config, 1, far, near)
         | ({} if dense >= config["num_hidden_layers"] else experts)
         | _BY_HEAD
     )

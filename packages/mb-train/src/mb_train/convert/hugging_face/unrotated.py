@@ -6,24 +6,36 @@ those that see all tokens do not. AFMoE's attention has a gate; its embeddings m
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
+from mb_layers.state_dicts import Rule, reversed_rules
+
 from mb_train.config import TrainConfig, whole
+from mb_train.config.layers import told
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.deepseek import v3_experts
-from mb_train.convert.hugging_face.llama import llama_config, llama_fields
+from mb_train.convert.hugging_face.experts import ExpertRules
+from mb_train.convert.hugging_face.llama import (
+    dense_by_number,
+    experts_of,
+    llama_config,
+    llama_fields,
+    qwen2_moe_config,
+)
 from mb_train.convert.hugging_face.relatives import dense_by_kind
 from mb_train.convert.hugging_face.windows import (
     LAYER_TYPES,
-    all_layers,
+    Layers,
     by_type,
     layer_types,
+    said_of_layers,
     window_fields,
     windows_if_used,
 )
-from mb_train.flags.layer_patterns import every_nth_full
+from mb_train.models.config import TransformerConfig
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
@@ -34,6 +46,9 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }  # fmt: skip
 _WINDOW = 4096
+_FLINT_WINDOW, _INTERVAL = 513, 4
+_SINKS, _OFFSET = ".self_attn.sinks", ".self_attn.softmax_offset"
+FLINT_RENAMED = {rf"{re.escape(_OFFSET)}$": _SINKS}
 _EXAONE = {
     **_DEFAULTS, "num_key_value_heads": 32, "sliding_window": _WINDOW, "sliding_window_pattern": 4,
 }  # fmt: skip
@@ -41,13 +56,19 @@ _EXAONE = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {
         **_DEFAULTS, "rope_theta": 2_000_000.0, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
-        "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4,
+        "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": _INTERVAL,
         "tie_word_embeddings": True,
     },
     "exaone4": _EXAONE,
     "exaone_moe": {
         **_EXAONE, **_EXPERTS, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
         "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    },
+    "flint": {
+        **_DEFAULTS, "rms_norm_eps": 1e-6, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 1024, "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0005, "decoder_sparse_step": 1, "sliding_window": _FLINT_WINDOW,
     },
     "afmoe": {
         **_DEFAULTS, **_EXPERTS, "head_dim": 128, "num_experts_per_tok": 6, "n_shared_experts": 2,
@@ -64,24 +85,23 @@ _BY_HEAD = {"qk_layernorm": True, "qk_layernorm_over": "head"}
 
 
 def smollm3_fields(config: Json) -> dict[str, Any]:
-    """Llama's, of which every n-th layer has no positions.
+    """Llama's, of which some layers have no positions, every n-th if the file does not say which.
 
     Raises:
-        ValueError: others have none.
+        ValueError: it says so of less layers than there are.
     """
-    layers, turned = config["num_hidden_layers"], config.get("no_rope_layers")
-    every = config["no_rope_layer_interval"]
-    if turned is not None:
-        every = every_nth_full(list(map(bool, turned[:layers])))
-        if every is None or len(turned) < layers:
+    layers, said = config["num_hidden_layers"], config.get("no_rope_layers")
+    turned: Layers = config["no_rope_layer_interval"]
+    if said is not None:
+        turned = told(list(map(bool, said[:layers])))
+        if len(said) < layers:
             raise ValueError(
-                "Expected no_rope_layers of config.json to be 1 for each of "
-                f"{layers} layers, and 0 for every n-th, got {turned}: this model has something "
-                "that ours have not."
+                "Expected no_rope_layers of config.json to be 1 or 0 for each of "
+                f"{layers} layers, got {said}."
             )
     # If the file does not say which layers have a window, only those without positions have.
     windows = windows_if_used(config, by_type(config, None))
-    return llama_fields(config) | windows | {"no_rope_freq": None if every > layers else every}
+    return llama_fields(config) | windows | _turned(config, turned)
 
 
 def smollm3_config(config: TrainConfig) -> dict[str, Any]:
@@ -90,7 +110,7 @@ def smollm3_config(config: TrainConfig) -> dict[str, Any]:
     return llama_config(config) | {
         LAYER_TYPES: layer_types(config),
         "no_rope_layers": [int(config.has_rope(layer)) for layer in layers],
-        "no_rope_layer_interval": config.no_rope_freq,
+        "no_rope_layer_interval": config.no_rope_freq or _INTERVAL,
     }
 
 
@@ -150,7 +170,7 @@ def afmoe_fields(config: Json) -> dict[str, Any]:
     every = by_type(config, config["global_attn_every_n_layers"])
     return (
         llama_fields(config)
-        | _windows_alone_turned(config, every)
+        | windows_alone_turned(config, every)
         | v3_experts(config, config["num_dense_layers"])
         | _BY_HEAD
         | {
@@ -180,29 +200,76 @@ def afmoe_config(config: TrainConfig) -> dict[str, Any]:
     )
 
 
+def flint_fields(config: Json) -> dict[str, Any]:
+    """Norms of heads, sinks, and Qwen's experts scored by sigmoids, beside one that all visit."""
+    layers = config["num_hidden_layers"]
+    full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
+    near = by_type(config, told([not sees_all for sees_all in full]))
+    dense = dense_by_number(config, range(2))
+    experts = experts_of(config, "num_experts") | {
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_first_k_dense": dense,
+        "moe_renormalize": config["norm_topk_prob"],
+        "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+    }
+    return (
+        llama_fields(config)
+        | windows_alone_turned(config, near)
+        | ({} if dense >= layers else experts)
+        | _BY_HEAD
+        | {"softmax_type": "learnable"}
+    )
+
+
+def flint_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    # Their class wants a window though no layer has it.
+    window = {} if config.windows else {"sliding_window": _FLINT_WINDOW}
+    return (
+        qwen2_moe_config(config)
+        | window
+        | {
+            LAYER_TYPES: layer_types(config),
+            "mlp_only_layers": list(range(_dense_layers(config))),
+        }
+    )
+
+
+def flint_back(config: TransformerConfig, experts: ExpertRules) -> list[Rule]:
+    """From our tensors to its files', which have a name of their own for sinks."""
+    return [
+        rule._replace(target=rule.target.replace(_SINKS, _OFFSET))
+        for rule in reversed_rules(decoder_rules(config, experts))
+    ]
+
+
 def _exaone_windows(config: Json) -> dict[str, Any]:
     """Their classes have positions in all layers if there is no window at all."""
     pattern = config["sliding_window_pattern"]
     every = by_type(config, pattern if isinstance(pattern, int) else None)
     if config["sliding_window"] is None:
         return window_fields(config, every)
-    return _windows_alone_turned(config, every)
+    return windows_alone_turned(config, every)
 
 
-def _windows_alone_turned(config: Json, every: int | None) -> dict[str, Any]:
-    """Fields of a model with positions where there are windows: in all layers but every n-th.
+def windows_alone_turned(config: Json, near: Layers | None) -> dict[str, Any]:
+    """Fields of a model with positions where there are windows, and nowhere else.
 
     Raises:
-        ValueError: in others, or windows of no size.
+        ValueError: nobody knows where, or windows of no size.
     """
-    if every is None or config["sliding_window"] is None:
+    if near is None or config["sliding_window"] is None:
         raise ValueError(
-            "Expected sliding_window of config.json to be of all layers or of all but every n-th, "
-            f"got {config['sliding_window']} in others: their class has no positions in layers "
-            "without, and this model has something that ours have not."
+            f"Expected sliding_window of config.json, and {LAYER_TYPES} with it, got "
+            f"{config['sliding_window']} and {config.get(LAYER_TYPES)}: their class has no "
+            "positions in layers without, and this model has something that ours have not."
         )
-    unrotated = None if every >= all_layers(config) else every
-    return window_fields(config, every) | {"no_rope_freq": unrotated}
+    return window_fields(config, near) | _turned(config, near)
+
+
+def _turned(config: Json, layers: Layers) -> dict[str, Any]:
+    return said_of_layers(config, layers, "no_rope_freq", "rope_layers")
 
 
 def _window_if_unrotated(config: TrainConfig) -> dict[str, Any]:

@@ -5,11 +5,11 @@ Theirs of W tokens holds a token's own: W - 1 before it are seen.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from mb_train.config import TrainConfig, whole
+from mb_train.config.layers import told
 from mb_train.convert.hugging_face.config_json import Json
-from mb_train.flags.layer_patterns import every_nth_full
 
 NEAR, FULL = "sliding_attention", "full_attention"
 LAYER_TYPES = "layer_types"
@@ -24,23 +24,34 @@ def fitting(config: Json) -> int:
     return positions if window is None else min(positions, window)
 
 
-def window_fields(config: Json, every: int | None) -> dict[str, Any]:
+Layers: TypeAlias = int | list[int]
+
+
+def window_fields(config: Json, near: Layers | None) -> dict[str, Any]:
     """Fields of a model whose class heeds `sliding_window`.
 
     Args:
-        every: n if all layers but every n-th have the window, see `all_layers`; None for a pattern
-            that no flag of ours describes: then none has it here, and texts have to fit.
+        near: n if all layers but every n-th have the window, see `all_layers`, or 1 for each that
+            has it and 0 for the others; None where nobody knows: then none has it here, and texts
+            have to fit.
     """
     window, positions = config.get("sliding_window"), config["max_position_embeddings"]
-    if window is None or every == 1:
+    if window is None or near == 1:
         return {"max_position_embeddings": positions}
-    if every is None:
+    if near is None:
         return {"max_position_embeddings": fitting(config)}
     return {
         "max_position_embeddings": positions,
         "window_size": window - 1,
-        "window_attn_skip_freq": None if every >= all_layers(config) else every,
+        **said_of_layers(config, near, "window_attn_skip_freq", "window_layers"),
     }
+
+
+def said_of_layers(config: Json, has: Layers, every: str, listed: str) -> dict[str, Any]:
+    """What layers have, as one of two fields, of every n-th that lacks it or of each."""
+    if isinstance(has, list):
+        return {every: None, listed: has}
+    return {every: None if has >= all_layers(config) else has, listed: None}
 
 
 def all_layers(config: Json) -> int:
@@ -48,8 +59,8 @@ def all_layers(config: Json) -> int:
     return config["num_hidden_layers"] + 1
 
 
-def by_type(config: Json, default: int | None) -> int | None:
-    """n, or None, as `layer_types` says; `default` where the file leaves that to the class.
+def by_type(config: Json, default: Layers | None) -> Layers | None:
+    """As `layer_types` says; `default` where the file leaves that to the class.
 
     Raises:
         ValueError: other types, or of other layers.
@@ -63,16 +74,13 @@ def by_type(config: Json, default: int | None) -> int | None:
             f"Expected {LAYER_TYPES} of config.json to be {NEAR} or {FULL} for each of {layers} "
             f"layers, got {types}: this model has something that ours have not."
         )
-    return every_nth_full([kind == NEAR for kind in types])
+    return told([kind == NEAR for kind in types])
 
 
-def by_number(config: Json) -> int | None:
+def by_number(config: Json) -> Layers | None:
     """The same in layers from a number on, unless the file says in which."""
-    first = config["max_window_layers"]
-    every = all_layers(config) if first <= 0 else None
-    if first >= config["num_hidden_layers"]:
-        every = 1
-    return by_type(config, every)
+    layers, first = config["num_hidden_layers"], config["max_window_layers"]
+    return by_type(config, told([layer >= first for layer in range(layers)]))
 
 
 def qwen_windows(config: Json) -> dict[str, Any]:
@@ -80,9 +88,9 @@ def qwen_windows(config: Json) -> dict[str, Any]:
     return windows_if_used(config, by_number(config))
 
 
-def windows_if_used(config: Json, every: int | None) -> dict[str, Any]:
+def windows_if_used(config: Json, near: Layers | None) -> dict[str, Any]:
     """With Qwen's switch, which other classes pass over."""
-    return window_fields(config, every if config["use_sliding_window"] else 1)
+    return window_fields(config, near if config["use_sliding_window"] else 1)
 
 
 def window_config(config: TrainConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ are translated as on a command line (`flags.translated`).
 from __future__ import annotations
 
 import dataclasses
+import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -137,13 +138,17 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
         )
 
 
-def _of_layers(given: Mapping[str, Any]) -> dict[str, int]:
+def _of_layers(given: Mapping[str, Any]) -> dict[str, int | list[int] | None]:
     """What is said of each layer by a list, or of a window by a pair."""
     layers = ["--num-layers", str(given["num_layers"])]
     by_layer = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"
+    said: dict[str, int | list[int] | None] = {}
     for name in (*by_layer, "window_size"):
         if isinstance(given.get(name), (list, tuple)):
+            said[name] = None  # unless it is a number, too
             layers += [flag_name(name), str(given[name])]
     _, _, *words = spelled_out(layers)
-    pairs = (word.split("=") for word in words)
-    return {_argument(flag): int(value) for flag, value in pairs}
+    for flag, numbers in re.findall(r"--([a-z-]+)[= ]([\d ]+)", " ".join(words)):
+        each = list(map(int, numbers.split()))
+        said[_argument(flag)] = each if f"--{flag}" in words else each[0]
+    return said

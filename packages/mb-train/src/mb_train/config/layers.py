@@ -1,0 +1,22 @@
+"""Which layers are otherwise than the rest: every n-th of them, or those of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def every_nth_full(windows: Sequence[bool]) -> int | None:
+    """n if all layers have a window but every n-th; None for other patterns.
+
+    Of layers that all have one it is more than they are.
+    """
+    layers = len(windows)
+    every = list(windows).index(False) + 1 if False in windows else layers + 1
+    fits = all(near == ((layer + 1) % every != 0) for layer, near in enumerate(windows))
+    return every if fits else None
+
+
+def told(has: Sequence[bool]) -> int | list[int]:
+    """The same, or for other patterns 1 for each layer that has something and 0 for the others."""
+    every = every_nth_full(has)
+    return list(map(int, has)) if every is None else every

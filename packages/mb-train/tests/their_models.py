@@ -65,6 +65,12 @@ GRANITE_HYBRID = {
     "shared_intermediate_size": 24, "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8, "mamba_d_state": 10, "mamba_d_conv": 3,
 }  # fmt: skip
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 10,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 10,
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24,
+    "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "pad_token_id": None,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -129,6 +135,7 @@ ALL = {
         },
     ),
     "granitemoehybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.
@@ -158,6 +165,8 @@ def theirs(kind, **also):
     torch.manual_seed(0)
     name, settings = ALL[kind]
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
+    if kind == "nemotron_h":  # whose layers count themselves
+        sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
     config = transformers.CONFIG_MAPPING[kind](**sizes | settings | also)
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)

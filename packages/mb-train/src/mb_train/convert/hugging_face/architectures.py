@@ -28,6 +28,7 @@ from mb_train.convert.hugging_face import (
     granite,
     granite_hybrid,
     llama,
+    nemotron_h,
     olmo,
     phi3,
     qwen_next,
@@ -103,7 +104,7 @@ def _nearest(config: TrainConfig) -> str:
     if config.multi_latent_attention:
         return "deepseek_v3" if by_bias or config.moe_num_experts is None else "deepseek_v2"
     if config.hybrid_layer_pattern is not None:
-        return "granitemoehybrid"
+        return "granitemoehybrid" if config.is_glu else "nemotron_h"
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.attention_output_gate:
@@ -164,17 +165,24 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     groups = (Network,) if config.moe_num_experts is None else (Network, MoEFields)
     settings = (f for group in groups for f in fields(group) if not spec(f).in_training)
     flags = {spec(f).in_force or f.name: f.name for f in settings}
-    if all(map(config.has_experts, range(whole(config.num_layers)))):
-        del flags["ffn_size"]  # of dense layers, of which there are none
+    if not _has_dense(config):
+        del flags["ffn_size"]  # of dense feed-forwards
     return {
         flag_name(flag): getattr(config, name) for name, flag in flags.items() if name not in _ROWS
     }
 
 
+def _has_dense(config: TrainConfig) -> bool:
+    """Whether any layer has a feed-forward without experts."""
+    if config.hybrid_layer_pattern is not None:
+        return "-" in config.hybrid_layer_pattern
+    return not all(map(config.has_experts, range(whole(config.num_layers))))
+
+
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
     **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
-    **granite_hybrid.DEFAULTS,
+    **granite_hybrid.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -376,6 +384,14 @@ ARCHITECTURES = {
             granite.granite_moe_shared_config,
         ),
         _granite_hybrid(),
+        Architecture(
+            "nemotron_h", "NemotronHForCausalLM", nemotron_h.nemotron_h_fields,
+            nemotron_h.nemotron_h_config, lambda _, c: nemotron_h.nemotron_h_rules(c),
+            stacked=lambda _, c: nemotron_h.nemotron_h_rules(c, today=True),
+            back=nemotron_h.nemotron_h_back, shared=True,
+            defaults=_DEFAULTS["nemotron_h"], aliases=nemotron_h.ALIASES,
+            renamed={r"^backbone\.": "model."}, guessing=r"mtp\..*",
+        ),
         _llama_like(
             "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
             qwen_next.qwen3_next_config, guessing=r"model\.mtp\..*",

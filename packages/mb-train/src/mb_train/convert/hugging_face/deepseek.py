@@ -105,7 +105,7 @@ def deepseek_v3_config(config: TrainConfig) -> dict[str, Any]:
 
 def deepseek_v2_fields(config: Json) -> dict[str, Any]:
     """Of V2, whose class passes over norm_topk_prob, while the code beside its files does not."""
-    methods = {"greedy": {}, "group_limited_greedy": _group_fields(config, score_top=1)}
+    methods = {"greedy": {}, "group_limited_greedy": group_fields(config, score_top=1)}
     refuse(config, scoring_func=("softmax",), topk_method=tuple(methods), moe_layer_freq=(1,),
            norm_topk_prob=(False, None))  # fmt: skip
     dense = config["first_k_dense_replace"]
@@ -195,7 +195,7 @@ def v3_experts(config: Json, dense: int) -> dict[str, Any]:
         moe_router_score_function="sigmoid",
         moe_renormalize=config["norm_topk_prob"],
         moe_router_enable_expert_bias=True,
-        **_group_fields(config, score_top=2),
+        **group_fields(config, score_top=2),
     )
 
 
@@ -216,7 +216,8 @@ def _expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
     }
 
 
-def _group_fields(config: Json, score_top: int) -> dict[str, Any]:
+def group_fields(config: Json, score_top: int) -> dict[str, Any]:
+    """Of experts in groups, each scored by so many of its best; none of one group."""
     groups, chosen = config["n_group"] or 1, config["topk_group"]
     if groups == 1:
         return {}

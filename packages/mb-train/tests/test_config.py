@@ -10,7 +10,7 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
-from mb_train.models.config import DeltaSizes
+from mb_train.models.config import DeltaSizes, MambaSizes
 from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config, transformer_config
 
@@ -392,7 +392,16 @@ def test_every_choice_of_a_model_reaches_it():
     further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
     further |= {"fp8_format": "hybrid", "first_last_layers_bf16": True}
     further |= {"num_layers": 4, "num_layers_at_end_in_bf16": 2}
-    every = [made, *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, further))]
+    hybrid = {
+        "hybrid_layer_pattern": "M*", "num_layers": 2, "position_embedding_type": "none",
+        "mamba_num_heads": 4, "mamba_head_dim": 3, "mamba_num_groups": 2, "mamba_state_dim": 5,
+        "mamba_conv_kernel_dim": 6,
+    }  # fmt: skip
+    every = [
+        made,
+        *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, hybrid, further)),
+    ]
+    assert (every[2].pattern, every[2].mamba) == ("M*", MambaSizes(4, 3, 2, 5, 6))
     assert (every[-1].mtp_modules, every[-1].mtp_loss_weight) == (2, 0.3)
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]
@@ -420,6 +429,7 @@ def test_every_recipe_is_a_whole_run(name):
         ("gpt-oss-20b", 20.91e9, 4.19e9),
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("qwen3-next-80b-a3b", 79.67e9, 3.87e9),
+        ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9),
     ],
 )
 def test_published_models_have_their_size(name, total, for_a_token):

@@ -38,8 +38,10 @@ SILENT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
-    r"enable_moe_fp32_combine|original_max_position_embeddings|mamba_chunk_size|"
-    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+"  # of what is left out
+    r"enable_moe_fp32_combine|original_max_position_embeddings|(mamba_)?chunk_size|"
+    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+|"  # of what is left out
+    r"expand|time_step_(min|max|floor)|use_mamba_kernels|mamba_ssm_cache_dtype|num_logits_to_keep|"
+    r"rescale_prenorm_residual|n_shared_experts|moe_shared_expert_overlap"
 )
 
 
@@ -228,6 +230,9 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias of"),
         ("granitemoehybrid", {"time_step_limit": [1e-3, 0.1]}, "time_step_limit of .* no limit"),
         ("granitemoehybrid", {"layer_types": ["sliding_attention"] * 3}, "for each of 3 layers"),
+        ("nemotron_h", {"moe_latent_size": 12}, "moe_latent_size of"),
+        ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act of"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type of .* 'conv'"),
         ("granitemoehybrid", {"mamba_n_groups": 3}, "-num-groups to divide .*, got 3 and 8"),
         ("afmoe", {"sliding_window": None}, "sliding_window of .* got None and"),
         ("afmoe", {"hidden_act": "gelu"}, "hidden_act of"),

@@ -189,6 +189,10 @@ class Tokenizer:
 
 
 T5 = {"model": "t5", "decoder_seq_length": 32}
+MAMBA = {
+    "hybrid_layer_pattern": "ME*-", "num_layers": 4, "mamba_head_dim": 32, "mamba_num_groups": 1,
+    "mamba_state_dim": 32, "position_embedding_type": "none",
+}  # fmt: skip
 STATES = {
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2,
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
@@ -206,6 +210,7 @@ KINDS = {
     "ict": {"model": "ict"},
     "states": MOE | STATES,
     "states, documents": STATES | {"reset_attention_mask": True},
+    "mamba": MOE | MAMBA | {"reset_attention_mask": True},
     "states in plain PyTorch": STATES | {"linear_key_head_dim": 264, "reset_attention_mask": True},
 }
 

@@ -355,3 +355,21 @@ def test_the_table_in_the_docs_names_every_script():
     text = page.read_text()
     for name in (*MEGABLOCKS, *EXAMPLES, *CORE, *OTHERS):
         assert f"`{Path(name).name}`" in text, name
+
+
+def test_nemotrons_script_is_its_recipe():
+    """What of NVIDIA's script for Nemotron 3 Nano says something of the model and its experts."""
+    words = """--moe-router-score-function sigmoid --moe-grouped-gemm --num-experts 128
+        --moe-router-topk 6 --moe-aux-loss-coeff 1e-4 --moe-router-topk-scaling-factor 2.5
+        --moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-router-load-balancing-type
+        seq_aux_loss --moe-shared-expert-intermediate-size 3712 --squared-relu
+        --hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME
+        --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec
+        --hidden-size 2688 --num-attention-heads 32 --group-query-attention --num-query-groups 2
+        --mamba-num-heads 64 --untie-embeddings-and-output-weights --init-method-std 0.0173
+        --position-embedding-type none --ffn-hidden-size 1856 --kv-channels 128 --seq-length 8192
+        --max-position-embeddings 8192 --train-iters 1 --micro-batch-size 1 --lr 1.2e-3
+        --attention-dropout 0.0 --hidden-dropout 0.0 --disable-bias-linear --normalization RMSNorm
+        --use-mcore-models --use-transformer-engine-op-fuser"""
+    found = transformer_config(resolve(parse(words.split())), 131_072)
+    assert found == transformer_config(TrainConfig(**recipe("nemotron-3-nano-30b-a3b")), 131_072)

@@ -124,6 +124,10 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
         ("--qk-rope-head-dim=64", r"--qk-rope-head-dim cannot .*: say --qk-pos-emb-head-dim"),
         ("--cp-comm-type a2a --cp 2", r"--cp cannot be honoured: say --context-parallel-size"),
+        ("--spec my.specs stack_spec --hybrid-layer-pattern M*", r"--spec cannot .* this library"),
+        ("--is-hybrid-model --hybrid-mlp-ratio 0.5", r"it out and say --hybrid-layer-pattern"),
+        ("--hybrid-layer-pattern", r"--hybrid-override-pattern: expected one argument"),
+        ("--mamba-training-ssm-states-dtype bf16", r"heads, groups and widths: see --mamba-num-h"),
         ("--hybrid-context-parallel", r"sequences are shared by as many ranks, see --context-par"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
         ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
@@ -462,6 +466,15 @@ def test_older_spellings_mean_what_they_meant():
         ("--linear-attention-freq [1]*3", {"linear_attention_freq": 4}),
         ("--linear-attention-freq 3", {"linear_attention_freq": 3}),
         ("--no-rope-freq 4", {"no_rope_freq": 4}),
+        (
+            "--spec megatron.core.ssm.mamba_layer_specs mamba_stack_spec "
+            "--hybrid-override-pattern=M*-M --mamba-state-dim 64",
+            {"hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_state_dim": 64},
+        ),
+        (
+            "--hybrid-layer-pattern M- --num-layers 2 --hybrid-layer-pattern *E",
+            {"hybrid_layer_pattern": "*E", "num_layers": 2},
+        ),
         ("--no-rope-freq ([0]*3+[1]*1)*3", {"no_rope_freq": 4}),
         ("--no-rope-freq=[0]*5", {"no_rope_freq": 6}),
         ("--no-rope-freq [1]*5 --no-rope-freq=3", {"no_rope_freq": 3}),

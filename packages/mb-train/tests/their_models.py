@@ -86,6 +86,12 @@ SWA = {
     "num_hidden_layers": 4, "sliding_window": 5, "layer_rope_theta": [300.0, 300.0, 0.0, 300.0],
     "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
 }  # fmt: skip
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 10,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 10,
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24,
+    "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "pad_token_id": None,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -213,6 +219,7 @@ ALL = {
             "initializer_range": 0.2,
         },
     ),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.
@@ -233,6 +240,8 @@ def theirs(kind, **also):
     torch.manual_seed(0)
     name, settings = ALL[kind]
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
+    if kind == "nemotron_h":  # whose layers count themselves
+        sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
     config = transformers.CONFIG_MAPPING[kind](**sizes | settings | also)
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)

@@ -212,6 +212,31 @@ def qwen3_next() -> Recipe:
     }  # fmt: skip
 
 
+def nemotron_3_nano() -> Recipe:
+    """Nemotron-3-Nano-30B-A3B: 31.6 B parameters, 3.6 B of them for a token; of 52 halves of blocks
+    23 are Mamba-2, 23 experts and 6 attention.
+
+    As in NVIDIA's script for Megatron Core, but for a cosine in place of a fall at the end.
+    """
+    return _modern("nemotron-3-nano-30b-a3b") | {
+        "num_layers": 52, "hidden_size": 2688, "num_attention_heads": 32, "kv_channels": 128,
+        "group_query_attention": True, "num_query_groups": 2, "ffn_hidden_size": 1856,
+        "position_embedding_type": "none", "qk_layernorm": False, "swiglu": False,
+        "squared_relu": True, "init_method_std": 0.0173, "seq_length": 8192,
+        "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "mamba_num_heads": 64,  # of groups and widths the fields' own
+        "make_vocab_size_divisible_by": 131_072,  # rows of its vocabulary, as for Qwen's
+        "moe_num_experts": 128, "moe_top_k": 6, "moe_shared_expert_intermediate_size": 3712,
+        "moe_router_score_function": "sigmoid", "moe_renormalize": True,
+        "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True,
+        # 0.0001 in each layer; ours is a mean over the 23 with experts.
+        "moe_loss_weight": 0.0023, "moe_balance_over": "sequence", "moe_balance_by": "scores",
+        "moe_router_fp32": True,
+        "micro_batch_size": 1, "global_batch_size": 768, "train_iters": 158_946,
+        "lr": 1.2e-3, "min_lr": 1.2e-5, "lr_warmup_fraction": 1 / 119,
+    }  # fmt: skip
+
+
 def bert(name: str, layers: int, hidden: int, heads: int) -> Recipe:
     """A BERT as Megatron-LM's examples train it: sentence order, sequences of 512.
 
@@ -286,6 +311,7 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
     return named | {
         "olmoe-1b-7b": olmoe, "deepseek-v2-lite": deepseek_v2_lite, "gpt-oss-20b": gpt_oss,
         "qwen3-30b-a3b": qwen3, "qwen3-next-80b-a3b": qwen3_next,
+        "nemotron-3-nano-30b-a3b": nemotron_3_nano,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from mb_train.config.network import Network
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
-from mb_train.flags.layer_patterns import spelled_out
+from mb_train.flags.layer_patterns import counted, spelled_out
 from mb_train.flags.megatron_defaults import (
     beside_sinkhorn,
     defaults_beside,
@@ -98,6 +98,7 @@ def parse(
             raise UsageError(f"Expected text in UTF-8, got {word!a}: no file could hold it.")
     if own is not None and {"-h", "--help"} & set(argv):
         own.parse_args(["--help"])  # which is short
+    argv = counted(argv)
     typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
     parser = build_parser(commands, own)
     # All that is wrong is said at once: a script of another program may have many such flags.

@@ -8,6 +8,7 @@ Windows and positions of other layers than every n-th are lists here too, of fla
 --no-rope-freq [1,1,0]              --rope-layers 0 0 1
 --linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
+--hybrid-layer-pattern M*-          --hybrid-layer-pattern M*- --num-layers=3
 """
 
 from __future__ import annotations
@@ -41,6 +42,25 @@ def spelled_out(words: Sequence[str]) -> list[str]:
             found[place : place + (1 if equals else 2)] = numbers(value, words)
         replaced.add(name)
     return found
+
+
+def counted(words: Sequence[str]) -> list[str]:
+    """The command line with the number of layers that have a letter each, where none is said.
+
+    Without Core's --spec of a stack of such layers, which says that they are.
+    """
+    found = list(words)
+    names = [word.partition("=")[0] for word in found]
+    places = [place for place, name in enumerate(names) if name in _PATTERNS]
+    if not places:
+        return found
+    _, equals, pattern = found[places[-1]].partition("=")
+    following = found[places[-1] + 1 : places[-1] + 2]
+    pattern = pattern if equals else "".join(following)
+    for place in [place for place, name in enumerate(names) if name == "--spec"]:
+        if found[place + 2 : place + 3] in _STACKS:
+            del found[place : place + 3]
+    return found if "--num-layers" in names else [*found, f"--num-layers={len(pattern)}"]
 
 
 def _experts(text: str, words: Sequence[str]) -> list[str]:
@@ -108,6 +128,9 @@ def _window(text: str, _: Sequence[str]) -> list[str]:
     return [f"--window-size={sides[1]}"]
 
 
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+# Core's own stacks of such layers, behind the module in --spec.
+_STACKS = (["mamba_stack_spec"], ["hybrid_stack_spec"])
 # Flag -> what a value has that is no number, and what it says as numbers.
 _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = {
     "--moe-layer-freq": ("[", _experts),

@@ -151,7 +151,8 @@ class MambaGates(nn.Module):
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
         self.D = nn.Parameter(torch.ones(heads))
         nn.init.uniform_(self.A_log, *_FADING)
-        nn.init.uniform_(self.dt_bias, *map(math.log, _STEPS))
+        least, most = _STEPS
+        nn.init.uniform_(self.dt_bias, math.log(least), math.log(most))
         with torch.no_grad():
             self.A_log.log_()
             # What softplus makes such steps of.

@@ -30,6 +30,7 @@ from mb_train.convert.hugging_face import (
     hunyuan,
     llama,
     mistral4,
+    nemotron_h,
     olmo,
     phi3,
     qwen_next,
@@ -117,7 +118,7 @@ def _nearest(config: TrainConfig) -> str:
             return "deepseek_v3"
         return "mistral4" if config.moe_renormalize else "deepseek_v2"
     if config.hybrid_layer_pattern is not None:
-        return "granitemoehybrid"
+        return "granitemoehybrid" if config.is_glu else "nemotron_h"
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
@@ -192,15 +193,22 @@ def _settings(config: TrainConfig) -> dict[str, list[str]]:
     behind: dict[str, list[str]] = {}
     for field in (f for group in groups for f in fields(group) if not spec(f).in_training):
         behind.setdefault(spec(field).in_force or field.name, []).append(field.name)
-    if all(map(config.has_experts, range(whole(config.num_layers)))):
-        del behind["ffn_size"]  # of dense layers, of which there are none
+    if not _has_dense(config):
+        del behind["ffn_size"]  # of dense feed-forwards
     return {name: found for name, found in behind.items() if name not in _ROWS}
+
+
+def _has_dense(config: TrainConfig) -> bool:
+    """Whether any layer has a feed-forward without experts."""
+    if config.hybrid_layer_pattern is not None:
+        return "-" in config.hybrid_layer_pattern
+    return not all(map(config.has_experts, range(whole(config.num_layers))))
 
 
 _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
     **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
-    **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS,
+    **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
 }  # fmt: skip
@@ -426,6 +434,14 @@ ARCHITECTURES = {
             granite.granite_moe_shared_config,
         ),
         _granite_hybrid(),
+        Architecture(
+            "nemotron_h", "NemotronHForCausalLM", nemotron_h.nemotron_h_fields,
+            nemotron_h.nemotron_h_config, lambda _, c: nemotron_h.nemotron_h_rules(c),
+            stacked=lambda _, c: nemotron_h.nemotron_h_rules(c, today=True),
+            back=nemotron_h.nemotron_h_back, shared=True,
+            defaults=_DEFAULTS["nemotron_h"], aliases=nemotron_h.ALIASES,
+            renamed={r"^backbone\.": "model."}, beside={r"mtp\..*": GUESSES},
+        ),
         _llama_like(
             "granite_swa", "GraniteSWAForCausalLM", granite.swa_fields, granite.swa_config
         ),

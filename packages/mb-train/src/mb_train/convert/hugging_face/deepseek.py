@@ -223,6 +223,7 @@ def expert_fields(config: Json, dense: int, **routing: Any) -> dict[str, Any]:
 
 
 def group_fields(config: Json, score_top: int) -> dict[str, Any]:
+    """Of experts in groups, each scored by so many of its best; none of one group."""
     groups, chosen = config["n_group"] or 1, config["topk_group"]
     if groups == 1:
         refuse(config, topk_group=(1, None))

@@ -27,10 +27,16 @@ _REFUSED = (
     "mtp_use_repeated_layer", "rotary_interleaved", "qk_l2_norm", "moe_latent_size",
     "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
-    "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern",
-    "hybrid_layer_pattern", "retro_add_retriever", "post_self_attn_layernorm",
-    "post_mlp_layernorm",
+    "retro_add_retriever", "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
+# Arguments of models whose layers are halves of blocks.
+_HYBRID = (
+    "is_hybrid_model",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "hybrid_override_pattern",
+    "hybrid_layer_pattern",
+)
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
@@ -116,8 +122,13 @@ def _by_sinkhorn(given: Mapping[str, Any]) -> bool:
 def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
-    if any(".mixer." in name for name in names):
-        raise ValueError(f"Expected attention in every layer: {refusal('--mamba-')}.")
+    hybrid = next((name for name in _HYBRID if given.get(name)), None)
+    if hybrid is not None or any(".mixer." in name for name in names):
+        raise ValueError(
+            "Expected whole blocks with attention in every layer, got "
+            f"{'a .mixer' if hybrid is None else flag_name(hybrid)}: Megatron Core's files of "
+            "Mamba layers are not read. Nemotron's are, from Hugging Face."
+        )
     if given.get("apply_residual_connection_post_layernorm"):
         raise ValueError(
             "Expected a model without --apply-residual-connection-post-layernorm, which some "

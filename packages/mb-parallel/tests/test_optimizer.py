@@ -914,7 +914,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: GradScaler(hysteresis=None), "got hysteresis=None"),
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
         (lambda p: clip_and_step([SGD(p[:1]), torch.optim.SGD(p[1:])]), "cannot skip a step"),
-        (lambda p: clip_and_step([]), "Expected an optimizer .* got NoneType"),
+        (lambda p: clip_and_step([]), "Expected an optimizer, got none"),
         (lambda p: clip_and_step(p), "one or several, got Parameter"),
         (lambda p: clip_and_step([SGD(p), AdamW(p[:1])]), "each parameter in one optimizer"),
         (lambda p: GradScaler(0.5), "min_scale <= init_scale"),

@@ -13,7 +13,7 @@ from mb_layers import MoEConfig, dMoE
 from mb_layers.moe import MoELayer
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts
 from mb_parallel.expert_parallel import GlobalCapacity, PeerBuffers, PeerDispatcher, Place
-from mb_parallel.optimizer import hold_working_copies
+from mb_parallel.optimizer import SGD, clip_and_step, hold_working_copies
 from mb_parallel.pipeline_parallel import (
     SCHEDULES,
     Pipeline,
@@ -335,6 +335,26 @@ def _adds_up(rank, world_size):
 
 def test_gradients_add_up_over_shapes_and_evaluations():
     run_ranks(_adds_up, 4)
+
+
+def _trained_in_part(rank, world_size, options):
+    """This rank's parameters, those of the first one frozen, and the norm of all gradients."""
+    mesh, stages, pipeline = tiny_gpt.spread(options)
+    parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+    for parameter in parameters.values():
+        parameter.requires_grad_(rank == 1)
+    optimizers = [SGD(parameters.values())] if rank else []
+    pipeline.step(next(tiny_gpt.data(options)))
+    return list(parameters), float(clip_and_step(optimizers, mesh=mesh).grad_norm)
+
+
+def test_a_rank_without_an_optimizer_where_nothing_trains():
+    options = Options(pp=2, tied=False, zero_stage=1)
+    (_, norm), (names, same) = run_ranks(_trained_in_part, 2, options)
+    model, batches = tiny_gpt.build(options), next(tiny_gpt.data(options))
+    sum(tiny_gpt.call(model, batch).losses["lm loss"] for batch in batches).backward()
+    gradients = [model.get_parameter(name).grad for name in names]
+    assert norm == same == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)))
 
 
 def _announced_otherwise(rank, world_size):

@@ -203,7 +203,7 @@ def clip_and_step(
 
     Args:
         optimizer: of this package, or torch's with `fused=True`; one, or several that share the
-            norm and skip together.
+            norm and skip together; none of a pipeline's stage in which nothing trains.
         max_norm: of the whole model's gradients; 0 does not clip.
         mesh, uncounted: as for `grad_norm`.
         scaler: the loss was multiplied by its scale. It is told whether the step overflowed.
@@ -220,7 +220,9 @@ def clip_and_step(
             f"{type(scaler).__module__}.{type(scaler).__name__}."
         )
     optimizers = several_optimizers(optimizer)
-    for one in optimizers or [None]:
+    if not optimizers and (mesh is None or mesh.pp_size == 1):
+        raise ValueError("Expected an optimizer, got none, where no other stage can have one.")
+    for one in optimizers:
         if not getattr(one, "_step_supports_amp_scaling", False):
             raise ValueError(
                 "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, "

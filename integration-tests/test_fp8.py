@@ -74,7 +74,7 @@ def test_a_run_goes_on_and_is_read_without_rounding(runs, tmp_path):
 
 def _losses(folder: Path, name: str, *more: str) -> torch.Tensor:
     """Of 40 steps, in which a tiny model learns what may follow a token."""
-    long = "--train-iters 40 --lr-decay-iters 40 --lr 1e-2 --tokenizer null:30"
+    long = "--train-iters 40 --lr-decay-iters 40 --lr 1e-2 --tokenizer null:30 --micro-batch-size 4"
     words = tiny_run.flags(str(folder / "walks"), folder / name, SAME, long, *more)
     assert tiny_run.train(words) == 0
     return torch.tensor(tiny_run.losses(folder / name))

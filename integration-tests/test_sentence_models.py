@@ -14,8 +14,7 @@ import mb_data
 import numpy as np
 import pytest
 import tiny_run
-from mb_parallel.testing import run_ranks
-from test_parallel import EP, PP, SP, TP, _deviations, _tensors, _train
+from test_parallel import EP, PP, SP, TP, _deviations, _tensors, _train_in_turn
 
 SAME = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --seq-length 24 "
@@ -126,7 +125,7 @@ def trained(tmp_path_factory) -> tuple[dict[str, Path], list[str]]:
     refused = []
     for ranks, names in {4: FOUR, 2: LAYOUTS.keys() - FOUR}.items():
         lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]
-        for *said, last in run_ranks(_train, ranks, [*lines, refusal], timeout_s=900.0):
+        for *said, last in _train_in_turn(ranks, [*lines, refusal]):
             assert said == [""] * len(lines)
             refused.append(last)
     return saves, refused

@@ -1,5 +1,6 @@
 """The rank runner itself: results in order, failures with their traceback, no rank left behind."""
 
+import math
 import os
 import re
 import signal
@@ -46,8 +47,10 @@ def _sleep(rank: int, world_size: int) -> None:
     time.sleep(60)
 
 
-def test_results_come_back_in_rank_order():
-    assert run_ranks(_sum, 3, torch.tensor(10)) == [(0, 13), (1, 13), (2, 13)]
+@pytest.mark.parametrize("timeout_s", [60.0, math.inf])
+def test_results_come_back_in_rank_order(timeout_s):
+    found = run_ranks(_sum, 3, torch.tensor(10), timeout_s=timeout_s)
+    assert found == [(0, 13), (1, 13), (2, 13)]
 
 
 def test_ranks_find_imported_what_was_to_be():

@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -108,13 +109,15 @@ def run_ranks(
 def _join(ranks: list[Any], folder: Path, timeout_s: float) -> None:
     """Wait for all ranks; the first to fail decides, since its peers then hang or fail in turn."""
     deadline = time.monotonic() + timeout_s
-    while any(process.is_alive() for process in ranks):
+    while late := {rank: process for rank, process in enumerate(ranks) if process.is_alive()}:
         _raise_if_failed(ranks, folder)
-        if time.monotonic() > deadline:
-            late = {rank: process for rank, process in enumerate(ranks) if process.is_alive()}
+        left = deadline - time.monotonic()
+        if left < 0:
             stacks = _stacks(late, folder)
             raise RuntimeError(f"ranks {list(late)} still ran after {timeout_s} s\n{stacks}")
-        time.sleep(0.01)
+        # Until one ends: what looks every few milliseconds takes time from them. No day is waited
+        # for in one piece, as the system counts it in an int of milliseconds.
+        wait([process.sentinel for process in late.values()], timeout=min(left, 60.0))
     _raise_if_failed(ranks, folder)
 
 

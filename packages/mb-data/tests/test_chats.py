@@ -352,6 +352,8 @@ def test_bad_lines(folder, tmp_path, line, said):
     summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
     assert (summary.conversations, summary.bad_lines) == (2, 1)
     assert said in (tmp_path / "out_skipped.txt").read_text()
+    preprocess_chats([source] * 2, tmp_path / "out", tokenizer=folder, on_error="skip")
+    assert (tmp_path / "out_skipped.txt").read_text().count("in.jsonl, line 3: ") == 2
     source.write_text(good)
     preprocess_chats(source, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out_skipped.txt").exists()

@@ -171,6 +171,27 @@ def test_each_and_last(tmp_path):
     assert learned_texts(dataset, tokenizer, 0) == texts[1:]
 
 
+@pytest.mark.parametrize("names", [("role", "content"), ("from", "value")])
+def test_answers_of_weight_0_are_not_learned(folder, tmp_path, names):
+    """As OpenAI's files mark what is to be read alone."""
+    answers = [("assistant", "two", 0), ("assistant", "four", 1), ("assistant", "six", 0)]
+    line = [dict(zip((*names, "weight"), one, strict=True)) for one in answers]
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"messages": [{**line[0], "weight": None}, *line]})
+    )
+    tokenizer = theirs(folder)
+    for turns, texts in (("all", ["two", "four"]), ("last", ["four"])):
+        summary = preprocess_chats(
+            tmp_path / "in.jsonl", tmp_path / turns, tokenizer=folder, turns=turns
+        )
+        found = learned_texts(IndexedDataset(summary.output), tokenizer, 0)
+        assert found == [f"{text}<|im_end|>" for text in texts]
+    each = preprocess_chats(
+        tmp_path / "in.jsonl", tmp_path / "each", tokenizer=folder, turns="each"
+    )
+    assert each.documents == 2
+
+
 def test_other_forms(folder, tmp_path):
     shared = {
         "conversations": [
@@ -303,6 +324,18 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
         ),
         ('{"messages": [{"role": "assistant", "content": 3}]}', "the chat template refuses it"),
         (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+            "or only such of weight 0, so that nothing",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+            "message 0: weight must be 0 or 1, got 0.5",
+        ),
+        (
+            '{"messages": [{"from": ["gpt"], "value": "a"}]}',
+            "message 0 must be an object with role and content",
+        ),
+        (
             '{"messages": [{"role": "assistant", "content": ""}], "tools": 1}',
             "tools must be a list",
         ),
@@ -319,6 +352,8 @@ def test_bad_lines(folder, tmp_path, line, said):
     summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
     assert (summary.conversations, summary.bad_lines) == (2, 1)
     assert said in (tmp_path / "out_skipped.txt").read_text()
+    preprocess_chats([source] * 2, tmp_path / "out", tokenizer=folder, on_error="skip")
+    assert (tmp_path / "out_skipped.txt").read_text().count("in.jsonl, line 3: ") == 2
     source.write_text(good)
     preprocess_chats(source, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out_skipped.txt").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.samples import reference
+from mb_data.samples import gpt, reference
 from mb_data.samples.gpt import (
     GPTDataset,
     build_gpt_datasets,
@@ -292,6 +292,15 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"d\.bin.*its index needs"):
             build_gpt_datasets(tmp_path / "d", **arguments)
         assert not (tmp_path / "d_index").exists()
+
+
+def test_more_passes_than_memory_holds_are_told_of(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError("Unable to allocate 335. GiB")
+
+    monkeypatch.setattr(gpt, "build_index", full)
+    with pytest.raises(MemoryError, match="a: 900 samples are 451 times these 2 documents, an"):
+        GPTDataset(write(tmp_path / "a", [2, 2]), range(2), seq_length=2, num_samples=900, seed=1)
 
 
 def test_sentences_that_are_taken_for_documents_are_told_of(tmp_path):

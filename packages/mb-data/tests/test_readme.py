@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_commands_of_page_one(here, capsys):
 
 def test_the_slurm_array_makes_the_bytes_of_one_run(here):
     """Two tasks of the script as it is printed, and what comes after them."""
-    script, after = re.findall(r"```bash\n(.*?)```", PREPROCESSING, re.DOTALL)
+    script, after, of_a_key = re.findall(r"```bash\n(.*?)```", PREPROCESSING, re.DOTALL)
     zstd = pytest.importorskip("backports.zstd") if sys.version_info < (3, 14) else None
     if zstd is None:
         from compression import zstd
@@ -67,7 +68,11 @@ def test_the_slurm_array_makes_the_bytes_of_one_run(here):
         subprocess.run(["bash", "-ec", script], env=environment, check=True)
     for line in after.splitlines():
         assert main(shlex.split(line, comments=True)[1:]) == 0
+    for file in list(Path("parts").iterdir()):  # as if there were titles too
+        shutil.copy(file, str(file).replace("_text_", "_title_"))
+    subprocess.run(["bash", "-ec", of_a_key], env={**os.environ, **slurm}, check=True)
     preprocess("corpus", "once", append_eod=True, workers=1)
     for suffix in (".bin", ".idx"):
         one, array = (Path(f"{name}_text_document{suffix}") for name in ("once", "corpus"))
         assert np.array_equal(np.fromfile(one, np.uint8), np.fromfile(array, np.uint8))
+        assert Path(f"corpus_title_document{suffix}").read_bytes() == array.read_bytes()

@@ -1,8 +1,9 @@
 """From a line of a file to a conversation, and to the parts of its text that are learned.
 
-What is learned are answers: turns of the role ``assistant``, with the token that ends them. Where
-an answer lies in the text is found by rendering: the conversation before it with what an answer
-stands behind, and with the answer. The difference is what the model is to write there by itself.
+What is learned are answers: turns of the role ``assistant``, with the token that ends them, but for
+those of ``"weight": 0``. Where an answer lies in the text is found by rendering: the conversation
+before it with what an answer stands behind, and with the answer. The difference is what the model
+is to write there by itself.
 """
 
 from __future__ import annotations
@@ -53,19 +54,30 @@ def conversation_of(record: Any, key: str) -> Conversation:
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools must be a list, got {type(tools).__name__}")
     messages = [_message(one, place) for place, one in enumerate(found)]
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise ValueError(f"no message of the role {ASSISTANT!r}, so that nothing is to be learned")
+    if not any(map(_is_learned, messages)):
+        raise ValueError(
+            f"no message of the role {ASSISTANT!r}, or only such of weight 0, so that nothing is "
+            "to be learned"
+        )
     return Conversation(messages, tools or None)
 
 
 def _message(found: Any, place: int) -> Message:
     if isinstance(found, dict) and {"from", "value"} <= found.keys():
-        role = found["from"]
-        found = {"role": _SHARED.get(role, role), "content": found["value"]}
+        role, weight = found["from"], found.get("weight")
+        role = _SHARED.get(role, role) if isinstance(role, str) else role
+        found = {"role": role, "content": found["value"], "weight": weight}
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise ValueError(f"message {place} must be an object with role and content")
+    if found.get("weight") not in (None, 0, 1):
+        raise ValueError(f"message {place}: weight must be 0 or 1, got {found['weight']!r}")
     # Files of servers' answers say null for what a message has not.
     return {name: value for name, value in found.items() if value is not None or name == "content"}
+
+
+def _is_learned(message: Message) -> bool:
+    """An answer, unless it says of itself that it is none to learn, as OpenAI's files do."""
+    return message["role"] == ASSISTANT and message.get("weight", 1) != 0
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -107,7 +119,7 @@ def write(conversation: Conversation, template: ChatTemplate, turns: str) -> lis
             )
         return text, len(before)
 
-    answers = [place for place, one in enumerate(messages) if one["role"] == ASSISTANT]
+    answers = [place for place, one in enumerate(messages) if _is_learned(one)]
     texts = [answered(place) for place in (answers[-1:] if turns == "last" else answers)]
     if turns != "all":
         return [_written(text, [(first, len(text))]) for text, first in texts]

@@ -167,16 +167,16 @@ def _records(
     inputs: Sequence[str | os.PathLike[str]], key: str, max_line_bytes: int
 ) -> Iterator[tuple[str, Any]]:
     """Where each line is, as ``chats.jsonl, line 7``, and its object, or what is wrong with it."""
-    lines, path = 0, None
+    lines = 0
     for item in blocks(find_sources(inputs), BLOCK_BYTES, max_line_bytes):
         for block in [item] if isinstance(item, Block) else item.blocks():
-            if block.path != path:
-                lines, path = 0, block.path
+            if not block.start:
+                lines = 0
             noun = "row" if block.unit == "parquet" else "line"
             for record in _of_block(block, key, max_line_bytes):
                 lines += 1
                 if record is not None:
-                    yield f"{path}, {noun} {lines}", record
+                    yield f"{block.path}, {noun} {lines}", record
 
 
 def _of_block(block: Block, key: str, max_line_bytes: int) -> Iterator[Any]:

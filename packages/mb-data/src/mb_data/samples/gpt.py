@@ -60,6 +60,7 @@ class GPTDataset:
 
     Raises:
         ValueError: an argument out of range, or documents without a token.
+        MemoryError: samples that are more passes through the documents than it holds.
     """
 
     def __init__(
@@ -89,10 +90,20 @@ class GPTDataset:
                 "documents": [documents.start, documents.stop],
                 **settings,
             },
-            lambda: build_index(indexed.sizes, documents, **settings),
+            lambda: self._build(**settings),
             prefix=indexed.prefix,
             cache_dir=cache_dir,
         )
+
+    def _build(self, **settings: int) -> dict[str, npt.NDArray]:
+        try:
+            return build_index(self.indexed.sizes, self.documents, **settings)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{self.indexed.prefix}: {settings['num_samples']:,} samples are "
+                f"{self.num_epochs:,} times these {len(self.documents):,} documents, an order that "
+                "does not fit into memory; give more text, or ask for fewer samples"
+            ) from error
 
     @property
     def doc_idx(self) -> npt.NDArray:

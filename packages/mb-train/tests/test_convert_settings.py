@@ -39,7 +39,9 @@ SILENT = re.compile(
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
     r"enable_moe_fp32_combine|original_max_position_embeddings|"
-    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+"  # of what is left out
+    r"rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
+    # of what is left out
+    r"index_(n_heads|head_dim|local_blocks|block_size|topk_blocks)|indexer_types|mtp_[a-z_]+"
 )
 
 

@@ -24,6 +24,7 @@ from mb_train.tasks.architecture import transformer_config
 from their_models import ALL, LLAMA3, MISTRAL4, WRITTEN, YARN, logits_of, ours, theirs, transformers
 
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -193,6 +194,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("gpt_oss", {"attention_bias": False, "rope_parameters": {**YARN, "truncate": False}}),
         ("gpt_oss", {"hidden_size": 48, "num_attention_heads": 4, "swiglu_alpha": 1.0}),
         ("minimax_m2", {"tie_word_embeddings": True, "rotary_dim": 16}),
+        ("minimax_m3_vl_text", {"mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True}),
         ("ernie4_5_moe", {"moe_layer_start_index": 2, "head_dim": 12}),
         ("ernie4_5_moe", {"moe_num_shared_experts": 0, "tie_word_embeddings": False}),
         ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
@@ -254,7 +256,7 @@ def test_there_and_back_again(tmp_path, kind, also):
     first, second = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
     assert first.keys() == second.keys()
     for name, tensor in first.items():  # to what is around one ours are not closer than that
-        around_one = kind == "qwen3_next" and re.search(r"(?<!linear_attn\.)norm\.weight$", name)
+        around_one = kind in AROUND_ONE and re.search(r"(?<!linear_attn\.)norm\.weight$", name)
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=2e-7 if around_one else 0)
     # Mistral 4's class is not among those that the general one knows.
     known = type(model) if kind == "mistral4" else transformers.AutoModelForCausalLM
@@ -414,6 +416,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "gpt_oss",
         "hy_v3",
         "minimax_m2",
+        "minimax_m3_vl_text",
         "ernie4_5_moe",
         "olmo3",
         "mellum",
@@ -564,10 +567,19 @@ def test_queries_that_grow_bound_the_texts(tmp_path):
     assert apart[17] > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+CHOSEN = {
+    "deepseek_v32": {"index_topk": 18}, "glm_moe_dsa": {"index_topk": 18},
+    "minimax_m3_vl_text": {
+        "index_block_size": 6, "index_topk_blocks": 3, "index_n_heads": 2, "index_head_dim": 16,
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
 def test_attention_to_chosen_tokens_bounds_the_texts(tmp_path, kind):
-    """Of 19 tokens 18 that are chosen leave one out."""
-    model, said = theirs(kind, index_topk=18), []
+    """Of 19 tokens 18 that are chosen leave some out."""
+    model, said = theirs(kind, **CHOSEN[kind]), []
     model.save_pretrained(tmp_path)
     config, weights = read_model(tmp_path, say=said.append)
     assert config.positions == 18

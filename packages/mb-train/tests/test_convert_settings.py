@@ -39,9 +39,11 @@ SILENT = re.compile(
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
     r"enable_moe_fp32_combine|original_max_position_embeddings|(mamba_)?chunk_size|"
-    r"index_(n_heads|head_dim)|indexer_types|mtp_[a-z_]+|"  # of what is left out
+    r"rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
     r"expand|time_step_(min|max|floor)|use_mamba_kernels|mamba_ssm_cache_dtype|num_logits_to_keep|"
-    r"rescale_prenorm_residual|n_shared_experts|moe_shared_expert_overlap"
+    r"rescale_prenorm_residual|n_shared_experts|moe_shared_expert_overlap|"
+    # of what is left out
+    r"index_(n_heads|head_dim|local_blocks|block_size|topk_blocks)|indexer_types|mtp_[a-z_]+"
 )
 
 

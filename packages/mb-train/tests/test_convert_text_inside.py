@@ -11,6 +11,7 @@ from their_models import (
     DEEPSEEK,
     EXPERTS,
     LATENT,
+    MINIMAX_M3,
     MISTRAL4,
     QWEN_NEXT,
     SIZES,
@@ -49,6 +50,11 @@ INSIDE = {
         {**DEEPSEEK, **LATENT, "n_group": 4, "model_type": "deepseek_v3"},
         KIMIS,
         "deepseek_v3",
+    ),
+    "minimax_m3_vl": (
+        {**MINIMAX_M3, "layer_types": ["full_attention"] * 3},
+        {**KIMIS, "spatial_merge_size": 2, "temporal_patch_size": 1},
+        "minimax_m3_vl_text",
     ),
     "mistral3": (
         {**DEEPSEEK, **LATENT, "model_type": "mistral4", "rope_parameters": MISTRAL4},

@@ -38,6 +38,11 @@ MINIMAX = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8,
     "initializer_range": 0.2,
 }  # fmt: skip
+MINIMAX_M3 = {
+    **MINIMAX, "num_hidden_layers": 3, "dense_intermediate_size": 40, "swiglu_limit": 0.7,
+    "shared_intermediate_size": 24, "partial_rotary_factor": 0.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 # Its padding would be a token whose vector is zero and has no gradient.
 ERNIE = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "num_hidden_layers": 3,
@@ -150,6 +155,7 @@ ALL = {
     ),
     "hy_v3": ("HYV3", HUNYUAN),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
+    "minimax_m3_vl_text": ("MiniMaxM3VL", MINIMAX_M3),
     "phi3": ("Phi3", {"pad_token_id": None}),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "pad_token_id": None}),

@@ -29,6 +29,7 @@ from mb_train.convert.hugging_face import (
     granite_hybrid,
     hunyuan,
     llama,
+    minimax_m3,
     mistral4,
     nemotron_h,
     olmo,
@@ -39,6 +40,7 @@ from mb_train.convert.hugging_face import (
     unrotated,
 )
 from mb_train.convert.hugging_face.architecture import GUESSES, Architecture, special_tokens
+from mb_train.convert.hugging_face.chosen import INDEXER
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
@@ -147,6 +149,8 @@ def _nearest(config: TrainConfig) -> str:
         return "llama" if divides and config.windows is None else "mistral"
     if by_bias and config.moe_router_score_function == "softmax":
         return "ernie4_5_moe"
+    if by_bias and parse(config.activation_name).offset:
+        return "minimax_m3_vl_text"
     near = by_bias and config.windows is not None and config.qk_layernorm and not over_width
     if config.unrotated is not None or near:
         return "exaone_moe"
@@ -211,6 +215,7 @@ _DEFAULTS = {
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
+    "minimax_m3_vl_text": minimax_m3.DEFAULTS,
 }  # fmt: skip
 
 
@@ -395,6 +400,17 @@ ARCHITECTURES = {
         ),
         replace(
             _llama_like(
+                "minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", minimax_m3.minimax_m3_fields,
+                minimax_m3.minimax_m3_config, aliases={"num_experts": "num_local_experts"},
+                beside=INDEXER,
+            ),
+            rules=lambda _, c: minimax_m3.file_rules(c),
+            stacked=lambda _, c: minimax_m3.today_rules(c),
+            back=lambda _, c: minimax_m3.today_back(c),
+            shared=True,
+        ),
+        replace(
+            _llama_like(
                 "glm4", "Glm4ForCausalLM", glm4.glm4_fields, glm4.glm4_config,
                 rules_of=glm4.glm4_rules,
             ),
@@ -484,11 +500,11 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "deepseek_v32", "DeepseekV32ForCausalLM", relatives.sparse_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, INDEXER,
         ),
         _llama_like(
             "glm_moe_dsa", "GlmMoeDsaForCausalLM", relatives.sparse_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, relatives.INDEXER,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, INDEXER,
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(

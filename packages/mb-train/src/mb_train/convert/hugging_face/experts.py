@@ -57,6 +57,11 @@ MINIMAX = replace(
     bias="block_sparse_moe.e_score_correction_bias",
     today={"bias": "mlp.e_score_correction_bias"},
 )
+MINIMAX_M3 = replace(
+    MINIMAX,
+    shared="block_sparse_moe.shared_experts",
+    today={"bias": "mlp.gate.e_score_correction_bias", "shared": DEEPSEEK.shared},
+)
 ERNIE = replace(
     DEEPSEEK,
     bias="mlp.moe_statics.e_score_correction_bias",

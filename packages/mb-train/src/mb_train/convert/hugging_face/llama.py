@@ -136,13 +136,16 @@ def local_config(config: TrainConfig) -> dict[str, Any]:
     return {LAYER_TYPES: layer_types(config), "rope_parameters": ropes, "rope_scaling": None}
 
 
-def decoder_fields(config: Json, rope: Json | None = None) -> dict[str, Any]:
+def decoder_fields(
+    config: Json, rope: Json | None = None, *, act: tuple[str, ...] = ("silu", "swish")
+) -> dict[str, Any]:
     """What all decoders of this kind have: rotary positions, RMS norms and SwiGLU.
 
     Args:
         rope: settings of the rotations; None: as most files have them.
+        act: names that the gate may have.
     """
-    refuse(config, hidden_act=("silu", "swish"), mlp_bias=(False,), clip_qkv=(None,),
+    refuse(config, hidden_act=act, mlp_bias=(False,), clip_qkv=(None,),
            is_causal=(True, None))  # fmt: skip
     rope = rope_of(config) if rope is None else rope
     turned = {**config, **rope}.get("partial_rotary_factor")

@@ -11,6 +11,7 @@ Letters: G key heads of states, H query heads, X channels of the convolution, T 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -139,6 +140,11 @@ def qwen_next_rules(
         apart: the maps of layers with a state, as in Qwen3.5.
     """
     rules = decoder_rules(config, experts, attention=partial(_attention, apart=apart))
+    return around_one(rules)
+
+
+def around_one(rules: Sequence[Rule]) -> list[Rule]:
+    """The same where norms multiply by one more than their weights."""
     return [_around_one(r) if _AROUND_ONE.fullmatch(r.target) else r for r in rules]
 
 

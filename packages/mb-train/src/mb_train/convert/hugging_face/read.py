@@ -23,6 +23,7 @@ from mb_train.convert.hugging_face.architecture import (
     copies_behind,
 )
 from mb_train.convert.hugging_face.architectures import architecture_of
+from mb_train.convert.hugging_face.chosen import chosen
 from mb_train.convert.hugging_face.config_json import Json, read_object
 from mb_train.convert.hugging_face.mxfp4 import PACKED
 from mb_train.convert.hugging_face.quantized import block_of
@@ -173,9 +174,9 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     growth = llama.rope_of(theirs)
     if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
         yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
-    chosen = theirs.get("index_topk")
-    if chosen == config.positions < theirs.get("max_position_embeddings", 0):
-        yield f"its attention sees {chosen:,} tokens that it chooses: taken for texts of so many"
+    seen = chosen(theirs)
+    if seen == config.positions < theirs.get("max_position_embeddings", 0):
+        yield f"its attention sees {seen:,} tokens that it chooses: taken for texts of so many"
     if noise := theirs.get("router_jitter_noise"):
         yield (
             f"its router_jitter_noise of {noise} is left out: in training its experts saw that "

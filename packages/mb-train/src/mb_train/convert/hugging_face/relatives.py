@@ -12,6 +12,7 @@ from typing import Any
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face.chosen import fitting
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.deepseek import DEFAULTS as DEEPSEEK_DEFAULTS
@@ -263,19 +264,11 @@ def glm4v_moe_fields(config: Json) -> dict[str, Any]:
     return glm4_moe_fields(config)
 
 
-# What chooses the tokens that are seen: as many as there are, in texts no longer than that.
-INDEXER = {
-    r"model\.layers\.\d+\.self_attn\.indexer\..*": (
-        "it chooses which tokens are seen of longer texts, ours see all"
-    )
-}
-
-
 def sparse_fields(config: Json) -> dict[str, Any]:
     """DeepSeek-V3 for texts of up to as many tokens as its successors see of a text."""
     dense = dense_by_kind(config, config["first_k_dense_replace"])
-    seen = min(config["max_position_embeddings"], config["index_topk"])
-    return latent_decoder(config) | v3_experts(config, dense) | {"max_position_embeddings": seen}
+    positions = {"max_position_embeddings": fitting(config)}
+    return latent_decoder(config) | v3_experts(config, dense) | positions
 
 
 def seed_oss_fields(config: Json) -> dict[str, Any]:

@@ -16,15 +16,15 @@ _TEXT = "text_config"
 # What each is a model of if its file does not say so, and whether its head is tied then.
 _INSIDE = {
     "glm4v_moe": ("glm4v_moe_text", False), "kimi_k25": ("deepseek_v3", True),
-    "mistral3": ("mistral", True), "qwen3_5_moe": ("qwen3_5_moe_text", False),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
+    "minimax_m3_vl": ("minimax_m3_vl_text", False), "mistral3": ("mistral", True),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False), "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
 }  # fmt: skip
 _NAMES = {
     r"^(model\.)?language_model\.(model\.)?": "model.",
     r"^model\.lm_head\.": "lm_head.",
     r"^model\.blocks\.": "model.layers.",  # as transformers 5.23 writes Kimi's
 }
-_EYES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\..*"
+_EYES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|patch_merge_mlp)\..*"
 
 
 def text_settings(config: Json) -> Json:

@@ -252,3 +252,16 @@ def test_where_they_cannot_be_is_said(change, says):
 def test_sizes_of_mamba_layers_are_wanted():
     with pytest.raises(ValueError, match=r"sizes of Mamba layers for M-\*M, got none"):
         config_of(mamba=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_it_is_what_a_loop_computes(dtype):
+    leaves = [x.detach().cuda().requires_grad_() for x in inputs(200, dtype)]
+    begins_BS = documents(200).cuda()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    found = state_space_scan(*leaves[:6], begins_BS, state_BHNP=leaves[6])
+    want = slow(*exact[:6], begins_BS, exact[6])
+    for got, of in zip(with_gradients(found, leaves), with_gradients(want, exact), strict=True):
+        error = (got - of).detach().norm() / of.detach().norm().clamp(min=0.1)
+        assert float(error) < (1e-2 if dtype == torch.bfloat16 else 1e-4)

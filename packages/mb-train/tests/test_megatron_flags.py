@@ -472,6 +472,10 @@ def test_older_spellings_mean_what_they_meant():
             {"hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_state_dim": 64},
         ),
         (
+            "--hybrid-layer-pattern -*E",
+            {"hybrid_layer_pattern": "-*E", "num_layers": 3},
+        ),
+        (
             "--hybrid-layer-pattern M- --num-layers 2 --hybrid-layer-pattern *E",
             {"hybrid_layer_pattern": "*E", "num_layers": 2},
         ),

@@ -420,6 +420,16 @@ def test_zero_experts_take_no_arithmetic_and_no_parameters():
 # The recipes of other models than GPT's have shapes of their own below.
 ODD = {
     "latent": LATENT | {"v_head_dim": 7, "moe_num_experts": 3, "moe_first_k_dense": 1},
+    "mamba": MAMBA
+    | {
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 7,
+        "mamba_num_groups": 3,
+        "mamba_state_dim": 5,
+        "hybrid_layer_pattern": "ME*-",
+        "moe_num_experts": 3,
+        "position_embedding_type": "none",
+    },
     "gpt-oss": GPT_OSS | {"num_query_groups": 1, "moe_first_k_dense": 1},
     "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "gates": {"attention_output_gate": True, "add_bias_linear": False, "add_qkv_bias": True},
@@ -449,6 +459,7 @@ def test_every_recipe_can_be_planned(name, capsys):
     )
     with_state = "experimental_attention_variant" in recipe(name)
     assert ("layers with a state by the kernels of mb-train[delta]" in out) == with_state
+    assert ("Mamba layers at the speed of other products" in out) == name.startswith("nemotron")
     assert " ms a step on H200" in out
 
 

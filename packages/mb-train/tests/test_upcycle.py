@@ -33,6 +33,12 @@ def dense_run(folder, **fields):
     return folder
 
 
+HYBRID = {
+    "hybrid_layer_pattern": "-M-*-", "num_layers": 5, "position_embedding_type": "none",
+    "mamba_head_dim": 8, "mamba_num_groups": 1, "mamba_state_dim": 4,
+}  # fmt: skip
+
+
 @torch.no_grad()
 def outputs_of(run):
     trained = load_trained(run, kinds=("gpt", "bert", "t5"))
@@ -56,6 +62,7 @@ def outputs_of(run):
         ({"model": "bert"}, ["--moe-top-k", "2", "--moe-router-enable-expert-bias"]),
         ({"model": "t5", "decoder_seq_length": S}, ["--moe-top-k", "2"]),
         ({}, ["--moe-router-type", "sinkhorn"]),
+        (HYBRID, ["--moe-top-k", "2"]),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from mb_layers.on_demand import OnDemand
@@ -62,7 +63,9 @@ def upcycle(
     biases = dense.config.add_bias_linear
     # Not one expert a token: its weight would be 1 whatever the router says, which then learns
     # nothing from the loss.
-    begins = {"moe_top_k": 2, "moe_renormalize": True, "moe_mlp_bias": biases}
+    begins: dict[str, Any] = {"moe_top_k": 2, "moe_renormalize": True, "moe_mlp_bias": biases}
+    if dense.config.hybrid_layer_pattern is not None:
+        begins["hybrid_layer_pattern"] = dense.config.hybrid_layer_pattern.replace("-", "E")
     config = resolve(experts, dense.saved.inherited() | begins)
     for name, there, here in (
         ("--moe-ffn-hidden-size", config.ffn_size, config.expert_ffn_size),

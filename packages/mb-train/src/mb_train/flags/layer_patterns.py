@@ -50,17 +50,18 @@ def counted(words: Sequence[str]) -> list[str]:
     Without Core's --spec of a stack of such layers, which says that they are.
     """
     found = list(words)
+    for place, word in reversed(list(enumerate(found[1:]))):
+        if found[place] in _PATTERNS and not word.startswith("--"):
+            found[place : place + 2] = [f"{found[place]}={word}"]  # it may begin with a hyphen
     names = [word.partition("=")[0] for word in found]
-    places = [place for place, name in enumerate(names) if name in _PATTERNS]
-    if not places:
+    patterns = [found[place] for place, name in enumerate(names) if name in _PATTERNS]
+    layers = len(patterns[-1].partition("=")[2]) if patterns else 0
+    if layers == 0:
         return found
-    _, equals, pattern = found[places[-1]].partition("=")
-    following = found[places[-1] + 1 : places[-1] + 2]
-    pattern = pattern if equals else "".join(following)
     for place in [place for place, name in enumerate(names) if name == "--spec"]:
         if found[place + 2 : place + 3] in _STACKS:
             del found[place : place + 3]
-    return found if "--num-layers" in names else [*found, f"--num-layers={len(pattern)}"]
+    return found if "--num-layers" in names else [*found, f"--num-layers={layers}"]
 
 
 def _experts(text: str, words: Sequence[str]) -> list[str]:

@@ -872,6 +872,33 @@ def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
         assert without[1] != without[0]
 
 
+def zeroes_what_is_gathered(rank, world_size):
+    """Gradients of each stage, of the same pass three times: zeroed by the model and by a part."""
+    found = []
+    for zero_stage in (0, 1, 3):
+        model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        x, grads = torch.full((2, WIDTH), 0.5), []
+        for zeroed in ([], [model], list(model)):
+            with torch.no_grad():
+                model(x)
+            for module in zeroed:
+                module.zero_grad()
+            model(x).sum().backward()
+            grads.append(float(clip_and_step(optimizer, mesh=mesh).grad_norm))
+        found.append(grads)
+    return found
+
+
+def test_gradients_are_zeroed_by_a_model_that_was_evaluated():
+    for found in run_ranks(zeroes_what_is_gathered, 2):
+        for first, *others in found:
+            assert first > 0
+            assert others == [first] * 2
+
+
 def steps_of_an_early_optimizer(rank, world_size, zero_stage):
     """What optimizers say that have the parameters from before the model was spread."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")

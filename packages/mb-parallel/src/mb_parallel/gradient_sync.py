@@ -14,6 +14,7 @@ would train nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -198,8 +199,19 @@ def _drop_units(module: nn.Module) -> None:
 def _drop_all(module: nn.Module) -> None:
     _drop_units(module)
     parameters = list(module.parameters())
-    for model in _models(parameters):
+    models = _models(parameters)
+    _drop_sums([module, *models], parameters)
+    for model in models:
         _drop_replicas(model, parameters)
+
+
+def _drop_sums(models: Iterable[nn.Module], gathered: Iterable[Tensor]) -> None:
+    """Forget the summed gradients of the parameters of which these are the gathered weights."""
+    zeroed = set(map(id, gathered))
+    for group in itertools.chain.from_iterable(map(_groups, models)):
+        for held in group.fsdp_params:
+            if id(getattr(held, "_unsharded_param", None)) in zeroed:
+                held.sharded_param.grad = None
 
 
 def _drop_replicas(model: nn.Module, parameters: Iterable[Tensor]) -> None:

@@ -872,6 +872,64 @@ def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
         assert without[1] != without[0]
 
 
+def zeroes_what_is_gathered(rank, world_size):
+    """Gradients of each stage, of the same pass three times: zeroed by the model and by a part."""
+    found = []
+    for zero_stage in (0, 1, 3):
+        model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        x, grads = torch.full((2, WIDTH), 0.5), []
+        for zeroed in ([], [model], list(model)):
+            with torch.no_grad():
+                model(x)
+            for module in zeroed:
+                module.zero_grad()
+            model(x).sum().backward()
+            grads.append(float(clip_and_step(optimizer, mesh=mesh).grad_norm))
+        found.append(grads)
+    return found
+
+
+def test_gradients_are_zeroed_by_a_model_that_was_evaluated():
+    for found in run_ranks(zeroes_what_is_gathered, 2):
+        for first, *others in found:
+            assert first > 0
+            assert others == [first] * 2
+
+
+def freezes_what_is_gathered(rank, world_size):
+    """Which parameters a step moves that were frozen, or not any more, behind an evaluation."""
+    moved = []
+    for zero_stage in (0, 1, 3):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[0].requires_grad_(False)
+        mesh, x = ParallelDims(dp_shard=world_size).build("cpu"), torch.ones(2, WIDTH)
+        apply_data_parallel(model, mesh, blocks=[model[0]], zero_stage=zero_stage)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.0)
+        (group,) = optimizer.param_groups
+        for listed in (model.parameters, lambda mine=group["params"]: mine):
+            model(x).sum().backward()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x)
+            for parameter in listed():
+                parameter.requires_grad = not parameter.requires_grad
+            before = [full(parameter.detach()).clone() for parameter in group["params"]]
+            model(x).sum().backward()
+            clip_and_step(optimizer, mesh=mesh)
+            after = [full(parameter.detach()) for parameter in group["params"]]
+            moved.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
+            optimizer.zero_grad()
+    return moved
+
+
+def test_what_is_frozen_after_an_evaluation_stays():
+    for moved in run_ranks(freezes_what_is_gathered, 2):
+        assert moved == [[True, True, False, False], [False, False, True, True]] * 3
+
+
 def steps_of_an_early_optimizer(rank, world_size, zero_stage):
     """What optimizers say that have the parameters from before the model was spread."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")

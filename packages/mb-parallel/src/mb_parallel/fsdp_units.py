@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointFunction
 
 from mb_parallel.engines import torch_release
-from mb_parallel.gradient_sync import groups_of, has_gradient
+from mb_parallel.gradient_sync import groups_of, has_gradient, keep_frozen
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.recompute import recomputed
 from mb_parallel.shards import local
@@ -138,9 +139,16 @@ def _shard(
     if options["mesh"].ndim > 1 and torch_release() < (2, 15):
         for group in groups_of(unit[0]):
             group.post_backward = _SameParameters(group)
-    look = _Reentrant()
+    look, follow = _Reentrant(), functools.partial(_follow_frozen, unit[0])
     for module in unit:
         module.register_forward_pre_hook(look, prepend=True)
+        module.register_forward_pre_hook(follow, prepend=True)
+
+
+def _follow_frozen(unit: Any, *_: Any) -> None:
+    """A hook before forward."""
+    if not torch.compiler.is_compiling():
+        keep_frozen(unit, trains=torch.is_grad_enabled())
 
 
 class _SameParameters:

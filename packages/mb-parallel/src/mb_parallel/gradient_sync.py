@@ -5,7 +5,8 @@ Between the micro-batches of a step FSDP2 keeps gradients that are not yet summe
 leave them to be added to the next step's.
 
 Gathered weights stay until the next backward, those of an evaluation too. If a step came before it,
-passes would go on with the weights from before the step.
+passes would go on with the weights from before the step. And until then a module lists these as its
+parameters: what is frozen or zeroed is them.
 
 What shards a model replaces its parameters. An optimizer that was made before has the old ones, and
 would train nothing.
@@ -14,6 +15,7 @@ would train nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -178,9 +180,38 @@ def has_gradient(held: Any) -> bool:
     return held.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None
 
 
+def keep_frozen(unit: Any, *, trains: bool) -> None:
+    """Before a pass: what was frozen, or not any more, of weights that an evaluation gathered.
+
+    Args:
+        unit: a module that FSDP2 shards.
+        trains: whether the pass does; if not, it leaves gathered weights.
+    """
+    for group in groups_of(unit):
+        _follow_gathered(group)
+        if not trains:
+            group._mb_trained = [held.sharded_param.requires_grad for held in group.fsdp_params]
+
+
+def _follow_gathered(group: Any) -> None:
+    """Let parameters train where since an evaluation their gathered weights were told to, or not.
+
+    Torch asks parameters, and would forget what only their weights were told.
+    """
+    before, group._mb_trained = getattr(group, "_mb_trained", None), None
+    if before is None:
+        return
+    for held, trained in zip(group.fsdp_params, before, strict=True):
+        gathered = getattr(held, "_unsharded_param", held.sharded_param)
+        if gathered.requires_grad != trained:
+            held.sharded_param.requires_grad_(not trained)
+        gathered.requires_grad_(held.sharded_param.requires_grad)
+
+
 def free_gathered(module: nn.Module) -> None:
     """Give gathered weights up, those that an evaluation left: they are no parameters to train."""
     for group in _groups(module):
+        _follow_gathered(group)
         group._to_sharded()  # `reshard` would not after a forward that raised
 
 
@@ -198,8 +229,19 @@ def _drop_units(module: nn.Module) -> None:
 def _drop_all(module: nn.Module) -> None:
     _drop_units(module)
     parameters = list(module.parameters())
-    for model in _models(parameters):
+    models = _models(parameters)
+    _drop_sums([module, *models], parameters)
+    for model in models:
         _drop_replicas(model, parameters)
+
+
+def _drop_sums(models: Iterable[nn.Module], gathered: Iterable[Tensor]) -> None:
+    """Forget the summed gradients of the parameters of which these are the gathered weights."""
+    zeroed = set(map(id, gathered))
+    for group in itertools.chain.from_iterable(map(_groups, models)):
+        for held in group.fsdp_params:
+            if id(getattr(held, "_unsharded_param", None)) in zeroed:
+                held.sharded_param.grad = None
 
 
 def _drop_replicas(model: nn.Module, parameters: Iterable[Tensor]) -> None:

@@ -229,6 +229,14 @@ def test_topology_wants_padded_bins(tokens):
         topology(bins, 128, dtype=torch.float32)
 
 
+def test_debug_refuses_a_topology_of_offsets_that_divide_no_rows(monkeypatch):
+    offsets = torch.tensor([0, BLOCK, 4 * BLOCK]).int()
+    bins = pad_bins(make_bins("uniform", 4, 2, 1))._replace(offsets_E1=offsets)
+    monkeypatch.setattr(registration, "_debug", True)
+    with pytest.raises(ValueError, match=r"offsets_E1: .*end at most at 384.*got \[0, 128, 512\]"):
+        topology(bins, 128, dtype=torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [None, 150], ids=["dropless", "capacity"])

@@ -78,7 +78,8 @@ def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> 
         (e + 1)·F.
 
     Raises:
-        ValueError: F is not a multiple of 128, or the bins are not padded.
+        ValueError: F is not a multiple of 128, or the bins are not padded; with ``MB_DEBUG=1``,
+            offsets that divide no rows.
     """
     checks.require_integer(ffn_hidden_size=ffn_hidden_size)
     _check_width("ffn_hidden_size", ffn_hidden_size)
@@ -189,4 +190,7 @@ registration.register(
     reference=lambda *arguments: tuple(topology_indices(*arguments)),
     kernels="mb_kernels.block_sparse.mlp_kernels",
     fake=empty_topology,
+    debug_check=lambda padded_offsets, block_rows, width: checks.debug_offsets(
+        padded_offsets, block_rows * BLOCK
+    ),
 )

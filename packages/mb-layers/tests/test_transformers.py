@@ -163,37 +163,70 @@ def test_unknown_blocks_are_refused() -> None:
         mb.swap_blocks(build("glm4_moe", n_shared_experts=0))
 
 
-def lone_block(model: str, name: str, **also: object) -> torch.nn.Module:
-    """A block of DeepSeek-V3's kind without a model, no number of it zero."""
-    folder = f"transformers.models.{model}"
-    configs = vars(importlib.import_module(f"{folder}.configuration_{model}"))
+def lone_block(name: str, config: str, **also: object) -> torch.nn.Module:
+    """A block without a model, no number of it zero; `config` is where its config's class lies."""
+    module, kind = config.rsplit(".", 1)
     sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8}
-    config = configs[f"{name.removesuffix('MoE')}Config"](
-        **(sizes | {"num_experts_per_tok": 4, "num_hidden_layers": 1} | also)
-    )
-    config._experts_implementation = "eager"
-    block = getattr(importlib.import_module(f"{folder}.modeling_{model}"), name)(config)
+    sizes |= {"num_experts_per_tok": 4, "num_hidden_layers": 1}
+    folder = f"transformers.models.{module}"
+    made = getattr(importlib.import_module(f"{folder}.configuration_{module}"), kind)
+    settings = made(**(sizes | also))
+    settings._experts_implementation = "eager"
+    block = getattr(importlib.import_module(f"{folder}.modeling_{module}"), name)(settings)
     for tensor in block.state_dict().values():
         tensor.normal_(std=0.5)
     return block
 
 
+AXK2 = ("AXK2MoE", "axk2.AXK2Config")
+GLM5_NEXT = ("Glm5NextTextMoE", "glm5_next.Glm5NextTextConfig")
+MINIMAX_M3 = ("MiniMaxM3VLSparseMoeBlock", "minimax_m3_vl.MiniMaxM3VLTextConfig")
+MISTRAL = ("MistralLarge4TextMoE", "mistral_large4.MistralLarge4TextConfig")
+
+
 def test_weights_that_a_class_always_norms_are_normed_whatever_its_config_says() -> None:
-    block = lone_block("mistral_large4", "MistralLarge4TextMoE", norm_topk_prob=False)
+    block = lone_block(*MISTRAL, norm_topk_prob=False)
     x = torch.randn(2, 9, 16)
     torch.testing.assert_close(mb.moe_from_block(block)(x).y, block(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (GLM5_NEXT, {"n_group": 1, "topk_group": 1}),
+        (
+            MINIMAX_M3,
+            {"intermediate_size": 8, "shared_intermediate_size": 12, "num_local_experts": 6},
+        ),
+    ],
+    ids=["glm5_next", "minimax_m3"],
+)
+def test_gates_with_a_limit_of_all_experts_are_those_of_dmoe(
+    names: tuple[str, str], sizes: dict[str, int]
+) -> None:
+    block = lone_block(*names, **sizes, swiglu_limit=0.7)
+    layer, x = mb.moe_from_block(block), torch.randn(2, 9, 16)
+    torch.testing.assert_close(layer(x).y, block(x), rtol=1e-4, atol=1e-4)
+    back = mb.translate_layer(layer.state_dict(), layer.config, block.state_dict())
+    assert all(torch.equal(back[name], tensor) for name, tensor in block.state_dict().items())
+
+
+def test_a_shared_expert_with_another_gate_is_refused() -> None:
+    block = lone_block(*GLM5_NEXT, n_group=1, topk_group=1, hidden_act="gelu")
+    with pytest.raises(ValueError, match="got swiglu and, of the shared one, geglu"):
+        mb.moe_from_block(block)
+
+
 def test_groups_that_are_closed_in_other_ways_are_refused() -> None:
     """A.X-K2's closed groups keep a score of 0, better than an open one that a bias took below."""
-    open_to_all = lone_block("axk2", "AXK2MoE")
+    open_to_all = lone_block(*AXK2)
     x = torch.randn(2, 9, 16)
     layer = mb.moe_from_block(open_to_all)
     torch.testing.assert_close(layer(x).y, open_to_all(x), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="expected n_group=None, got 4"):
-        mb.moe_from_block(lone_block("axk2", "AXK2MoE", n_group=4, topk_group=2))
+        mb.moe_from_block(lone_block(*AXK2, n_group=4, topk_group=2))
     with pytest.raises(ValueError, match="top_k_groups to be an integer >= 1, got 0"):
-        mb.moe_from_block(lone_block("deepseek_v3", "DeepseekV3MoE", n_group=1, topk_group=0))
+        mb.moe_from_block(lone_block(*GLM5_NEXT, n_group=1, topk_group=0))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])

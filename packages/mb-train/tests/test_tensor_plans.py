@@ -150,7 +150,11 @@ CASES = {
             replace(SMALL, qk_norm="width", norm="layernorm", qk_norm_eps=1e-3, moe=MOE),
         ]
     },
-    "gpt-windows-sinks": (lambda: _with_sinks(GPT(_SINKS)), lambda: gpt_plan(_SINKS), gpt_batch),
+    "gpt-windows-sinks": (
+        lambda: _with_uneven_norms(_with_sinks(GPT(_SINKS))),
+        lambda: gpt_plan(_SINKS),
+        gpt_batch,
+    ),
     "gpt-states": (
         lambda: _with_uneven_norms(GPT(_STATES)),
         lambda: gpt_plan(_STATES),
@@ -199,8 +203,9 @@ _GPT = replace(
     bias=False, tie_embeddings=False,
 )  # fmt: skip
 _SINKS = replace(
-    SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE
-)
+    SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE,
+    qk_norm="turned-head", local_rope_base=7.0,
+)  # fmt: skip
 _STATES = replace(
     SMALL, norm="rmsnorm", bias=False, moe=MOE, delta_layers=(True, False),
     delta=DeltaSizes(key_heads=2, value_heads=6, key=5, value=3, taps=4),

@@ -144,7 +144,7 @@ def _place(model: nn.Module, name: str) -> str:
     if is_swapped:
         adapter = model.get_submodule(block)
         if part.startswith("shared_expert") and isinstance(adapter, BlockAdapter):
-            part = next(n for n in SHARED_EXPERTS if f"{n}.gate_proj.weight" in adapter._names)
+            part = next(n for n in SHARED_EXPERTS if f"{n}.down_proj.weight" in adapter._names)
         place = f"{block}.{part}"
     return place.removeprefix("base_model.model.").replace(".base_layer", "")
 

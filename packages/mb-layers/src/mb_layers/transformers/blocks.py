@@ -19,7 +19,14 @@ from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, put_in, translate, translate_back
 from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS
-from mb_layers.transformers.experts import IMPLEMENTATION, glu_name, refuse_offloaded
+from mb_layers.transformers.experts import (
+    IMPLEMENTATION,
+    fused_activation,
+    glu_name,
+    has_own_gate,
+    recognise_gate,
+    refuse_offloaded,
+)
 
 
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
@@ -90,6 +97,13 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
                 f'weights dMoE does not have; model.set_experts_implementation("{IMPLEMENTATION}") '
                 "works"
             )
+        gate = fields["activation"].partition("(")[0]
+        if hasattr(shared, "act_fn") and glu_name(shared.act_fn) != gate:
+            raise ValueError(
+                f"expected {kind} with one gate for all its experts, got {gate} and, of the shared "
+                f'one, {glu_name(shared.act_fn)}; model.set_experts_implementation("'
+                f'{IMPLEMENTATION}") works'
+            )
         fields["shared_expert_hidden_size"] = width
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
     return MoEConfig(**(fields | routing | overrides))
@@ -113,7 +127,16 @@ class _Numbers:
 def _gate_of(experts: Any) -> str:
     if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
         return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
-    return glu_name(experts.act_fn)
+    if not has_own_gate(experts):
+        return glu_name(experts.act_fn)
+    recognise_gate(experts)
+    name = fused_activation(experts)
+    if name is None:
+        raise ValueError(
+            f"expected a gate that dMoE computes, got that of {type(experts).__name__}; "
+            f'model.set_experts_implementation("{IMPLEMENTATION}") works'
+        )
+    return name
 
 
 def translate_block(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
@@ -180,9 +203,12 @@ def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
         rules.append(Rule("experts.w2", w2, _stack, _unstack))
     if config.shared_expert_hidden_size is not None:
-        shared = called(SHARED_EXPERTS, ".gate_proj.weight")
+        shared = called(SHARED_EXPERTS, ".down_proj.weight")
         pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
-        rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
+        if (fused := f"{shared}.gate_up_proj.weight") in names:  # MiniMax-M3's
+            rules.append(Rule("shared_expert.w1", (fused,), _stack, _unstack))
+        else:
+            rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
         down = (f"{shared}.down_proj.weight",)
         rules.append(Rule("shared_expert.w2", down, _stack, _unstack))
     if config.shared_expert_gate:

@@ -111,7 +111,7 @@ def fused_activation(experts: Any) -> str | None:
     """Our name of the experts' activation if `expert_mlp` computes the same as they do."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
-    if experts.has_gate and _has_own_gate(experts):
+    if experts.has_gate and has_own_gate(experts):
         return getattr(experts, _RECOGNISED, None)
     plain = activation_name(experts.act_fn)
     return GLU_NAMES.get(plain or "") if experts.has_gate else plain
@@ -129,7 +129,7 @@ def recognise_gate(experts: Any) -> None:
     parameters change.
     """
     setattr(experts, _RECOGNISED, None)
-    if not experts.has_gate or not _has_own_gate(experts) or _learns(experts):
+    if not experts.has_gate or not has_own_gate(experts) or _learns(experts):
         return
     n = _PROBE.numel()
     gate, up = _PROBE[:, None].expand(n, n), _PROBE[None, :].expand(n, n)
@@ -172,7 +172,7 @@ def _names_of_gate(experts: Any) -> list[str]:
     return names
 
 
-def _has_own_gate(experts: Any) -> bool:
+def has_own_gate(experts: Any) -> bool:
     """Whether the gate is not the one that transformers gives by default."""
     return experts._apply_gate.__module__ != ExpertsInterface.__module__
 

@@ -214,10 +214,8 @@ class GPT(nn.Module):
         """What layers with a state share, if there are any."""
         if not self.config.has_states:
             return None
-        delta, begins_BS = (
-            self.config.delta,
-            None if segments_BS is None else begins_of(segments_BS),
-        )
+        begins_BS = None if segments_BS is None else begins_of(segments_BS)
+        delta = self.config.delta
         return StateContext(begins_BS, None if delta is None else delta_kernel(delta.key, device))
 
     def _embedded(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:

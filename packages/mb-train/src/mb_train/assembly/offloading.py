@@ -18,19 +18,8 @@ from mb_train.models.transformer import Block
 
 # What projects the hidden state, or a latent of it, to queries, keys and values.
 _PROJECTIONS = (
-    "qkv",
-    "q",
-    "kv",
-    "q_down",
-    "q_up",
-    "kv_down",
-    "kv_up",
-    "qkvz",
-    "ba",
-    "xz",
-    "bc",
-    "dt",
-)
+    "qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "ba", "xz", "bc", "dt",
+)  # fmt: skip
 
 
 def offload_of(config: TrainConfig, device: torch.device) -> Offload | None:

@@ -91,7 +91,8 @@ class StateCore(nn.Module):
             valid_BS: bool; the others are what a row was filled up with.
         """
         channels = tensors[: self.convolved]
-        gates = [gate * valid_BS[(..., *[None] * (gate.ndim - 2))]
+        # What a row was filled up with neither fades nor writes.
+        gates = [gate * valid_BS.view(*valid_BS.shape, *[1] * (gate.ndim - 2))
                  for gate in tensors[self.convolved :]]  # fmt: skip
         *tails, state = cache.held(self) or self._nothing(channels, gates, weights)
         joined = [torch.cat(both, dim=1) for both in zip(tails, channels, strict=True)]

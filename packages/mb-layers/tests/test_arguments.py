@@ -104,6 +104,18 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
         lambda: z_loss(X, mask_T=X[0, :1].bool()),
     ),
     ("mask_T to be bool or integers .* torch.float32", lambda: z_loss(X, mask_T=X[:, 0])),
+    *(
+        (f"finite num_tokens >= 0, got {v!r}", lambda v=v: z_loss(X, num_tokens=v))
+        for v in (-3, NAN, "3")
+    ),
+    (
+        r"num_tokens to be one number, got shape \(4,\)",
+        lambda: load_balancing_loss(X[:, :4], X[0, :4], num_tokens=X[0, :4]),
+    ),
+    (
+        "integer expert_ids_BSK .* got torch.float32",
+        lambda: sequence_load_balancing_loss(X[None], X[None, :, :1]),
+    ),
 ]
 
 

@@ -53,6 +53,18 @@ def _is_finite(number: Any) -> bool:
     return is_number and -math.inf < number < math.inf
 
 
+def one_number(number: Any, *, name: str) -> Tensor | float | None:
+    """A number >= 0 as a float, or a tensor of one number as a scalar; None stays None."""
+    if number is None:
+        return None
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            raise ValueError(f"expected {name} to be one number, got shape {tuple(number.shape)}")
+        return number if number.dim() == 0 else number.reshape(())
+    at_least_0(**{name: number})
+    return float(number)  # NumPy's numbers too
+
+
 def a_module(**modules: Any) -> None:
     """Check modules, given by the names of the arguments."""
     for name, module in modules.items():

@@ -59,7 +59,7 @@ def router_losses(
         ids_are_experts: whether every id is an expert's, or -1 for padding. Otherwise the slots
             that were meant for an expert have to be counted.
     """
-    num_tokens = _one_number(num_tokens)
+    num_tokens = arguments.one_number(num_tokens, name="valid_tokens")
     # An id that no expert has, other than -1, was meant for one: its slot counts as dropped.
     slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
     if probs_of_logits and config.balance_over != "sequence":
@@ -118,20 +118,6 @@ def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor
             "the tensor behind it"
         )
     return total.clone()
-
-
-def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:
-    """The number of tokens as a float or a scalar tensor; None stays None."""
-    if valid_tokens is None:
-        return None
-    if isinstance(valid_tokens, Tensor):
-        if valid_tokens.numel() != 1:
-            raise ValueError(
-                f"expected valid_tokens to be one number, got shape {tuple(valid_tokens.shape)}"
-            )
-        return valid_tokens if valid_tokens.dim() == 0 else valid_tokens.reshape(())
-    arguments.at_least_0(valid_tokens=valid_tokens)
-    return float(valid_tokens)  # NumPy's numbers too
 
 
 def _sequence_balance(

@@ -95,13 +95,13 @@ def sequence_load_balancing_loss(
             have the others. Then the mean of the ranks' results is the loss of whole sequences.
 
     Raises:
-        ValueError: `probs_BSE`, `expert_ids_BSK` or `mask_BS` of another shape.
+        ValueError: `probs_BSE`, `expert_ids_BSK` or `mask_BS` of another kind or shape.
     """
     _check_dims("probs_BSE", probs_BSE, 3)
-    if expert_ids_BSK.shape[:-1] != probs_BSE.shape[:-1]:
+    if expert_ids_BSK.shape[:-1] != probs_BSE.shape[:-1] or expert_ids_BSK.is_floating_point():
         raise ValueError(
-            f"expected expert_ids_BSK of shape {(*probs_BSE.shape[:-1], 'K')}, one row per row of "
-            f"probs_BSE, got {tuple(expert_ids_BSK.shape)}"
+            f"expected integer expert_ids_BSK of shape {(*probs_BSE.shape[:-1], 'K')}, one row per "
+            f"row of probs_BSE, got {arguments.described(expert_ids_BSK)}"
         )
     num_sequences, length, num_experts = probs_BSE.shape
     probs_BSE = at_least_fp32(probs_BSE)
@@ -163,8 +163,9 @@ def mean_over_tokens(
             the mean of the ranks' results is the mean over all tokens, however uneven their share.
 
     Raises:
-        ValueError: a mask of another kind or shape.
+        ValueError: a mask of another kind or shape, no number of tokens.
     """
+    num_tokens = arguments.one_number(num_tokens, name="num_tokens")
     if mask_T is not None:
         mask_T = arguments.as_mask(mask_T, values.shape[:1], name="mask_T")
         values = torch.where(mask_T.view(-1, *(1,) * (values.dim() - 1)), values, 0)

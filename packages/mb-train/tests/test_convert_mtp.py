@@ -180,11 +180,11 @@ def test_modules_are_left_out_if_asked_for(tmp_path, capsys):
     assert said.count("layer 3 is read as a module of --mtp-num-layers") == 1
     assert said.count("layer 4 is left out: it guesses tokens beyond the next, it was not") == 2
     assert main([*words, "3", str(tmp_path / "run3")]) == 2
-    assert "--mtp-num-layers of at most 2" in capsys.readouterr().err
+    assert "--mtp-num-layers of 0 to 2" in capsys.readouterr().err
     assert (
         main(["convert", str(tmp_path / "run1"), str(tmp_path / "x"), "--mtp-num-layers", "2"]) == 2
     )
-    assert "--mtp-num-layers of at most 1" in capsys.readouterr().err
+    assert "--mtp-num-layers of 0 to 1" in capsys.readouterr().err
 
 
 def test_each_tensor_is_read_in_its_turn(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_what_is_there_decides(tmp_path):
     }
     write_tensors(tmp_path, trunk)
     assert not read_in(tmp_path).mtp
-    with pytest.raises(ValueError, match=r"--mtp-num-layers of at most 0, .* got 1"):
+    with pytest.raises(ValueError, match=r"--mtp-num-layers of 0 to 0, .* got 1"):
         read_model(tmp_path, mtp_num_layers=1)
     write_tensors(
         tmp_path, {n: t for n, t in weights.items() if n != "model.layers.4.hnorm.weight"}

@@ -284,7 +284,7 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
     there = write(tmp_path / "experts", experts, **LLAMA, **MIXTURE_ARGS, **FURTHER)
     config, _ = read_megatron(there, mtp_num_layers=0)
     assert config.moe_loss_weight == pytest.approx(0.03)  # of three layers with 0.01 each
-    with pytest.raises(ValueError, match=r"--mtp-num-layers of at most 2, .* got 3"):
+    with pytest.raises(ValueError, match=r"--mtp-num-layers of 0 to 2, .* got 3"):
         read_megatron(folder, mtp_num_layers=3)
     file = folder / "iter_0000050" / "mp_rank_00_000" / "model_optim_rng.pt"
     content = torch.load(file, weights_only=False)

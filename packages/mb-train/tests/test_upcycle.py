@@ -98,6 +98,7 @@ def test_what_computes_otherwise_is_said_and_what_has_no_copy_refused(tmp_path, 
         ([*four, "--lr", "1"], "flags of the experts alone, got --lr"),
         ([*four, "--recipe", "dense-46m", "--print-config"], "got --recipe, --print-config"),
         (four[:3], "got no number of them"),
+        ([*four, "--moe-num-experts", "0"], "got no number of them"),  # none, as Megatron means it
         ([*four, "--moe-ffn-hidden-size", "32"], "--moe-ffn-hidden-size 64 of experts"),
         ([*four, "--moe-shared-expert-intermediate-size", "8"], "--moe-shared-expert"),
         ([*four, "--no-moe-mlp-bias"], "--moe-mlp-bias True of experts"),

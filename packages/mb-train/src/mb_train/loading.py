@@ -119,7 +119,7 @@ def outlined(
     wanted = there if mtp_num_layers is None else mtp_num_layers
     if not 0 <= wanted <= there:
         raise ValueError(
-            f"Expected --mtp-num-layers of at most {there}, the modules for further tokens of "
+            f"Expected --mtp-num-layers of 0 to {there}, the modules for further tokens of "
             f"{run}, got {wanted}."
         )
     config = replace(config, mtp_num_layers=wanted)

@@ -50,7 +50,7 @@ def upcycle(
     others = [flag_name(name) for name in sorted(experts.values.keys() - _OF_EXPERTS)]
     others += ["--recipe"] if experts.recipe is not None else []
     others += ["--print-config"] if experts.print_config else []
-    if others or "moe_num_experts" not in experts.values:
+    if others or experts.values.get("moe_num_experts") is None:
         raise ValueError(
             "Expected --moe-num-experts, and beside it flags of the experts alone, got "
             f"{', '.join(others) or 'no number of them'}. The run that goes on takes the others."

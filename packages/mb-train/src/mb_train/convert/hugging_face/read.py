@@ -234,7 +234,7 @@ def _modules(source: TensorFolder, behind: range, found: Architecture, wanted: i
         )
     if wanted is not None and not 0 <= wanted <= len(behind):
         raise ValueError(
-            f"Expected --mtp-num-layers of at most {len(behind)}, the modules for further tokens "
+            f"Expected --mtp-num-layers of 0 to {len(behind)}, the modules for further tokens "
             f"that there are, got {wanted}."
         )
     return behind[:wanted]

@@ -117,7 +117,7 @@ def _with_modules(
     there = config.mtp_num_layers
     if not 0 <= modules <= there:
         raise ValueError(
-            f"Expected --mtp-num-layers of at most {there}, the modules for further tokens that "
+            f"Expected --mtp-num-layers of 0 to {there}, the modules for further tokens that "
             f"there are, got {modules}."
         )
     beginnings = tuple(f"mtp.layers.{number}." for number in range(modules, there))

@@ -399,6 +399,23 @@ def test_what_is_written_into_a_frozen_weight_is_rounded() -> None:
     assert frozen.codes.is_shared()
 
 
+def test_what_is_put_in_the_place_of_a_frozen_weight_is_there() -> None:
+    layer = build(torch.float32)
+    freeze_in_bits(layer.experts, 8)
+    weight, values = layer.experts.w1, torch.randn(5, 96, 32)
+    rounded = FrozenWeight.of(values, 8).decoded()
+    weight.data = values
+    assert torch.equal(layer.experts.w1.decoded(), rounded)
+    assert torch.equal(weight + 0, rounded)
+    weight.data += 1  # as PEFT merges adapters
+    assert_close("sum", weight.decoded(), FrozenWeight.of(rounded + 1, 8).decoded())
+    weight.data = FrozenWeight.of(values.half(), 4)
+    assert weight.dtype == torch.float16
+    assert torch.equal(weight.decoded(), FrozenWeight.of(values.half(), 4).decoded())
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        weight.data = values.long()
+
+
 @pytest.mark.parametrize("names", [("w1",), ("w2",), ("w1", "w2")])
 def test_a_frozen_weight_written_to_before_the_backward_pass_is_an_error(names) -> None:
     for name in names:

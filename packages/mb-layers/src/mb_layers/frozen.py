@@ -48,6 +48,17 @@ class FrozenWeight(Tensor):
         """The weight as a plain tensor."""
         return mb_kernels.dequantize(self.codes, self.scales, bits=self.bits, dtype=self.dtype)
 
+    @property
+    def data(self) -> Tensor:
+        """The weight without autograd; set it to put another, rounded, in its place."""
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        other = value if isinstance(value, FrozenWeight) else self.of(value, self.bits)
+        _DATA.__set__(self, other)  # shape, dtype and device, and nothing more
+        self.codes, self.scales, self.bits = other.codes, other.scales, other.bits
+
     def __repr__(self) -> str:  # ty: ignore[incompatible-method-override]
         return f"FrozenWeight({tuple(self.shape)}, {self.dtype}, bits={self.bits})"
 
@@ -113,6 +124,8 @@ class FrozenWeight(Tensor):
         self.scales.share_memory_()
         return self
 
+
+_DATA: Any = torch._C.TensorBase.data  # on the class it is what sets the attribute
 
 # What moves, copies or allocates a weight does so to its parts.
 _ON_PARTS = {

@@ -226,8 +226,9 @@ def flint_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     # Their class wants a window though no layer has it.
     window = {} if config.windows else {"sliding_window": _FLINT_WINDOW}
+    dense = config.moe_num_experts is None
     return (
-        qwen2_moe_config(config)
+        (llama_config if dense else qwen2_moe_config)(config)
         | window
         | {
             LAYER_TYPES: layer_types(config),

@@ -222,6 +222,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_theta": 7.0}),
         ("granitemoe_swa", {"layer_rope_theta": [0.0] * 4, "shared_intermediate_size": 0}),
         ("flint", {"mlp_only_layers": [], "norm_topk_prob": False, "layer_types": [FULL] * 5}),
+        ("flint", {"mlp_only_layers": [0, 1, 2, 3, 4]}),
         ("exaone_moe", {"layer_types": [FULL, NEAR, NEAR, NEAR]}),
         ("afmoe", {"layer_types": [FULL, NEAR, NEAR, NEAR]}),
         ("smollm3", {"no_rope_layers": [0] * 4, "tie_word_embeddings": False}),

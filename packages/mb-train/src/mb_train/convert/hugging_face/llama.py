@@ -363,15 +363,15 @@ def _qwen_moe_fields(config: Json, count: str) -> dict[str, Any]:
     return llama_fields(config) | qwen_experts(config, count)
 
 
-def qwen_experts(config: Json, count: str) -> dict[str, Any]:
+def qwen_experts(config: Json, count: str, dense: int | None = None) -> dict[str, Any]:
     """Experts of a width of their own, and dense layers before the first of them.
 
-    Raises:
-        ValueError: dense layers elsewhere.
+    Args:
+        dense: how many; None: as `mlp_only_layers` says.
     """
     return experts_of(config, count) | {
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_first_k_dense": dense_by_number(config, ()),
+        "moe_first_k_dense": dense_by_number(config, ()) if dense is None else dense,
         "moe_renormalize": config["norm_topk_prob"],
     }
 

@@ -28,13 +28,13 @@ from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import DEFAULTS as LLAMA_DEFAULTS
 from mb_train.convert.hugging_face.llama import (
     decoder_fields,
-    experts_of,
     llama_config,
     llama_fields,
     local_config,
     local_fields,
     qwen3_moe_config,
     qwen3_moe_fields,
+    qwen_experts,
     rope_of,
     ropes_by_kind,
     wholly_turned,
@@ -236,17 +236,10 @@ def mellum_fields(config: Json) -> dict[str, Any]:
     """Qwen3-MoE with windows in layers that turn otherwise."""
     far, near = ropes_by_kind(config, {"rope_theta": 500_000.0}, {"rope_theta": 10_000.0})
     dense = dense_by_kind(config, 0)
-    experts = experts_of(config, "num_local_experts") | {
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_first_k_dense": dense,
-        "moe_renormalize": config["norm_topk_prob"],
-    }
-    return (
-        llama_fields(config, far)
-        | local_fields(config, 1, far, near)
-        | ({} if dense >= config["num_hidden_layers"] else experts)
-        | _BY_HEAD
-    )
+    fields = llama_fields(config, far) | local_fields(config, 1, far, near) | _BY_HEAD
+    if dense >= config["num_hidden_layers"]:
+        return fields
+    return fields | qwen_experts(config, "num_local_experts", dense)
 
 
 def mellum_config(config: TrainConfig) -> dict[str, Any]:

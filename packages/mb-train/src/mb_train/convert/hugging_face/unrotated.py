@@ -20,10 +20,10 @@ from mb_train.convert.hugging_face.deepseek import v3_experts
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import (
     dense_by_number,
-    experts_of,
     llama_config,
     llama_fields,
     qwen2_moe_config,
+    qwen_experts,
 )
 from mb_train.convert.hugging_face.relatives import dense_by_kind
 from mb_train.convert.hugging_face.windows import (
@@ -205,20 +205,18 @@ def flint_fields(config: Json) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
     near = by_type(config, told([not sees_all for sees_all in full]))
+    fields = llama_fields(config) | windows_alone_turned(config, near) | _BY_HEAD
+    fields |= {"softmax_type": "learnable"}
     dense = dense_by_number(config, range(2))
-    experts = experts_of(config, "num_experts") | {
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_first_k_dense": dense,
-        "moe_renormalize": config["norm_topk_prob"],
-        "moe_router_score_function": "sigmoid",
-        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
-    }
+    if dense >= layers:
+        return fields
     return (
-        llama_fields(config)
-        | windows_alone_turned(config, near)
-        | ({} if dense >= layers else experts)
-        | _BY_HEAD
-        | {"softmax_type": "learnable"}
+        fields
+        | qwen_experts(config, "num_experts", dense)
+        | {
+            "moe_router_score_function": "sigmoid",
+            "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+        }
     )
 
 
@@ -226,8 +224,9 @@ def flint_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     # Their class wants a window though no layer has it.
     window = {} if config.windows else {"sliding_window": _FLINT_WINDOW}
+    dense = config.moe_num_experts is None
     return (
-        qwen2_moe_config(config)
+        (llama_config if dense else qwen2_moe_config)(config)
         | window
         | {
             LAYER_TYPES: layer_types(config),

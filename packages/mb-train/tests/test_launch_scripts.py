@@ -31,6 +31,7 @@ from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.parser import build_parser
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import TRANSLATED
+from mb_train.models.config import MambaSizes
 from mb_train.tasks.architecture import transformer_config
 from other_scripts import OTHERS
 
@@ -373,3 +374,27 @@ def test_nemotrons_script_is_its_recipe():
         --use-mcore-models --use-transformer-engine-op-fuser"""
     found = transformer_config(resolve(parse(words.split())), 131_072)
     assert found == transformer_config(TrainConfig(**recipe("nemotron-3-nano-30b-a3b")), 131_072)
+
+
+def test_megatrons_mamba_script_is_the_model_it_was():
+    """Its shares of layers make the pattern that NVIDIA published of the hybrid model of 8B."""
+    words = """--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 1
+        --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce
+        --untie-embeddings-and-output-weights --init-method-std 0.02
+        --position-embedding-type none --num-layers 56 --hidden-size 4096
+        --num-attention-heads 32 --group-query-attention --num-query-groups 8
+        --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5 --seq-length 4096
+        --max-position-embeddings 4096 --train-samples 73242188 --lr-warmup-samples 50000
+        --lr-decay-samples 73192188 --save checkpoints --load checkpoints --data-path text
+        --data-cache-path cache --split 99,1,0 --tokenizer-type GPTSentencePieceTokenizer
+        --tokenizer-model model --distributed-backend nccl --micro-batch-size 4
+        --global-batch-size 8 --lr 2.5e-4 --min-lr 2.5e-5 --lr-decay-style cosine
+        --weight-decay 0.1 --clip-grad 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+        --disable-bias-linear --normalization RMSNorm --adam-beta1 0.9 --adam-beta2 0.95
+        --log-interval 10 --save-interval 2000 --eval-interval 2000 --eval-iters 32 --bf16
+        --use-mcore-models --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec
+        --no-create-attention-mask-in-dataloader --tensorboard-dir boards"""
+    model = transformer_config(resolve(parse(words.split())), 256_000)
+    assert model.pattern == "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-"
+    assert model.mamba == MambaSizes(heads=128, width=64, groups=8, state=128, taps=4)
+    assert (model.activation, model.positions) == ("gelu", "none")

@@ -125,7 +125,15 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--qk-rope-head-dim=64", r"--qk-rope-head-dim cannot .*: say --qk-pos-emb-head-dim"),
         ("--cp-comm-type a2a --cp 2", r"--cp cannot be honoured: say --context-parallel-size"),
         ("--spec my.specs stack_spec --hybrid-layer-pattern M*", r"--spec cannot .* this library"),
-        ("--is-hybrid-model --hybrid-mlp-ratio 0.5", r"it out and say --hybrid-layer-pattern"),
+        (
+            "--is-hybrid-model",
+            r"--is-hybrid-model cannot be honoured: say --hybrid-layer-pattern, with a letter",
+        ),
+        (
+            "--num-layers 4 --hybrid-mlp-ratio 0.5 --hybrid-override-pattern M-M*",
+            r"--hybrid-mlp-ratio cannot be honoured: say --hybrid-layer-pattern, .* in its shares",
+        ),
+        ("--num-layers 4 --hybrid-mlp-ratio x", r"--hybrid-mlp-ratio cannot be honoured: say --hy"),
         ("--hybrid-layer-pattern", r"--hybrid-override-pattern: expected one argument"),
         ("--mamba-training-ssm-states-dtype bf16", r"heads, groups and widths: see --mamba-num-h"),
         ("--hybrid-context-parallel", r"sequences are shared by as many ranks, see --context-par"),
@@ -470,6 +478,19 @@ def test_older_spellings_mean_what_they_meant():
             "--spec megatron.core.ssm.mamba_layer_specs mamba_stack_spec "
             "--hybrid-override-pattern=M*-M --mamba-state-dim 64",
             {"hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_state_dim": 64},
+        ),
+        (
+            "--num-layers 4 --is-hybrid-model --hybrid-mlp-ratio 0.5"
+            " --hybrid-override-pattern=-M-M",
+            {"hybrid_layer_pattern": "-M-M", "num_layers": 4},
+        ),
+        (
+            "--num-layers 2 --hybrid-attention-ratio 0.0 --hybrid-override-pattern M*",
+            {"hybrid_layer_pattern": "M*", "num_layers": 2},
+        ),
+        (
+            "--num-layers 4 --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+            {"hybrid_layer_pattern": "MMMM", "num_layers": 4},
         ),
         (
             "--hybrid-layer-pattern -*E",

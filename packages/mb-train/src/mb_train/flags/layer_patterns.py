@@ -8,11 +8,13 @@ Windows and positions of other layers than every n-th are lists here too, of fla
 --no-rope-freq [1,1,0]              --rope-layers 0 0 1
 --linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
---hybrid-layer-pattern M*-          --hybrid-layer-pattern M*- --num-layers=3
+--hybrid-layer-pattern M*-          --hybrid-layer-pattern=M*- --num-layers=3
+--hybrid-mlp-ratio 0.5 and 4 layers --hybrid-layer-pattern=M-M-
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -45,23 +47,63 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
 
 def counted(words: Sequence[str]) -> list[str]:
-    """The command line with the number of layers that have a letter each, where none is said.
+    """The command line with a letter for each layer and their number, of layers that are halves.
 
-    Without Core's --spec of a stack of such layers, which says that they are.
+    From shares of layers and their number Core makes a pattern, and so from the --spec of its stack
+    of such layers alone. What says no more than the pattern is left out.
     """
     found = list(words)
     for place, word in reversed(list(enumerate(found[1:]))):
-        if found[place] in _PATTERNS and not word.startswith("--"):
+        if found[place] in (*_PATTERNS, *_SHARES) and not word.startswith("--"):
             found[place : place + 2] = [f"{found[place]}={word}"]  # it may begin with a hyphen
-    names = [word.partition("=")[0] for word in found]
-    patterns = [found[place] for place, name in enumerate(names) if name in _PATTERNS]
-    layers = len(patterns[-1].partition("=")[2]) if patterns else 0
-    if layers == 0:
+    said = [word.partition("=") for word in found]
+    patterns = [value for name, _, value in said if name in _PATTERNS]
+    stacks = [place for place, (name, *_) in enumerate(said)
+              if name == "--spec" and found[place + 2 : place + 3] in _STACKS]  # fmt: skip
+    shares = {name: value for name, _, value in said if name in _SHARES}
+    numbers = _number_of_layers(words)
+    layers = int(numbers[0]) if numbers else len(patterns[-1]) if patterns else 0
+    spread = _spread(shares, layers) if shares or stacks else ""
+    pattern = patterns[-1] if patterns else spread
+    if not pattern:
         return found
-    for place in [place for place, name in enumerate(names) if name == "--spec"]:
-        if found[place + 2 : place + 3] in _STACKS:
-            del found[place : place + 3]
-    return found if "--num-layers" in names else [*found, f"--num-layers={layers}"]
+    for place in reversed(stacks):
+        del found[place : place + 3]
+    # Core refuses another pattern than one of so many letters of each kind.
+    alike = sorted(spread) == sorted(pattern) or set(spread) == {"M"}
+    less = ("--is-hybrid-model", *(_SHARES if alike else ()))
+    found = [word for word in found if word.partition("=")[0] not in less]
+    more = [] if patterns else [f"{_PATTERNS[0]}={pattern}"]
+    return found + more + ([] if numbers else [f"--num-layers={len(pattern)}"])
+
+
+def _spread(shares: Mapping[str, str], layers: int) -> str:
+    """Core's pattern of so many layers; "" of shares that are none.
+
+    Attention stands evenly between layers of Mamba-2, which begin and end, then feed-forwards stand
+    evenly among these, the last of them behind all.
+    """
+    try:
+        attention, feeds = (round(layers * float(shares.get(name, 0))) for name in _SHARES)
+    except (ValueError, OverflowError):
+        return ""
+    kinds = ["M"] * layers
+    if attention < 0 or feeds < 0 or attention + feeds > layers:
+        return ""
+    _put(kinds, "*", (layers - attention) / (attention + 1))
+    _put(kinds, "-", (layers - attention - feeds) / feeds if feeds else math.inf)
+    return "".join(kinds)
+
+
+def _put(kinds: list[str], letter: str, gap: float) -> None:
+    """A letter in place of an M, about so many of which stand before each."""
+    ahead = gap
+    for place in [place for place, kind in enumerate(kinds) if kind == "M"]:
+        if ahead < 0.5:
+            kinds[place] = letter
+            ahead += gap
+        else:
+            ahead -= 1
 
 
 def _experts(text: str, words: Sequence[str]) -> list[str]:
@@ -130,6 +172,7 @@ def _window(text: str, _: Sequence[str]) -> list[str]:
 
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_SHARES = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 # Core's own stacks of such layers, behind the module in --spec.
 _STACKS = (["mamba_stack_spec"], ["hybrid_stack_spec"])
 # Flag -> what a value has that is no number, and what it says as numbers.
@@ -142,8 +185,13 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = 
 }
 
 
+def _number_of_layers(words: Sequence[str]) -> list[str]:
+    """The last that was said, if any."""
+    return re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+
+
 def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[str]) -> None:
-    said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+    said = _number_of_layers(words)
     if said not in ([], [str(len(layers))]):
         raise ValueError(
             f"Expected {flag} to be of --num-layers {said[0]}, got {text}, which is of "

@@ -60,7 +60,7 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --decoupled-lr": "--head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
-    "leave it out and say --hybrid-layer-pattern, with a letter for each layer": """
+    "say --hybrid-layer-pattern, with a letter for each layer, in place of it or in its shares": """
         --hybrid-attention-ratio --hybrid-mlp-ratio --is-hybrid-model
     """,
     "Mamba layers have heads, groups and widths: see --mamba-num-heads and its like": "--mamba-*",

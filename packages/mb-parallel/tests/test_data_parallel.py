@@ -930,6 +930,40 @@ def test_what_is_frozen_after_an_evaluation_stays():
         assert moved == [[True, True, False, False], [False, False, True, True]] * 3
 
 
+def saves_after_an_evaluation(rank, world_size, zero_stage):
+    """Gradients of two micro-batches, with an evaluation in between or not; what is saved then."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    norms = []
+    for between in (False, True):
+        model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+        optimizer, x = SGD(model.parameters(), lr=0.0), torch.full((2, WIDTH), 0.5)
+        for last in (False, True):
+            set_gradient_sync(model, last)
+            model(x).sum().backward()
+            if between:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                assert model.train() is model
+        norms.append(float(clip_and_step(optimizer, mesh=mesh).grad_norm))
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    _, saved = get_state_dict(model, optimizer)
+    assert saved["state"].keys() == dict(model.named_parameters()).keys()
+    return norms
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_model_that_trains_again_has_its_parameters(zero_stage):
+    for without, between in run_ranks(saves_after_an_evaluation, 2, zero_stage):
+        assert without == between > 0
+
+
 def steps_of_an_early_optimizer(rank, world_size, zero_stage):
     """What optimizers say that have the parameters from before the model was spread."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")

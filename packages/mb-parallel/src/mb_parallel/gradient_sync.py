@@ -69,25 +69,28 @@ def keep_apart(model: nn.Module, apart: bool) -> None:
 def _watch_torch() -> None:
     """For the rest of the process, let torch's optimizers and modules know what FSDP2 keeps.
 
-    A step refuses gradients that are apart, and gives gathered weights up. `zero_grad`, for which
-    torch has no hook, forgets gradients that are apart: that of a module those of any FSDP2 model.
+    A step refuses gradients that are apart, and gives gathered weights up, as `train` and `eval` of
+    a model do. `zero_grad` forgets gradients that are apart: that of a module those of any FSDP2
+    model. For these torch has no hooks.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    _let_zero_grad(torch.optim.Optimizer, drop_apart)
-    _let_zero_grad(nn.Module, _drop_all)
+    _call_after(torch.optim.Optimizer, "zero_grad", drop_apart)
+    _call_after(nn.Module, "zero_grad", _drop_all)
+    _call_after(nn.Module, "train", _free_watched)
 
 
-def _let_zero_grad(kind: Any, drop: Callable[[Any], None]) -> None:
-    """Call `drop` after each `zero_grad` of this kind."""
-    zero_grad = vars(kind)["zero_grad"]
+def _call_after(kind: Any, name: str, call: Callable[[Any], None]) -> None:
+    """Call `call` after each such method of this kind."""
+    method = vars(kind)[name]
 
-    @functools.wraps(zero_grad)
-    def zero_all(self: Any, *args: Any, **kwargs: Any) -> None:
-        zero_grad(self, *args, **kwargs)
-        drop(self)
+    @functools.wraps(method)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        call(self)
+        return result
 
-    kind.zero_grad = zero_all
+    setattr(kind, name, both)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -191,6 +194,11 @@ def keep_frozen(unit: Any, *, trains: bool) -> None:
         _follow_gathered(group)
         if not trains:
             group._mb_trained = [held.sharded_param.requires_grad for held in group.fsdp_params]
+
+
+def _free_watched(module: nn.Module) -> None:
+    if module in _WATCHED:
+        free_gathered(module)
 
 
 def _follow_gathered(group: Any) -> None:

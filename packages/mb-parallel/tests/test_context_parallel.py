@@ -245,6 +245,17 @@ class _Dims(nn.Module):
         return y.permute(*(self.order.index(dim) for dim in range(3)), 3)
 
 
+class _Slopes(nn.Module):
+    """ALiBi: nearer tokens count more, by a factor of the head's own."""
+
+    def forward(self, q, k, v, *, sinks_H=None):
+        places = torch.arange(q.shape[1])
+        slopes_H = 0.5 ** torch.arange(q.shape[2]) if sinks_H is None else sinks_H
+        far_HSS = -(places[:, None] - places).abs() * slopes_H[:, None, None]
+        y = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), far_HSS)
+        return y.transpose(1, 2)
+
+
 def _other_dimensions(rank: int, ranks: int) -> None:
     mesh = ParallelDims(dp_shard=2, cp=2).build("cpu")
     other = [_Dims(0, 1, 2), _Dims(0, 1, 2, is_causal=True), _Dims(1, 2, 0, is_causal=True)]
@@ -260,6 +271,15 @@ def _other_dimensions(rank: int, ranks: int) -> None:
             y = core(q, kv, kv)
             torch.set_rng_state(state)
             assert torch.equal(core(q, kv, kv), y)  # to have tried it drew nothing
+    by_number, by_name = _Slopes(), _Slopes()
+    parallelize_context([by_number, by_name], mesh)
+    qkv = torch.randn(3, 2, 6, 4, 5, generator=torch.Generator().manual_seed(1))
+    part, slopes_H = qkv[:, :, 3 * rank :][:, :, :3], 0.5 ** torch.arange(4)
+    torch.testing.assert_close(
+        by_name(*part, sinks_H=slopes_H), _Slopes()(*qkv)[:, 3 * rank :][:, :3]
+    )
+    with pytest.raises(ValueError, match="got _Slopes, in which they differ by their number"):
+        by_number(*part)
 
 
 def test_cores_of_other_dimensions_are_refused():

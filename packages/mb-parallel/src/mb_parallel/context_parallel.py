@@ -20,7 +20,8 @@ repeated before they travel: each rank is sent those that its queries need.
 
 Shapes do not tell heads from a sequence. So in its first call a core is tried on numbers of ours: a
 head's output must not depend on the values of another head, nor of another sequence, as it does in
-a core of [B, H, S, C] or [S, B, H, C].
+a core of [B, H, S, C] or [S, B, H, C]; nor on the number of the head, which another rank counts
+otherwise.
 
 What is computed with states in place of attention (Gated DeltaNet) is exchanged alike, by key head,
 in front of its convolution.
@@ -79,7 +80,7 @@ def parallelize_context(cores: Iterable[nn.Module], mesh: ParallelMesh) -> int:
             core's forward: a number of query heads that cp, or the number of key-value heads, does
             not divide, or of a state's key heads that cp does not; in the first one, if it is not
             compiled, tensors whose dimensions are others than these, or whose sizes differ between
-            the ranks.
+            the ranks, or heads that differ by their number.
     """
     chosen = list(dict.fromkeys(several(cores, "cores")))
     check_mesh(mesh)
@@ -164,10 +165,10 @@ def _refuse_other_dimensions(
     *rest: Any,
     **kwargs: Any,
 ) -> None:
-    """Raise ValueError for a core in which others' values reach a head of a sequence.
+    """Raise ValueError for a core that does not compute heads of sequences alike and one by one.
 
-    It is called twice with two groups of heads, and the same random numbers. The values of one
-    group in the last sequence are 0, and all others 0, then 1.
+    It is called with numbers that are the same for two groups of heads and all sequences, and then
+    with the values of all others than a group of the last sequence negated.
     """
     q_BShC, k_BSgC, v_BSgV = whole
     group = q_BShC.shape[2] // k_BSgC.shape[2]
@@ -177,20 +178,36 @@ def _refuse_other_dimensions(
         x.new_ones(*x.shape[:2], heads, x.shape[3])
         for x, heads in ((q_BShC, 2 * group), (k_BSgC, 2), (v_BSgV, 2))
     )
-    values[-1:, :, 1] = 0
-    found = []
-    for given in (torch.zeros_like(values), values):
+    values *= torch.linspace(0.5, 1.0, values.shape[1], device=values.device)[:, None, None]
+    negated = -values
+    negated[-1:, :, 1] *= -1
+
+    def computed(values: Tensor, seed: int) -> Tensor:
         with torch.random.fork_rng([values.device] if values.is_cuda else []):
-            y_BShV = forward(queries, keys, given, *rest, **kwargs)
-        if not isinstance(y_BShV, Tensor):
-            return  # which is refused anyway
-        found.append(y_BShV[-1:, :, group:].float())
-    if ((found[1] - found[0]).abs() > 1e-2).any():
+            torch.manual_seed(seed)
+            return forward(queries, keys, values, *rest, **kwargs)
+
+    y = computed(values, 0)
+    if not isinstance(y, Tensor):
+        return  # which is refused anyway
+    first, second = y.chunk(2, dim=2)
+    if _differ(second[-1:], computed(negated, 0).chunk(2, dim=2)[1][-1:]):
         raise ValueError(
             "Expected a core of [B, S, heads, width] that computes each head of each sequence by "
             f"itself, got {type(core).__name__}, in which values of others reach it. Of a core of "
             "[B, heads, S, width] transpose what it is given and what it returns."
         )
+    if _differ(first, second) and not _differ(y, computed(values, 1)):  # which dropout does
+        raise ValueError(
+            f"Expected a core that computes all heads alike, got {type(core).__name__}, in which "
+            "they differ by their number, and a rank has some of them. Give it what is a head's "
+            "own, such as the slopes of ALiBi, by name as sinks_H, of all heads."
+        )
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers of about 1 do by more than rounding."""
+    return bool(((a - b).abs() > 0.02).any())
 
 
 def heads_for_parts(qkv: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:

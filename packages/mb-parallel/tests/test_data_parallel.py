@@ -964,6 +964,33 @@ def test_a_model_that_trains_again_has_its_parameters(zero_stage):
         assert without == between > 0
 
 
+def penalized(model, x):
+    """The gradients of a loss to which that of the gradient by the input is added."""
+    x = x.clone().requires_grad_()
+    y = model(x).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    set_gradient_sync(model, True)
+    (y + slope.square().sum()).backward()
+    return [full(parameter.grad) for parameter in model.parameters()]
+
+
+def penalizes_gradients(rank, world_size):
+    parts = torch.randn(world_size, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    for zero_stage in (0, 1, 2):
+        model = deepcopy(whole)
+        apply_data_parallel(model, mesh, blocks=[model[0]], zero_stage=zero_stage)
+        set_gradient_sync(model, False)
+        found = penalized(model, parts[rank])
+        torch.testing.assert_close(found, penalized(deepcopy(whole), parts.flatten(0, 1)))
+
+
+def test_a_penalty_on_a_gradient_of_what_stays_gathered():
+    run_ranks(penalizes_gradients, 2)
+
+
 def steps_of_an_early_optimizer(rank, world_size, zero_stage):
     """What optimizers say that have the parameters from before the model was spread."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,12 +354,21 @@ def test_a_block_routes_by_its_routers_numbers() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_swapped_block_is_not_frozen_by_its_old_names() -> None:
+def test_a_swapped_block_is_not_changed_by_its_old_names() -> None:
     model = build("qwen2_moe")
     mb.swap_blocks(model)
-    for each in (model, copy.deepcopy(model)):
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         block = each.model.layers[0].mlp
         assert block.gate.weight.requires_grad
+        for change in (
+            lambda w: w.data.copy_(torch.ones(6, 32)),
+            lambda w: torch.nn.init.zeros_(w),
+            lambda w: w[0].fill_(1),
+            lambda w: w.data.__setitem__(0, 1),
+            lambda w: w.detach().__iadd__(1),
+        ):
+            with torch.no_grad(), pytest.raises(ValueError, match="swapped, which is empty"):
+                change(block.gate.weight)
         with pytest.raises(ValueError, match=r"weights of a swapped block's `\.moe`"):
             block.experts.requires_grad_(False)
         with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
@@ -367,6 +377,16 @@ def test_a_swapped_block_is_not_frozen_by_its_old_names() -> None:
     mb.restore_blocks(model)
     assert not any(p.requires_grad for p in model.parameters())
     model.model.layers[0].mlp.gate.weight.requires_grad = True
+
+
+def test_a_swapped_blocks_balancing_bias_is_not_moved_by_its_old_name() -> None:
+    model = build("deepseek_v3")
+    mb.swap_blocks(model)
+    gate = model.model.layers[1].mlp.gate
+    with pytest.raises(ValueError, match="swapped, which is empty"):
+        gate.e_score_correction_bias += 1
+    mb.restore_blocks(model)
+    gate.e_score_correction_bias += 1
 
 
 def test_what_was_frozen_stays_frozen() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     padding, pack sequences or sort them by length.
 
     The layers' parameters are new ones. Make the optimizer afterwards: one that was made before
-    goes on with the rest of the model alone.
+    goes on with the rest of the model alone. Writing into a block's weight by its old name
+    (`mlp.gate.weight`) is an error.
 
     Args:
         model: a transformers model (or any module that holds such blocks, is called itself, and
@@ -269,32 +270,53 @@ def _emptied(block: nn.Module) -> nn.Module:
     """The block with its weights on the meta device."""
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = _Emptied(parameter.detach().to("meta"), parameter.requires_grad)
-            module.register_parameter(name, empty)
+            module.register_parameter(name, _Emptied.of(parameter))
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                setattr(module, name, buffer.to("meta"))
+                setattr(module, name, _Emptied.of(buffer))
     return block
 
 
-class _Emptied(nn.Parameter):
-    """A weight that is the layer's now. Freezing it by its old name would freeze nothing."""
+class _Emptied(Tensor):
+    """A weight or buffer that is the layer's now. By its old name it has a shape, and no numbers.
 
-    @property
-    def requires_grad(self) -> bool:
-        return super().requires_grad
+    What is written there, or frozen, would change nothing, and nobody would notice.
+    """
 
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        raise ValueError(
-            "expected requires_grad to be set on the weights of a swapped block's `.moe` "
-            "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
-            "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
-        )
+    _is_param: bool  # what makes a tensor of a subclass an nn.Parameter
 
-    def requires_grad_(self, mode: bool = True) -> Self:
-        self.requires_grad = mode
-        return self
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        empty: Any = Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
+        empty._is_param = isinstance(tensor, nn.Parameter)
+        return empty
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _CHANGES.fullmatch(getattr(func, "__name__", "")):
+            raise ValueError(
+                "expected a change, or requires_grad, of the weights of a swapped block's `.moe` "
+                "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
+                "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
+            is_part = type(result) is Tensor and result.is_meta  # its `data`, say
+            return result.as_subclass(cls) if is_part else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.of(self))
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        plain = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        is_parameter = isinstance(self, nn.Parameter)
+        return _Emptied.of, (nn.Parameter(plain, self.requires_grad) if is_parameter else plain,)
+
+
+# Names of functions that write: `copy_`, `requires_grad_`, `+=`, and what sets items or attributes.
+_CHANGES = re.compile(r"(?!__)\w*[^_]_|__set(item)?__|__i(add|sub|mul|truediv|and|or|xor)__")
 
 
 def _load_block_names(

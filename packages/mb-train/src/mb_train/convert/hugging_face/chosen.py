@@ -30,7 +30,7 @@ def chosen(config: Json) -> int | None:
     return blocks * said.get("sparse_block_size", config["index_block_size"])
 
 
-def fitting(config: Json) -> int:
-    """How long a text of this model may be."""
+def seen_whole(config: Json) -> int:
+    """How long a text of this model may be that each token sees whole."""
     positions, seen = config["max_position_embeddings"], chosen(config)
     return positions if seen is None else min(positions, seen)

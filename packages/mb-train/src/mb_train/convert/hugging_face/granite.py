@@ -1,4 +1,7 @@
-"""Granite, dense and with experts: Llama's with multipliers of what flows through them."""
+"""Granite, dense and with experts: Llama's with multipliers of what flows through them.
+
+Those with windows (`granite_swa`, `granitemoe_swa`) have sinks, and layers without positions.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "granitemoe": {**_DEFAULTS, **_EXPERTS},
     "granitemoeshared": {**_DEFAULTS, **_EXPERTS, "shared_intermediate_size": 0},
     "granite_swa": {
-        **_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
+        **_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 4, "tie_word_embeddings": True,
         "sliding_window": _WINDOW,
     },
     "granitemoe_swa": {
-        **_DEFAULTS,
-        **_EXPERTS,
-        "shared_intermediate_size": 0,
-        "sliding_window": _WINDOW,
+        **_DEFAULTS, **_EXPERTS, "shared_intermediate_size": 0, "sliding_window": _WINDOW,
     },
-}
+}  # fmt: skip
 ALIASES = {"num_experts": "num_local_experts"}
 # Theirs of a layer's experts and router, in files and within transformers 5's model.
 _NAMES = {

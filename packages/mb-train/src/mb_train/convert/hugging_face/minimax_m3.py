@@ -14,7 +14,7 @@ from mb_kernels.activation import parse
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.chosen import SPARSE, fitting
+from mb_train.convert.hugging_face.chosen import SPARSE, seen_whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import (
     decoder_rules,
@@ -58,7 +58,7 @@ def minimax_m3_fields(config: Json) -> dict[str, Any]:
     return (
         fields
         | {
-            "max_position_embeddings": fitting(config),
+            "max_position_embeddings": seen_whole(config),
             "swiglu": False,
             "activation": f"swiglu(alpha={alpha}, limit={limit}, offset={_OFFSET})",
             "ffn_hidden_size": config["dense_intermediate_size"],

@@ -12,7 +12,7 @@ from typing import Any
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.chosen import fitting
+from mb_train.convert.hugging_face.chosen import seen_whole
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.deepseek import DEFAULTS as DEEPSEEK_DEFAULTS
@@ -260,7 +260,7 @@ def glm4v_moe_fields(config: Json) -> dict[str, Any]:
 def sparse_fields(config: Json) -> dict[str, Any]:
     """DeepSeek-V3 for texts of up to as many tokens as its successors see of a text."""
     dense = dense_by_kind(config, config["first_k_dense_replace"])
-    positions = {"max_position_embeddings": fitting(config)}
+    positions = {"max_position_embeddings": seen_whole(config)}
     return latent_decoder(config) | v3_experts(config, dense) | positions
 
 

@@ -1,7 +1,8 @@
-"""SmolLM3, EXAONE 4, K-EXAONE and AFMoE (Arcee's Trinity): some layers have no positions.
+"""SmolLM3, EXAONE 4, K-EXAONE, AFMoE (Arcee's Trinity) and Flint: some layers have no positions.
 
-In SmolLM3 every n-th layer has none. In the others layers with a window turn queries and keys, and
-those that see all tokens do not. AFMoE's attention has a gate; its embeddings may be multiplied.
+In SmolLM3 a list says which. In the others layers with a window turn queries and keys, and those
+that see all tokens do not. AFMoE's attention has a gate; its embeddings may be multiplied. Flint's
+has sinks.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def afmoe_fields(config: Json) -> dict[str, Any]:
     every = by_type(config, config["global_attn_every_n_layers"])
     return (
         llama_fields(config)
-        | windows_alone_turned(config, every)
+        | _windows_alone_turned(config, every)
         | v3_experts(config, config["num_dense_layers"])
         | _BY_HEAD
         | {
@@ -205,7 +206,7 @@ def flint_fields(config: Json) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
     near = by_type(config, told([not sees_all for sees_all in full]))
-    fields = llama_fields(config) | windows_alone_turned(config, near) | _BY_HEAD
+    fields = llama_fields(config) | _windows_alone_turned(config, near) | _BY_HEAD
     fields |= {"softmax_type": "learnable"}
     dense = dense_by_number(config, range(2))
     if dense >= layers:
@@ -249,10 +250,10 @@ def _exaone_windows(config: Json) -> dict[str, Any]:
     every = by_type(config, pattern if isinstance(pattern, int) else None)
     if config["sliding_window"] is None:
         return window_fields(config, every)
-    return windows_alone_turned(config, every)
+    return _windows_alone_turned(config, every)
 
 
-def windows_alone_turned(config: Json, near: Layers | None) -> dict[str, Any]:
+def _windows_alone_turned(config: Json, near: Layers | None) -> dict[str, Any]:
     """Fields of a model with positions where there are windows, and nowhere else.
 
     Raises:

@@ -69,9 +69,9 @@ def keep_apart(model: nn.Module, apart: bool) -> None:
 def _watch_torch() -> None:
     """For the rest of the process, let torch's optimizers and modules know what FSDP2 keeps.
 
-    A step refuses gradients that are apart, and gives gathered weights up, as `train` and `eval` of
-    a model do. `zero_grad` forgets gradients that are apart: that of a module those of any FSDP2
-    model. For these torch has no hooks.
+    A step refuses gradients that are apart, and gives gathered weights up, as `train()` of a model
+    does. `zero_grad` forgets gradients that are apart: that of a module those of any FSDP2 model.
+    For these torch has no hooks.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -197,7 +197,7 @@ def keep_frozen(unit: Any, *, trains: bool) -> None:
 
 
 def _free_watched(module: nn.Module) -> None:
-    if module in _WATCHED:
+    if module.training and _UNITS in vars(module):  # `eval` may follow `gather_rest`
         free_gathered(module)
 
 

@@ -237,4 +237,4 @@ def _laid_over(
         for other in spec(f).instead_of:
             if other not in layer:
                 found.pop(other, None)
-    return found | layer
+    return {**found, **layer}

@@ -165,7 +165,7 @@ def test_a_strict_last_word_is_all_of_its_tokens(trained, tmp_path):
     for text, encode in (("alone", letters.encode), ("two words", lambda _: [])):
         path.write_text(text)
         model.tokenizer = SimpleNamespace(encode=encode, prepend_bos=False)
-        with pytest.raises(ValueError, match="Expected at least two words in"):
+        with pytest.raises(ValueError, match=r"two words and two tokens in .*, got fewer"):
             task_of("wikitext")(model, path, EvalOptions())
 
 

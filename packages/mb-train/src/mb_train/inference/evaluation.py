@@ -85,7 +85,7 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
     original = len(text.strip().split(" "))
     tokens = [*beginning(trained.tokenizer), *trained.tokenizer.encode(detokenized(text))]
     if original < 2 or len(tokens) < 2:
-        raise ValueError(f"Expected at least two words in {path}, got {original}.")
+        raise ValueError(f"Expected at least two words and two tokens in {path}, got fewer.")
     loss = _loss(trained, [tokens], options) / (len(tokens) - 1)
     ratio = (len(tokens) - 1) / (original - 1)
     return {

@@ -1,5 +1,6 @@
 """Settings of every test process, made before torch is imported, and the rule for GPU tests."""
 
+import gc
 import os
 import sys
 
@@ -12,6 +13,9 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # from its sources again: two seconds of processor time each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A full collection looks at all that torch and transformers are made of, for a third of a second,
+# and came every few seconds: a twentieth of the time. Now it comes with every minute or two.
+gc.set_threshold(700, 10, 1000)
 
 
 # A worker runs a file at a time: what takes long begins first, or it would run alone at the end. Of

@@ -40,6 +40,11 @@ DENSE = {
     "delta": replace(CONFIGS["delta"], moe=None),
     "mamba": replace(CONFIGS["mamba"], moe=None, pattern="M-*-M"),
 }
+# One layer of each kind, where a compiler takes seconds for a layer.
+ONE_OF_EACH = {
+    "delta": replace(DENSE["delta"], num_layers=2, delta_layers=(True, False)),
+    "mamba": replace(DENSE["mamba"], num_layers=3, pattern="M-*"),
+}
 KINDS = pytest.mark.parametrize("kind", CONFIGS)
 
 
@@ -136,7 +141,7 @@ def test_blocks_compile_around_the_rule(kind, again):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    model, x = GPT(DENSE[kind]), torch.randint(31, (B, S))
+    model, x = GPT(ONE_OF_EACH[kind]), torch.randint(31, (B, S))
     found = []
     for compiled in (False, True):
         if compiled and again:
@@ -190,7 +195,8 @@ def _parts_of_sequences(rank, ranks, config, again, compiled):
 )  # fmt: skip
 def test_ranks_that_share_sequences_add_up_to_one(kind, again, compiled):
     """Documents too, one of which ends where a part does."""
-    run_ranks(_parts_of_sequences, 2, DENSE[kind], again, compiled)
+    config = (ONE_OF_EACH if compiled else DENSE)[kind]
+    run_ranks(_parts_of_sequences, 2, config, again, compiled)
 
 
 @KINDS

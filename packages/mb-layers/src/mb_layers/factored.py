@@ -325,8 +325,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # ty: ignore[incompatible-method-override]
         codes, scales, offsets_E1 = ctx.saved_tensors
-        weight = mb_kernels.dequantize(codes, scales, bits=ctx.bits, dtype=grad_NR.dtype)
-        grad_NC = mb_kernels.grouped_gemm(
-            grad_NR.contiguous(), weight, offsets_E1, transpose_weight=not ctx.transpose_weight
+        grad_NC = _frozen_product(
+            grad_NR.contiguous(), codes, scales, ctx.bits, offsets_E1, not ctx.transpose_weight
         )
         return grad_NC, None, None, None, None, None

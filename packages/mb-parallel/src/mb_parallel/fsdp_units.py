@@ -53,7 +53,7 @@ def shard_units(
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     apart_in = (recomputed(model), set(in_training))
     if compute_dtype != torch.float32:
-        for unit in _units(keep_fp32, reshard, kinds=apart_in):
+        for unit in _units(keep_fp32, reshard, apart_in):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -65,7 +65,7 @@ def shard_units(
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     # FSDP2 of torch 2.11 casts what the first module of a unit is given, and no other.
     apart = reshard or (cast_inputs and torch_release() < (2, 13))
-    for unit in _units(blocks, apart, alone, kinds=apart_in[1:]):
+    for unit in _units(blocks, apart, apart_in[1:], alone):
         _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.
     _shard([model], reshard_after_forward=False, **common)
@@ -77,16 +77,16 @@ def shard_units(
 def _units(
     modules: Iterable[nn.Module],
     apart: bool,
+    kinds: Sequence[Set[nn.Module]],
     alone: Set[nn.Parameter] = frozenset(),
-    kinds: Sequence[Set[nn.Module]] = (),
 ) -> list[list[nn.Module]]:
     """Modules joined to units of `_JOINED` parameters, or each by itself.
 
     Args:
-        alone: parameters that do not count.
         kinds: modules that run where others do not: a second time, or in training alone. They are
             joined with their like, because a unit is freed when all of its modules have run, and
             FSDP2 of torch 2.11 warns if not all do.
+        alone: parameters that do not count.
     """
     units: list[list[nn.Module]] = []
     latest: dict[tuple[bool, ...], list[nn.Module]] = {}

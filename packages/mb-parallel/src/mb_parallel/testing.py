@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -161,6 +162,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the server has imported: collections would look through it on every rank
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # What torchrun tells its processes.
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}

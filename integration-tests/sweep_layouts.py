@@ -154,7 +154,6 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
 def decoder(rng: random.Random, tp: int) -> list[str]:
     """Flags of a GPT."""
     model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
-    model += [rng.choice(["", "", "", "--use-mup --mup-base-hidden-size 8"])]
     model += [rng.choice(["", "", "", "--document-packing best_fit"])]
     model += attention(rng, tp)
     norms = ["", "", "--norm-placement output", "--norm-placement both", "--norm-placement kept"]
@@ -173,6 +172,7 @@ def attention(rng: random.Random, tp: int) -> list[str]:
     if rng.random() < 0.2:
         model += [LATENTS, rng.choice(["", "--q-lora-rank 10"])]
         return [*model, rng.choice(norms)]
+    model += [rng.choice(["", "", "", "--use-mup --mup-base-hidden-size 8"])]
     norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head"]
     model += [rng.choice(norms)]
     model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
@@ -221,7 +221,6 @@ def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout:
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
         f"--moe-z-loss-weight {weight / 5}", "--moe-output-bias", "--moe-mlp-bias",
         "--moe-router-bias", "--moe-ffn-hidden-size 20",
-        "--moe-mlp-impl sparse --moe-ffn-hidden-size 128",
         "--moe-router-lr-mult 0.3",
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",

@@ -104,7 +104,10 @@ WIDTH = (
 )
 ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as many as of one
 # Without sequence and context parallelism, where a rank balances its own part of a sequence.
-SINKHORN = "--moe-router-type sinkhorn --moe-router-score-function sigmoid --micro-batch-size 2"
+# Of the seed 1234 its load is so even that no expert changes places.
+SINKHORN = (
+    "--moe-router-type sinkhorn --moe-router-score-function sigmoid --micro-batch-size 2 --seed 1"
+)
 # Evaluated in between without them.
 FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.

@@ -179,7 +179,7 @@ def _parts_of_sequences(rank, ranks, config, again, compiled):
     cores = [m for m in model.modules() if isinstance(m, CoreAttention | StateCore)]
     if again:
         apply_recompute(cores, "full")
-    assert parallelize_context(cores, mesh) == 3
+    assert parallelize_context(cores, mesh) == len(cores) > 1
     model.parts = ranks
     for block in model.stack.blocks.values() if compiled else ():
         block.compile(backend="aot_eager")

@@ -489,14 +489,19 @@ def sample(f, kind):
     return value, [str(value)]
 
 
+ALSO_SAID = {
+    "--moe-router-topk": {"moe_renormalize": True},
+    "--hybrid-layer-pattern": {"num_layers": 1}, "--hybrid-override-pattern": {"num_layers": 1},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("f", fields(TrainConfig), ids=lambda f: f.name)
 def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
     value, words = sample(f, value_types(TrainConfig)[f.name])
     for flag in (flag_name(f.name), *spec(f).also):
         if value is False:
             flag = "--no-" + flag[2:]
-        more = {"moe_renormalize": True} if flag == "--moe-router-topk" else {}
-        assert parse([flag, *words]).values == {f.name: value} | more
+        assert parse([flag, *words]).values == {f.name: value} | ALSO_SAID.get(flag, {})
     for flag in spec(f).off:
         assert parse([flag]).values == {f.name: False}
     file = tmp_path / "run.toml"

@@ -184,13 +184,15 @@ def _refuse_other_dimensions(
     negated = -values
     negated[-1:, :, -1] *= -1
 
-    def computed(values: Tensor, seed: int) -> Tensor:
+    def computed(values: Tensor, *, others: bool = False) -> Tensor:
+        """By the same random numbers as every time, or by others."""
         with torch.random.fork_rng([values.device] if values.is_cuda else []):
-            torch.manual_seed(seed)
+            if others:
+                torch.rand(1, device=values.device)
             return forward(queries, keys, values, *rest, **kwargs).unflatten(2, (groups, group))
 
     try:
-        y, of_negated, again = computed(values, 0), computed(negated, 0), computed(values, 1)
+        y, of_negated, again = computed(values), computed(negated), computed(values, others=True)
     except Exception:  # it returns no tensor, say, of which the call itself tells
         return
     if _differ(y[-1:, :, -1], of_negated[-1:, :, -1]):

@@ -33,9 +33,9 @@ def must_stay_whole(outputs: Iterable[Any], received: Iterable[Tensor]) -> bool:
         takers[behind].add(node)
     came = {id(tensor) for tensor in received}
     inputs = {node for node in takers if id(getattr(node, "variable", None)) in came}
-    of_inputs, _ = _onward(inputs, takers, until=set())
     if not inputs:
         return False
+    of_inputs, _ = _onward(inputs, takers, until=set())
     meet: set[Any] = set()
     for node in takers.keys() - of_inputs:
         _, reached = _onward({node}, takers, until=of_inputs)

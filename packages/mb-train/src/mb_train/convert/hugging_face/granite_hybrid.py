@@ -19,7 +19,7 @@ from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import attention_rules
 from mb_train.convert.hugging_face.mamba_rules import mamba_back, mamba_rules, refuse_bounds
 from mb_train.convert.hugging_face.rules import own_head
-from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES
+from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES, types_of_layers
 from mb_train.models.config import TransformerConfig
 
 _STATE = "linear_attention"
@@ -70,14 +70,8 @@ def _mixers(config: Json) -> str:
     Raises:
         ValueError: kinds of layers that are none of these, or of other layers.
     """
-    layers = config["num_hidden_layers"]
-    types = config.get(LAYER_TYPES)
-    types = [_STATE] * layers if types is None else types
-    if len(types) != layers or not _KINDS.keys() >= set(types):
-        raise ValueError(
-            f"Expected {LAYER_TYPES} of config.json to be {_STATE} or {FULL} for each of {layers} "
-            f"layers, got {types}: this model has something that ours have not."
-        )
+    types = types_of_layers(config, _STATE, FULL, before=_KINDS)
+    types = [_STATE] * config["num_hidden_layers"] if types is None else types
     return "".join(_KINDS[kind] for kind in types)
 
 

@@ -26,7 +26,7 @@ from mb_train.convert.hugging_face.experts import MINIMAX_M3, expert_rules
 from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
 from mb_train.convert.hugging_face.qwen_next import around_one
 from mb_train.convert.hugging_face.relatives import dense_by_kind
-from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES
+from mb_train.convert.hugging_face.windows import FULL, LAYER_TYPES, types_of_layers
 from mb_train.models.config import TransformerConfig
 
 # What its class has for a setting that a file leaves out, sizes of the model apart.
@@ -45,12 +45,7 @@ def minimax_m3_fields(config: Json) -> dict[str, Any]:
     """Of models that see all tokens of a text, and for texts that fit of those that choose."""
     refuse(config, use_gemma_norm=(True,), use_qk_norm=(True,), use_routing_bias=(True,),
            scoring_func=("sigmoid",), attention_output_gate=(False,))  # fmt: skip
-    kinds, layers = config.get(LAYER_TYPES), config["num_hidden_layers"]
-    if kinds is not None and not (len(kinds) == layers and {SPARSE, FULL}.issuperset(kinds)):
-        raise ValueError(
-            f"Expected {LAYER_TYPES} of config.json to be {SPARSE} or {FULL} for each of {layers} "
-            f"layers, got {kinds}: this model has something that ours have not."
-        )
+    types_of_layers(config, SPARSE, FULL)
     # Files say swigluoai of the gate, its class silu, and both compute with the two numbers.
     fields = partly_turned(decoder_fields(config, act=("silu", "swigluoai")))
     alpha, limit = float(config["swiglu_alpha"]), float(config["swiglu_limit"])
@@ -65,7 +60,7 @@ def minimax_m3_fields(config: Json) -> dict[str, Any]:
             "qk_layernorm": True,
             "qk_layernorm_over": "head",
         }
-        | ({} if dense >= layers else _experts(config, dense))
+        | ({} if dense >= config["num_hidden_layers"] else _experts(config, dense))
     )
 
 

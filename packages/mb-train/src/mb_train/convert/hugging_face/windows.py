@@ -5,6 +5,7 @@ Theirs of W tokens holds a token's own: W - 1 before it are seen.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from mb_train.config import TrainConfig, whole
@@ -59,22 +60,32 @@ def all_layers(config: Json) -> int:
     return config["num_hidden_layers"] + 1
 
 
+def types_of_layers(config: Json, *kinds: str, before: Collection[str] = ()) -> list[str] | None:
+    """`layer_types` of these kinds; None where the file leaves that to the class.
+
+    Args:
+        before: names that kinds had before.
+
+    Raises:
+        ValueError: other types, or of other layers.
+    """
+    types, layers = config.get(LAYER_TYPES), config["num_hidden_layers"]
+    if types is not None and (len(types) != layers or not {*kinds, *before}.issuperset(types)):
+        raise ValueError(
+            f"Expected {LAYER_TYPES} of config.json to be {' or '.join(kinds)} for each of "
+            f"{layers} layers, got {types}: this model has something that ours have not."
+        )
+    return types
+
+
 def by_type(config: Json, default: Layers | None) -> Layers | None:
     """As `layer_types` says; `default` where the file leaves that to the class.
 
     Raises:
         ValueError: other types, or of other layers.
     """
-    types = config.get(LAYER_TYPES)
-    if types is None:
-        return default
-    layers = config["num_hidden_layers"]
-    if len(types) != layers or not {NEAR, FULL}.issuperset(types):
-        raise ValueError(
-            f"Expected {LAYER_TYPES} of config.json to be {NEAR} or {FULL} for each of {layers} "
-            f"layers, got {types}: this model has something that ours have not."
-        )
-    return told([kind == NEAR for kind in types])
+    types = types_of_layers(config, NEAR, FULL)
+    return default if types is None else told([kind == NEAR for kind in types])
 
 
 def by_number(config: Json) -> Layers | None:

@@ -57,6 +57,12 @@ STATES = (
     "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
 )
+# In place of all layers: of a model with experts, and of one without.
+HYBRIDS = {True: ("MEM*", "ME*E", "*MEM"), False: ("M-M*", "M*-M", "MM-M")}
+MAMBA = (
+    "--mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 5 --mamba-state-dim 6 "
+    "--position-embedding-type none"
+)
 LATENTS = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 5 --position-embedding-type rope"
@@ -142,6 +148,9 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += [rng.choice(["", "", "", "--clip-grad 0", "--clip-grad 0.1"])]
     if rng.random() < 0.8:
         experts(rng, ranks // pp, cp * tp, model, layout)
+    if kind == "gpt" and rng.random() < 0.15:
+        pattern = rng.choice(HYBRIDS["--moe-num-experts" in " ".join(model)])
+        model = [f"--hybrid-layer-pattern {pattern} {MAMBA}", *hybrid(model)]
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
@@ -163,6 +172,12 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     model += [rng.choice(["", "", numbers])]
     model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
     return [*model, rng.choice(["", "", "--disable-bias-linear"])]
+
+
+def hybrid(model: list[str]) -> list[str]:
+    """The flags of a GPT that a pattern of layers leaves room for."""
+    without = "linear-|latent|moe-layer|moe-first|mtp-|window|rope|position-embedding"
+    return [flags for flags in model if not re.search(without, flags)]
 
 
 def attention(rng: random.Random, tp: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [deepseek]
-                                                [gpt-oss] [qwen3-next] [fp8] [paper:MoE ...]
+                                                [gpt-oss] [qwen3-next] [nemotron] [fp8]
+                                                [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers] [long]
 
@@ -15,13 +16,14 @@ layer is dense, with GPT-2's vocabulary. `gpt-oss`: four layers of gpt-oss-20b, 
 vocabulary too; transformers' attention there is `flex_attention`, whose sinks it puts in
 afterwards, or eager. `qwen3-next`: four layers of Qwen3-Next-80B-A3B, three of them with a state
 (flash-linear-attention's kernels, if that is installed, on both sides), with 128 of its 512
-experts and that vocabulary; `plain` without those kernels. `fp8`: four layers of OLMoE-1B-7B, two
-of Mixtral-8x7B, four of Llama-3-8B, each in bf16 and with `--fp8-format`. `scaling`: under
-torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
-the other ways of tokens to experts, and experts with a capacity. `long`: GPT-2 125M, and with 64
-top-1 experts, on sequences of 32,768 tokens, one for each GPU and step: of which all GPUs have a
-part (context parallelism), or each its own, and what one GPU alone does with a step of one;
-`long:documents` within documents of some 1000 tokens.
+experts and that vocabulary; `plain` without those kernels. `nemotron`: six halves of blocks of
+Nemotron-3-Nano-30B-A3B, three Mamba-2 and two experts, two sequences of 8192, with that vocabulary.
+`fp8`: four layers of OLMoE-1B-7B, two of Mixtral-8x7B, four of Llama-3-8B, each in bf16 and with
+`--fp8-format`. `scaling`: under torchrun, tokens of all GPUs, beside what each of them does alone
+at the same time; `dispatchers`: the other ways of tokens to experts, and experts with a capacity.
+`long`: GPT-2 125M, and with 64 top-1 experts, on sequences of 32,768 tokens, one for each GPU and
+step: of which all GPUs have a part (context parallelism), or each its own, and what one GPU alone
+does with a step of one; `long:documents` within documents of some 1000 tokens.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences.
@@ -342,6 +344,12 @@ our_qwen3_next = functools.partial(
 )  # fmt: skip
 
 
+our_nemotron = functools.partial(
+    ours, 2, compiled=True, name="nemotron-3-nano-30b-a3b", num_layers=6,
+    hybrid_layer_pattern="MEM*EM", make_vocab_size_divisible_by=128, moe_loss_weight=0.0,
+)  # fmt: skip
+
+
 def plain_qwen3_next() -> dict[str, float]:
     """Ours without flash-linear-attention, as where it is not installed."""
     with unittest.mock.patch.object(gated_delta, "installed_kernel", return_value=None):
@@ -447,6 +455,7 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "transformers, bf16": lambda: theirs(qwen3_next, masters=False),
         "mb-train --compile, plain": plain_qwen3_next,
     },
+    "nemotron": {"mb-train --compile": our_nemotron},
     "fp8": {
         f"{name}, {kind}": functools.partial(model, fp8_format=format)
         for name, model in (("OLMoE", our_olmoe), ("Mixtral", our_mixtral), ("Llama", our_llama))

@@ -48,7 +48,9 @@ _PRELOAD = [
 def preload(*modules: str) -> None:
     """Have the server import these too, so that no rank needs to.
 
-    Call it in a `conftest.py`: the first `run_ranks` of a process starts the server.
+    Call it in a `conftest.py`: the first `run_ranks` of a process starts the server. A module that
+    looks at the GPUs when it is imported (Inductor does) leaves ranks with `device_type="cuda"`
+    without: CUDA does not survive a fork.
 
     Args:
         modules: names; one that cannot be imported is left to the ranks.

@@ -228,6 +228,19 @@ def make_op(
         tensors |= {"v": normal(tokens, 2, hidden), "bias": normal(4, 2 * max(tokens, 1) - 1)}
         offsets = torch.tensor([0, tokens // 3, tokens])
         return Op(call, tensors | {"offsets": offsets}, ("q", "k", "v", "bias"), twin)
+    if name == "state_space_scan":
+        call, twin = (
+            lambda x, b, c, dt, A, D, begins, state, m=m: m.state_space_scan(
+                *(x, b, c, dt, A, D, begins), state_BHNP=state
+            )
+            for m in (mb_kernels, reference)
+        )
+        tensors = {"x": normal(2, tokens, 4, ffn), "b": normal(2, tokens, 2, hidden)}
+        tensors |= {"c": normal(2, tokens, 2, hidden), "dt": normal(2, tokens, 4).exp()}
+        tensors |= {"A": -normal(4).exp(), "D": normal(4)}
+        begins = torch.arange(2 * tokens).view(2, tokens) % 4 == 3
+        tensors |= {"begins": begins, "state": normal(2, 4, hidden, ffn)}
+        return Op(call, tensors, tuple(n for n in tensors if n != "begins"), twin)
     if name == "routing_of_rows":  # packed for ranks of one expert each, and unpacked on the first
 
         def packed(weights, ids):
@@ -297,7 +310,7 @@ OPS = (
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
     *("expert_mlp_fp8", "to_float8", "to_float8_transposed", "float8_linear"),
     *("quantize", "dequantize", "sum_of_squares", "symmetric_matmul"),
-    *("linear_cross_entropy", "relative_attention", "routing_of_rows"),
+    *("linear_cross_entropy", "relative_attention", "state_space_scan", "routing_of_rows"),
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
     "sparse_expert_mlp",
 )

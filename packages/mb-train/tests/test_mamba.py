@@ -1,4 +1,4 @@
-"""Layers of Mamba-2: the scan token by token, the layer by its parts, its weights, its flags."""
+"""Layers of Mamba-2: the layer by its parts, its weights, its flags."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from mb_train.models.attention import BlockContext
 from mb_train.models.config import MambaSizes, TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.mamba import Mamba2
-from mb_train.models.state_space import state_space_scan
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
-from state_checks import documents, with_gradients
+from state_checks import with_gradients
 
 B, S, D = 2, 70, 24
 SIZES = MambaSizes(heads=6, width=3, groups=2, state=5, taps=4)
@@ -28,79 +27,19 @@ def config_of(**change):
     return TransformerConfig(**sizes | change)
 
 
-def slow(x, b, c, dt, A, D_H, begins_BS=None, state=None):
+def slow(x, b, c, dt, A, D_H):
     """The scan as its definition says it, one token after the other."""
-    R, N = x.shape[2] // b.shape[2], b.shape[3]
-    s_BHNP = x.new_zeros(len(x), x.shape[2], N, x.shape[3]) if state is None else state
-    found = []
+    b, c = (y.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for y in (b, c))
+    s_BHNP, found = 0, []
     for t in range(x.shape[1]):
-        b_BHN, c_BHN = (y[:, t].repeat_interleave(R, dim=1) for y in (b, c))
-        if begins_BS is not None:
-            s_BHNP = s_BHNP * ~begins_BS[:, t, None, None, None]
-        s_BHNP = s_BHNP * (dt[:, t] * A).exp()[..., None, None]
         written_BHP = dt[:, t, :, None] * x[:, t]
-        s_BHNP = s_BHNP + torch.einsum("bhn,bhp->bhnp", b_BHN, written_BHP)
-        read_BHP = torch.einsum("bhn,bhnp->bhp", c_BHN, s_BHNP)
-        found.append(read_BHP + D_H[:, None] * x[:, t])
-    return torch.stack(found, dim=1), s_BHNP
-
-
-def inputs(tokens, dtype=torch.float64, *, step=0.3):
-    """Of the scan: x, b, c, steps, rates of fading, what passes by, a state."""
-    generator = torch.Generator().manual_seed(tokens)
-    H, P, G, N, _ = SIZES
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    dt = step * torch.rand(B, tokens, H, generator=generator, dtype=torch.float64)
-    A = -16 * torch.rand(H, generator=generator, dtype=torch.float64)
-    found = [normal(B, tokens, H, P), *normal(2, B, tokens, G, N), dt, A, normal(H)]
-    kept = torch.float64 if dtype == torch.float64 else torch.float32
-    dtypes = [dtype] * 3 + [kept] * 4  # all but what is convolved is in fp32 beside 16 bits
-    return [
-        x.to(d).requires_grad_()
-        for x, d in zip([*found, normal(B, H, N, P)], dtypes, strict=True)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("divided", [False, True], ids=["whole", "documents"])
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
-def test_chunks_are_what_the_loop_computes(tokens, divided):
-    leaves = inputs(tokens)
-    begins_BS = documents(tokens) if divided else None
-    *others, state = leaves
-    chunked = state_space_scan(*others, begins_BS, state_BHNP=state)
-    found = with_gradients(chunked, leaves)
-    want = with_gradients(slow(*others, begins_BS, state), leaves)
-    torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
-    begun = state_space_scan(*others, begins_BS)
-    torch.testing.assert_close(begun, slow(*others, begins_BS), rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("step", [0.0, 1e-4, 0.3, 20.0, 1e4])
-def test_in_fp32_heads_that_fade_fast_lose_nothing(step):
-    """Sums of a chunk's decays are up to 1e7, and no exponential of them is more than 1."""
-    leaves = inputs(100, torch.float32, step=step)[:6]
-    found = with_gradients(state_space_scan(*leaves), leaves)
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    for got, want in zip(found, with_gradients(slow(*exact), exact), strict=True):
-        assert bool(got.isfinite().all())
-        assert float(((got - want).norm() / want.norm().clamp(min=0.1)).detach()) < 2e-6
-
-
-def test_sixteen_bits_are_computed_in_fp32():
-    leaves = inputs(200, torch.bfloat16)[:6]
-    y, state = state_space_scan(*leaves)
-    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    want, _ = slow(*(x.double() for x in leaves))
-    torch.testing.assert_close(y, want.bfloat16(), rtol=8e-3, atol=1e-5)
+        s_BHNP = s_BHNP * (dt[:, t] * A).exp()[..., None, None]
+        s_BHNP = s_BHNP + torch.einsum("bhn,bhp->bhnp", b[:, t], written_BHP)
+        found.append(torch.einsum("bhn,bhnp->bhp", c[:, t], s_BHNP) + D_H[:, None] * x[:, t])
+    return torch.stack(found, dim=1)
 
 
 def test_groups_that_share_heads_unevenly():
-    x, *others = inputs(3)[:6]
-    with pytest.raises(ValueError, match="groups to divide the heads, got 2 and 5"):
-        state_space_scan(x[:, :, :5], *others)
     with pytest.raises(ValueError, match=r"groups of Mamba layers to divide .*, got 2 and 5"):
         config_of(mamba=SIZES._replace(heads=5))
 
@@ -132,7 +71,7 @@ def test_a_layer_is_its_parts(groups):
         for k in (0, 1)
     )
     dt = (1 + (F.linear(u, module.dt.weight) + module.gates.dt_bias).exp()).log()
-    y, _ = slow(x, b, c, dt, -module.gates.A_log.exp(), module.gates.D)
+    y = slow(x, b, c, dt, -module.gates.A_log.exp(), module.gates.D)
     z = F.linear(u, module.xz.weight.unflatten(0, (H, 2, P))[:, 1].flatten(0, 1))
     y = (y.flatten(2) * z / (1 + (-z).exp())).unflatten(2, (G, -1))
     y = y / (y.square().mean(-1, keepdim=True) + module.norm.eps).sqrt()
@@ -252,16 +191,3 @@ def test_where_they_cannot_be_is_said(change, says):
 def test_sizes_of_mamba_layers_are_wanted():
     with pytest.raises(ValueError, match=r"sizes of Mamba layers for M-\*M, got none"):
         config_of(mamba=None)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_gpu_it_is_what_a_loop_computes(dtype):
-    leaves = [x.detach().cuda().requires_grad_() for x in inputs(200, dtype)]
-    begins_BS = documents(200).cuda()
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    found = state_space_scan(*leaves[:6], begins_BS, state_BHNP=leaves[6])
-    want = slow(*exact[:6], begins_BS, exact[6])
-    for got, of in zip(with_gradients(found, leaves), with_gradients(want, exact), strict=True):
-        error = (got - of).detach().norm() / of.detach().norm().clamp(min=0.1)
-        assert float(error) < (1e-2 if dtype == torch.bfloat16 else 1e-4)

@@ -361,23 +361,9 @@ def by_token(q, k, v, decay, beta, context, *, state_BHCV):
     return torch.cat(found, dim=2).transpose(1, 2).to(v.dtype), None
 
 
-def scanned_by_token(x, b, c, dt, A, D, begins_BS, *, state_BHNP):
-    """The scan without what chunks add, in products."""
-    B, S, H, P = x.shape
-    state = dt.new_zeros(B, H, b.shape[3], P, requires_grad=True)
-    b, c = (y.float().repeat_interleave(H // b.shape[2], dim=2) for y in (b, c))
-    found = []
-    for t in range(S):
-        written = x[:, t, :, None] * dt[:, t, :, None, None]
-        state = state * (A * dt[:, t])[..., None, None].exp() + b[:, t, :, :, None] @ written
-        found.append(c[:, t, :, None] @ state)
-    return torch.cat(found, dim=2).transpose(1, 2) + D[:, None] * x, None
-
-
 @pytest.mark.parametrize("kind", _COUNTED)
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind, monkeypatch):
     monkeypatch.setattr("mb_train.models.delta_net.gated_delta_rule", by_token)
-    monkeypatch.setattr("mb_train.models.mamba.state_space_scan", scanned_by_token)
     config, work, model = config_and_model(KINDS[kind])
     tokens, rest = batch_of(config)
     # Attention of plain products, which every torch counts as they are.

@@ -11,8 +11,9 @@
 - Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
 - Activations in few bits: `quantize`, `dequantize`, `Quantized`.
 - Products in 8-bit floats: `to_float8`, `Float8`, `float8_linear`.
-- The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`,
-  `sum_of_squares`, `adamw_step`, `muon_momentum`, `muon_step`, `symmetric_matmul`.
+- The rest of a step: `relative_attention`, `state_space_scan`, `linear_cross_entropy`,
+  `VocabularyShard`, `sum_of_squares`, `adamw_step`, `muon_momentum`, `muon_step`,
+  `symmetric_matmul`.
 - `reference`: all of these in plain PyTorch, as they run on a CPU.
 
 `help(mb_kernels.expert_mlp)` says what one takes, returns and raises.
@@ -50,6 +51,7 @@ from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
 from mb_kernels.routing import topk_ids as topk_ids
 from mb_kernels.routing import topk_softmax as topk_softmax
+from mb_kernels.state_space import state_space_scan as state_space_scan
 from mb_kernels.sum_of_squares import sum_of_squares as sum_of_squares
 from mb_kernels.symmetric_matmul import symmetric_matmul as symmetric_matmul
 from mb_kernels.warm_up import compile_ahead as compile_ahead

@@ -16,6 +16,7 @@ from mb_kernels.quantize.reference import dequantize, quantize
 from mb_kernels.relative_attention.reference import relative_attention
 from mb_kernels.router_losses.reference import router_losses
 from mb_kernels.routing.reference import bin_tokens, topk_ids, topk_softmax
+from mb_kernels.state_space.reference import state_space_scan
 from mb_kernels.sum_of_squares.reference import sum_of_squares
 from mb_kernels.symmetric_matmul.reference import symmetric_matmul
 
@@ -41,6 +42,7 @@ __all__ = [
     "router_losses",
     "sdd",
     "sparse_expert_mlp",
+    "state_space_scan",
     "sum_of_squares",
     "symmetric_matmul",
     "to_float8",

@@ -26,15 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.relative_attention.tiles import (
-    load,
-    numbers_of,
-    product,
-    rows_of,
-    scores,
-    segment_of,
-    store,
-)
+from mb_kernels.language.heads import load, rows_of, store
+from mb_kernels.relative_attention.tiles import numbers_of, product, scores, segment_of
 from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of

@@ -1,4 +1,4 @@
-"""What all kernels of attention do with a tile: read it, multiply it, score it.
+"""What all kernels of attention do with a tile: multiply it, score it.
 
 Letters: T tokens, H query heads, G key-value heads, C width of a head, N segments, S the longest
 segment there may be, A = 2 S - 1 distances. HEADS stands for H or G.
@@ -7,31 +7,7 @@ segment there may be, A = 2 S - 1 distances. HEADS stands for H or G.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def rows_of(x, start, head, HEADS: tl.constexpr, C: tl.constexpr):
-    """Where the rows of a head begin in x [T, HEADS, C], from token `start` on."""
-    return x + (tl.cast(start, tl.int64) * HEADS + head) * C
-
-
-@triton.jit
-def load(rows, first, length, HEADS: tl.constexpr, C: tl.constexpr,
-         BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, first_c=0):  # fmt: skip
-    """[BLOCK, BLOCK_C] of `rows_of` x from (first, first_c) on, 0 beyond `length` rows and C."""
-    row = tl.arange(0, BLOCK)[:, None]
-    c = first_c + tl.arange(0, BLOCK_C)[None, :]
-    base = rows + tl.cast(first, tl.int64) * (HEADS * C)
-    return tl.load(base + row * (HEADS * C) + c, mask=(first + row < length) & (c < C), other=0.0)
-
-
-@triton.jit
-def store(rows, block, first, length, HEADS: tl.constexpr, C: tl.constexpr):
-    """Write block where `load` reads."""
-    row = tl.arange(0, block.shape[0])[:, None]
-    c = tl.arange(0, block.shape[1])[None, :]
-    base = rows + tl.cast(first, tl.int64) * (HEADS * C)
-    inside = (first + row < length) & (c < C)
-    tl.store(base + row * (HEADS * C) + c, block.to(rows.dtype.element_ty), mask=inside)
+from mb_kernels.language.heads import load
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.relative_attention import kernels as attention
+from mb_kernels.state_space import kernels as state_space
 from mb_kernels.sum_of_squares import kernels as squares
 from mb_kernels.symmetric_matmul import kernels as symmetric
 from mb_kernels.targets.cover import cover
@@ -127,6 +128,10 @@ ALL_LAYERS = tuple(
     )
 )
 
+# Of state spaces: width of a head, keys of a state, groups of 48 heads. Granite 4 has one group,
+# Nemotron 3 eight.
+STATES = ((64, 128, 1), (64, 128, 8), (48, 40, 8))
+
 # Of attention: dtype, width of a head, causal. 64: T5's encoder and decoder; no tile divides 120.
 Heads = tuple[torch.dtype, int, bool]
 HEADS: tuple[Heads, ...] = (
@@ -171,7 +176,8 @@ def every_case(target: Target) -> list[GateCase]:
 
 
 def _calls(layers: tuple[Layer, ...], heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
-    return {**_small_ops(), **_products(), **_layers(layers), **_attention(heads)}
+    small = {**_small_ops(), **_products(), **_state_space()}
+    return small | _layers(layers) | _attention(heads)
 
 
 def _empty(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
@@ -227,6 +233,21 @@ def _attention(heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
             both_ways, dtype, width, causal
         )
         for dtype, width, causal in heads
+    }
+
+
+def _state_space() -> dict[str, Callable[[], object]]:
+    def both_ways(width: int, keys: int, groups: int) -> None:
+        x, keys_ = (_empty(2, 4096, *of) for of in ((48, width), (groups, keys)))
+        dt, rates = _empty(2, 4096, 48, dtype=_FP32), _empty(48, dtype=_FP32)
+        begins, state = _empty(2, 4096, dtype=torch.bool), _empty(2, 48, keys, width, dtype=_FP32)
+        given = (x, keys_, keys_, dt, rates, rates)
+        state_space.state_space_scan(*given, begins, state)
+        state_space.state_space_scan_backward(x, state, *given, None, state)
+
+    return {
+        f"state space P{width} N{keys} G{groups}": partial(both_ways, width, keys, groups)
+        for width, keys, groups in STATES
     }
 
 

@@ -40,7 +40,7 @@ from mb_train.models.delta_net import DeltaGates
 from mb_train.models.gated_delta import delta_note
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
-from mb_train.models.mamba import MambaGates
+from mb_train.models.mamba import MambaGates, scan_note
 from mb_train.models.states import StateCore
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
@@ -224,7 +224,7 @@ def _spread(
     if (delta := task.workload.passes[0].blocks.delta) is not None:
         notes.append(delta_note(delta.key, device))
     if config.mamba_sizes is not None:
-        notes.append("state spaces of Mamba layers: in plain PyTorch")
+        notes.append(scan_note(config.mamba_sizes, device, compute_dtype))
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)

@@ -28,10 +28,10 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from mb_kernels.chunks import chunk_length, computed_in, cut, joined, remains
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
-from mb_train.models.chunks import chunk_length, computed_in, cut, joined, remains
 from mb_train.models.states import StateContext
 
 # A decay with which nothing remains of a state: its exponential is 0 in fp32. Other decays of its

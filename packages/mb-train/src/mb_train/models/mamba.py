@@ -6,9 +6,9 @@ of x, b and c is then a weighted sum of the last few tokens', behind SiLU, and
 
     dt = softplus(dt + dt_bias)        A = -exp(A_log)
 
-are what the state takes (`state_space`). What it returns is multiplied by SiLU of z and normed over
-the width of each group. By the names of mamba-ssm, whose one map and one convolution are several of
-ours, so that ranks that share heads have whole rows of each:
+are what the state takes (`mb_kernels.state_space_scan`). What it returns is multiplied by SiLU of z
+and normed over the width of each group. By the names of mamba-ssm, whose one map and one
+convolution are several of ours, so that ranks that share heads have whole rows of each:
 
     xz, bc, dt      in_proj, whose rows are [z, x, b, c, dt]
     conv, conv_bc   conv1d, whose rows are [x, b, c]
@@ -29,12 +29,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mb_kernels import state_space_scan
+from mb_kernels.state_space import has_state_space_kernels
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import MambaSizes, TransformerConfig
 from mb_train.models.linear import Linear
-from mb_train.models.state_space import state_space_scan
 from mb_train.models.states import (
     ShortConvolution,
     StateContext,
@@ -56,6 +57,14 @@ class MambaWeights(NamedTuple):
     bias_GX: Tensor
     A_H: Tensor
     D_H: Tensor
+
+
+def scan_note(sizes: MambaSizes, device: torch.device, dtype: torch.dtype) -> str:
+    """What is said of how a run computes the scan."""
+    if has_state_space_kernels(device, dtype, sizes.width, sizes.state):
+        return "state spaces of Mamba layers: kernels"
+    slow = ", which is slow; kernels take bf16, heads of 64 and states of 128 at most"
+    return f"state spaces of Mamba layers: in plain PyTorch{slow * (device.type == 'cuda')}"
 
 
 class Mamba2(nn.Module):

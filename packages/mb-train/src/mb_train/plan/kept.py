@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
+from mb_kernels.chunks import CHUNK
 from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import choose_dispatcher
 
 from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
 from mb_train.config.offloading import LAYER_INPUT
-from mb_train.models.chunks import CHUNK
 from mb_train.models.config import MambaSizes, TransformerConfig
 from mb_train.models.workload import Pass, Workload
 from mb_train.plan.flops import delta_widths, mamba_widths
@@ -251,13 +251,8 @@ def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool)
 def _in_scan(mamba: MambaSizes, width: int) -> float:
     """Numbers of a token in the convolution and the scan of a layer of Mamba-2."""
     wide, (values, common) = 4 / width, mamba_widths(mamba)
-    # Behind zeros; sums of the convolution, and behind SiLU as the scan has it in fp32.
-    found = (1 + 2 * wide) * (values + common)
-    # What is written, and what of it goes on; what states return; two matrices of a chunk for each
-    # head, and one for each group; states before and between chunks.
-    states = 2 * mamba.heads * mamba.state * mamba.width / CHUNK
-    chunks = (2 * mamba.heads + mamba.groups) * CHUNK
-    return found + wide * (3 * values + chunks + states)
+    # Behind zeros; sums of the convolution in fp32; behind SiLU.
+    return (2 + wide) * (values + common)
 
 
 def _heads_width(config: TransformerConfig, layer: int) -> int:

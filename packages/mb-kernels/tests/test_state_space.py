@@ -1,0 +1,163 @@
+"""The scan of a state space from its definition in fp64; gradients against autograd's."""
+
+import pytest
+import torch
+from mb_kernels import reference, state_space_scan
+from mb_kernels.testing import assert_close
+
+NAMES = ("x", "b", "c", "dt", "A", "D", "state")
+
+
+def by_hand(x, b, c, dt, A, D, begins, state):
+    """A token at a time."""
+    heads_of_a_group = x.shape[2] // b.shape[2]
+    b, c = (t.repeat_interleave(heads_of_a_group, 2) for t in (b, c))
+    outputs = []
+    for i in range(x.shape[1]):
+        if begins is not None:
+            state = state * ~begins[:, i, None, None, None]
+        fading = (dt[:, i] * A).exp()[..., None, None]
+        state = fading * state + dt[:, i, :, None, None] * b[:, i, :, :, None] * x[:, i, :, None]
+        outputs.append((c[:, i, :, :, None] * state).sum(2) + D[:, None] * x[:, i])
+    return (torch.stack(outputs, 1) if outputs else x * 0), state
+
+
+def make(B, S, H, G, N, P, *, dtype=torch.float64, device="cpu", fast=False):
+    """Tensors by `NAMES` and where documents begin; `fast`: at some tokens nothing remains.
+
+    Their mean is not 0, or the gradient of A would be a small difference of large sums.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return 1 + torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    dt, A = normal(B, S, H).exp() * 0.1, -torch.linspace(0.1, 4.0, H, dtype=torch.float64)
+    if fast:
+        dt[:, ::3] *= 100
+    x, b, c = normal(B, S, H, P), normal(B, S, G, N), normal(B, S, G, N)
+    made = (x, b, c, dt, A, normal(H), normal(B, H, N, P))
+    wide = dtype if dtype is torch.float64 else torch.float32
+    dtypes = (dtype, dtype, dtype, wide, wide, wide, wide)
+    tensors = [t.to(device, d).requires_grad_() for t, d in zip(made, dtypes, strict=True)]
+    return tensors, torch.rand(B, S, generator=generator).to(device) < 0.2
+
+
+def weights_like(t):
+    waves = torch.sin(torch.arange(t.numel(), dtype=torch.float64)) / 2
+    return (waves + 1).view(t.shape).to(t.device)
+
+
+def both(function, tensors, begins, *, state=True):
+    """Outputs and gradients of a fixed projection, by name."""
+    given = tensors if state else tensors[:6]
+    if function is by_hand:
+        y, last = by_hand(*tensors[:6], begins, tensors[6] if state else tensors[6] * 0)
+    else:
+        y, last = function(*tensors[:6], begins, state_BHNP=tensors[6] if state else None)
+    score = sum((t.double() * weights_like(t)).sum() for t in (y, last))
+    grads = torch.autograd.grad(score, given, materialize_grads=True)
+    return {"y": y, "last": last} | dict(zip((f"d{n}" for n in NAMES), grads, strict=False))
+
+
+SIZES = [  # sequences, tokens, heads, groups, N, P
+    pytest.param((2, 7, 4, 2, 3, 5), id="a chunk"),
+    pytest.param((1, 150, 3, 1, 4, 2), id="three chunks"),
+    pytest.param((2, 64, 2, 2, 1, 1), id="whole chunks"),
+    pytest.param((1, 1, 6, 3, 2, 2), id="a token"),
+    pytest.param((2, 0, 2, 1, 2, 3), id="no tokens"),
+]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_values_and_gradients_are_their_definitions(sizes, documents):
+    tensors, begins = make(*sizes)
+    begins = begins if documents else None
+    want = both(by_hand, tensors, begins)
+    for function in (state_space_scan, reference.state_space_scan):
+        for name, got in both(function, tensors, begins).items():
+            assert_close(name, got, want[name])
+
+
+def test_without_a_state_it_is_zero():
+    tensors, begins = make(2, 70, 4, 2, 3, 5)
+    want = both(by_hand, tensors, begins, state=False)
+    for name, got in both(state_space_scan, tensors, begins, state=False).items():
+        assert_close(name, got, want[name])
+
+
+def test_heads_that_fade_at_once_leave_the_others_exact():
+    """Decays of -400 beside those of -0.02, whose sums fp32 would round away."""
+    tensors, begins = make(1, 90, 4, 2, 3, 5, fast=True)
+    want = both(by_hand, tensors, begins)
+    for name, got in both(state_space_scan, tensors, begins).items():
+        assert_close(name, got, want[name])
+
+
+def test_a_sequence_in_parts_is_the_whole():
+    tensors, begins = make(2, 100, 4, 2, 3, 5)
+    *rows, A, D, state = tensors
+    whole, last = state_space_scan(*rows, A, D, begins, state_BHNP=state)
+    parts = []
+    for part in (slice(0, 33), slice(33, 100)):
+        of_part = [t[:, part] for t in rows]
+        y, state = state_space_scan(*of_part, A, D, begins[:, part], state_BHNP=state)
+        parts.append(y)
+    assert_close("y", torch.cat(parts, 1), whole)
+    assert_close("last", state, last)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 4)}, "four dimensions"),
+        ({"c": torch.zeros(2, 3, 2, 9)}, "alike"),
+        ({"b": torch.zeros(2, 3, 3, 8), "c": torch.zeros(2, 3, 3, 8)}, "a divisor of 4"),
+        ({"b": torch.zeros(2, 5, 2, 8), "c": torch.zeros(2, 5, 2, 8)}, r"\[2, 3, a divisor of 4"),
+        ({"dt": torch.zeros(2, 3, 2)}, "dt_BSH: expected"),
+        ({"A": torch.zeros(4, dtype=torch.int32)}, "A_H: expected float"),
+        ({"D": torch.zeros(1)}, "D_H: expected"),
+        ({"begins": torch.zeros(2, 3)}, "begins_BS: expected torch.bool"),
+        ({"state": torch.zeros(2, 4, 6, 8)}, "state_BHNP: expected"),
+        ({"b": torch.zeros(2, 3, 2, 8).half(), "c": torch.zeros(2, 3, 2, 8)}, "the dtype of x"),
+        ({"dt": torch.zeros(2, 3, 4, device="meta")}, "on cpu"),
+    ],
+    ids=[
+        *("dimensions", "apart", "groups", "tokens", "steps", "rates", "past", "begins"),
+        *("state", "dtype", "device"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    given = {"x": torch.zeros(2, 3, 4, 6), "b": torch.zeros(2, 3, 2, 8)}
+    given |= {"c": torch.zeros(2, 3, 2, 8), "dt": torch.zeros(2, 3, 4), "A": torch.zeros(4)}
+    given |= {"D": torch.zeros(4), "begins": torch.zeros(2, 3, dtype=torch.bool)} | change
+    state = given.pop("state", None)
+    with pytest.raises(ValueError, match=message):
+        state_space_scan(*given.values(), state_BHNP=state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "documents"),
+    [
+        ((2, 300, 16, 2, 128, 64), True),
+        ((1, 130, 24, 1, 64, 64), False),
+        ((3, 64, 4, 4, 16, 32), True),
+        ((2, 1, 4, 2, 128, 64), False),
+        ((1, 100, 6, 3, 40, 24), True),
+        ((1, 200, 2, 1, 128, 128), False),
+    ],
+)
+def test_the_kernels_on_a_gpu(sizes, documents, dtype):
+    """Against fp64, twice the same."""
+    tensors, begins = make(*sizes, dtype=dtype, device="cuda")
+    begins = begins if documents else None
+    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    want = both(reference.state_space_scan, exact, None if begins is None else begins.cpu())
+    found, again = (both(state_space_scan, tensors, begins) for _ in range(2))
+    for name, got in found.items():
+        assert torch.equal(got, again[name]), name
+        assert_close(name, got, want[name], dtype=dtype)

@@ -148,6 +148,7 @@ def test_what_does_not_fit_is_refused(change, message):
         ((3, 64, 4, 4, 16, 32), True),
         ((2, 1, 4, 2, 128, 64), False),
         ((1, 100, 6, 3, 40, 24), True),
+        ((1, 100, 4, 2, 128, 16), True),
         ((1, 200, 2, 1, 128, 128), False),
     ],
 )

@@ -30,12 +30,14 @@ from mb_kernels.state_space import reference
 
 # exp(-1000) is 0 even in fp64, and a chunk of such decays has sums of nine exact digits.
 _FORGETTING = tl.constexpr(-1000.0)
-# Of P and of N: a program holds states of a chunk in registers.
+# Of P and of N: a program holds states of a chunk in registers. Narrower heads are filled up: where
+# a tile of a state is narrower than high Triton 3.6 reads beyond shared memory on Hopper, and returns
+# other numbers behind the first 16 tokens of a chunk.
 _WIDEST = (64, 128)
 # Heads of a group that one program of the backward pass goes through.
 _HEADS = 8
-# Columns of b and c that it has at most.
-_COLUMNS = 64
+# Columns of b and c that it has at most, and of a state that one has on its way through chunks.
+_COLUMNS, _STATE_COLUMNS = 64, 32
 
 # Specialising for them would make no code faster, and they may differ at each step of a run.
 _SIZES = ("S", "M", "B")
@@ -161,36 +163,38 @@ def state_space_bwd_kernel(
     steps, sums, total = _fading(dt + batch * S * H + head, rate, begins, m * L, S, H, BEGINS, L)
     b_block = load(b, m * L, S, G, N, L, BLOCK_N)
     c_block = load(c, m * L, S, G, N, L, BLOCK_N)
-    x_block = load(x, m * L, S, H, P, L, BLOCK_P).to(tl.float32)
     dy_block = load(dy, m * L, S, H, P, L, BLOCK_P)
-    u = x_block * steps[:, None]
-    at, inside = _matrix((row * M + m) * (N * P), N, P, BLOCK_N, BLOCK_P)
-    behind = tl.load(d_states + at, mask=inside, other=0.0)
-    du = tl.dot(b_block, behind) * _remaining(total, sums)[:, None]
-    before = tl.load(states + at, mask=inside, other=0.0)
-    crossing = _remaining(total, 0.0) * tl.sum(before.to(tl.float32) * behind.to(tl.float32))
-    crossing += tl.sum(u * du)
-    y = tl.dot(c_block, before) * _remaining(sums, 0.0)[:, None]
+    x_block = load(x, m * L, S, H, P, L, BLOCK_P)
     place = tl.arange(0, L)
     pairs = tl.dot(b_block, tl.trans(c_block))  # [writes, reads]
     pairs *= _between(sums[None, :], sums[:, None], place[:, None] <= place[None, :])
     pairs = pairs.to(b_block.dtype)
+    # What tokens read, of which their decays have <dy, y>.
+    at, inside = _matrix((row * M + m) * (N * P), N, P, BLOCK_N, BLOCK_P)
+    before = tl.load(states + at, mask=inside, other=0.0)
+    y = tl.dot(c_block, before) * _remaining(sums, 0.0)[:, None]
+    u = (x_block.to(tl.float32) * steps[:, None]).to(b_block.dtype)
+    y = tl.dot(tl.trans(pairs), u, y)
+    change = tl.sum(dy_block.to(tl.float32) * y, 1)
+    # Who reads what they write, behind the chunk and within it.
+    behind = tl.load(d_states + at, mask=inside, other=0.0)
+    crossing = _remaining(total, 0.0) * tl.sum(before.to(tl.float32) * behind.to(tl.float32))
+    du = tl.dot(b_block, behind) * _remaining(total, sums)[:, None]
+    crossing += tl.sum(tl.sum(x_block.to(tl.float32) * du, 1) * steps)
     du = tl.dot(pairs, dy_block, du)
-    y = tl.dot(tl.trans(pairs), u.to(b_block.dtype), y)
-    d_steps = tl.sum(x_block * du, 1)
-    wide_dy = dy_block.to(tl.float32)
-    change = tl.sum(wide_dy * y, 1) - d_steps * steps
+    d_steps = tl.sum(x_block.to(tl.float32) * du, 1)
     # A token's decay counts for it, for all behind it, and beyond the chunk.
-    d_decays = tl.cumsum(change, 0, reverse=True) + crossing
+    d_decays = tl.cumsum(change - d_steps * steps, 0, reverse=True) + crossing
     token = m * L + place
     if BEGINS:
         begin = tl.load(begins + token, mask=token < S, other=0)
         d_decays = tl.where(begin != 0, 0.0, d_decays)
-    store(dx, du * steps[:, None] + tl.load(D + head) * wide_dy, m * L, S, H, P)
+    past = tl.load(D + head) * dy_block.to(tl.float32)
+    store(dx, du * steps[:, None] + past, m * L, S, H, P)
     tl.store(d_dt + (batch * S + token) * H + head, d_steps + d_decays * rate, mask=token < S)
     of_chunk = (batch * M + m) * H + head
     tl.store(dA + of_chunk, tl.sum(d_decays * steps))
-    tl.store(dD + of_chunk, tl.sum(wide_dy * x_block))
+    tl.store(dD + of_chunk, tl.sum(dy_block.to(tl.float32) * x_block.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -292,7 +296,8 @@ def _states(
     chunks, options = _how(values, keys, begins)
     states = values.new_empty(B, H, chunks, N, P)
     last = dt.new_empty(B, H, N, P)
-    options["BLOCK_P"] = min(options["BLOCK_P"], 32)  # for more programs
+    options["BLOCK_P"] = min(options["BLOCK_P"], _STATE_COLUMNS)
+    options["num_stages"] += 1  # of a long loop: one H200, 0.60 ms for 0.70
     grid = (B * H, cdiv(P, options["BLOCK_P"]))
     launch(states_kernel, grid, values, keys, dt, A, _some(begins, dt), _some(first, dt), states,
            last, S, chunks, GIVEN=first is not None, BACKWARD=backward, **options)  # fmt: skip
@@ -324,6 +329,6 @@ def _how(x: Tensor, b: Tensor, begins: Tensor | None) -> tuple[int, dict[str, An
         "BEGINS": begins is not None,
         "L": tile.block_m,
         "BLOCK_N": max(power_of_two(N), 16),
-        "BLOCK_P": max(power_of_two(P), 16),
+        "BLOCK_P": _WIDEST[0],
     }
     return cdiv(S, tile.block_m), constants | tile.launch_options

@@ -103,7 +103,8 @@ def has_state_space_kernels(device: torch.device, dtype: torch.dtype, P: int, N:
 
 
 def _fake(x: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    (B, _, H, P), N = x.shape, b.shape[3]
+    B, _, H, P = x.shape
+    N = b.shape[3]
     return x.new_empty(x.shape), x.new_empty((B, H, N, P), dtype=wide_dtype(x))
 
 

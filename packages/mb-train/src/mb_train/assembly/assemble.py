@@ -221,10 +221,11 @@ def _spread(
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    if (delta := task.workload.passes[0].blocks.delta) is not None:
-        notes.append(delta_note(delta.key, device))
-    if config.mamba_sizes is not None:
-        notes.append(scan_note(config.mamba_sizes, device, compute_dtype))
+    kinds = task.workload.passes[0].blocks
+    if kinds.delta is not None:
+        notes.append(delta_note(kinds.delta.key, device))
+    if kinds.mamba is not None:
+        notes.append(scan_note(kinds.mamba, device, compute_dtype))
     _recompute(blocks, config)
     if mesh.cp_size > 1:
         assert isinstance(model, GPT)

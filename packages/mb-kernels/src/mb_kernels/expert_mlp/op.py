@@ -133,10 +133,10 @@ def expert_mlp(
 
 
 @uncompiled
-def _at_home(*arguments: Any) -> Tensor:
+def _at_home(*inputs: Any) -> Tensor:
     from mb_kernels.expert_mlp.home import ExpertMLPHome  # imports Triton
 
-    return ExpertMLPHome.apply(*arguments)[0]
+    return ExpertMLPHome.apply(*inputs)[0]
 
 
 def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:

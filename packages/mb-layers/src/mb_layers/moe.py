@@ -27,7 +27,7 @@ from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, rep
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
-from mb_layers.tensors import is_dtensor, to_plain
+from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain
 
 
 class MoEOutput(NamedTuple):
@@ -227,7 +227,7 @@ class MoELayer(nn.Module):
         if self.bias is not None:
             bias = to_plain(self.bias, config.hidden_size)
             if config.shared_expert_weighted_sum:
-                bias = bias * (config.top_k / (config.top_k + 1))
+                bias = at_least_fp32(bias) * (config.top_k / (config.top_k + 1))
             y_TD = y_TD + bias.to(y_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)

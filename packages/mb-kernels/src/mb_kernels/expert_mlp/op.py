@@ -296,8 +296,7 @@ _INPUTS = (
     "Tensor weights, Tensor? b1, Tensor? b2, bool[] transposed"
 )
 registration.register(
-    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows, "
-    "bool fp8) "
+    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows, bool fp8) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels.expert_mlp.steps",

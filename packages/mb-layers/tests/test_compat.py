@@ -218,6 +218,10 @@ def test_dtype_and_custom_init_reach_the_layer() -> None:
     # as MegaBlocks calls it: w1, v1 and w2 as [E, F, D], the router as [E, D]
     assert sorted(seen) == sorted([(E, D), *[(E, WIDTH, D)] * 3])
     assert all((p == 3).all() for n, p in layer.named_parameters() if n != "bias")
+    # The shared expert is MegaBlocks' nn.Linear: its init functions do not touch that either.
+    with_shared = layer_from_arguments(arguments | {"init_method": init, "shared_expert": True})
+    assert with_shared.shared_expert is not None
+    assert with_shared.shared_expert.w1.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 def checkpoint(*, glu: bool, shared: bool, capped: bool = False) -> dict[str, Tensor]:

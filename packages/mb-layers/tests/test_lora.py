@@ -90,15 +90,20 @@ def test_weights_made_of_several_tensors_are_frozen_and_adapters_before_are_not(
     assert trained == {f"parametrizations.{name}.{at}.{part}" for name, at, part in parts}
 
 
-def test_a_vectorized_jacobian_is_that_of_its_rows() -> None:
-    layer = with_adapters(build(), 3)
-    x = torch.randn(3, 32, dtype=torch.float64)
-    row_by_row, at_once = (
-        torch.autograd.functional.jacobian(lambda x: layer(x).y, x, vectorize=vectorize)
-        for vectorize in (False, True)
+@pytest.mark.parametrize("rank", [3, 16])
+def test_gradients_of_several_losses_at_once_are_those_of_each(rank: int) -> None:
+    layer = with_adapters(build(), rank)
+    x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    losses = layer(x).y.sum(dim=1)
+    at_once = torch.autograd.grad(
+        losses, leaves, torch.eye(3).double(), is_grads_batched=True, retain_graph=True
     )
-    assert row_by_row.abs().max() > 0
-    assert_close("jacobian", at_once, row_by_row)
+    for row, loss in enumerate(losses):
+        by_itself = torch.autograd.grad(loss, leaves, retain_graph=True)
+        for got, want in zip(at_once, by_itself, strict=True):
+            assert want.abs().max() > 0
+            assert_close("gradient", got[row], want)
 
 
 def test_no_copy_of_the_weights_is_kept_or_made() -> None:

@@ -333,6 +333,23 @@ def test_fp32_master_weights_serve_bf16_tokens() -> None:
     assert all(g.dtype == torch.float32 for g in grads)
 
 
+def test_weights_in_16_bits_serve_fp32_tokens() -> None:
+    options = {
+        "mlp_bias": True,
+        "output_bias": True,
+        "shared_expert_hidden_size": 24,
+        "shared_expert_bias": True,
+        "shared_expert_gate": True,
+        "shared_expert_weighted_sum": True,
+    }
+    layer = build(dtype=torch.bfloat16, **options)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(12, 16)
+    wide = build(dtype=torch.float32, **options)
+    wide.load_state_dict(layer.state_dict())
+    assert_close("y", layer(x).y, wide(x).y)
+
+
 class _Elsewhere(torch.nn.Module):
     """A router of one's own that sends slots to experts that do not exist."""
 

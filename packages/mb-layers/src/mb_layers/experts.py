@@ -74,13 +74,10 @@ class _StackedMLP(nn.Module):
 
         Adapters of `add_lora` are as they were at first.
         """
-        config = self.config
-        output_std = config.output_init_std
-        for name, std in (("w1", config.init_method_std), ("w2", output_std)):
+        first, second = self.config.init_method_std, self.config.output_init_std
+        for name, std in (("w1", first), ("w2", first if second is None else second)):
             base, adapters = base_of(self, name)
-            weight = getattr(self, name) if base is None else base
-            std = config.init_method_std if std is None else std
-            draw(weight, partial(nn.init.normal_, std=std))
+            draw(getattr(self, name) if base is None else base, partial(nn.init.normal_, std=std))
             for adapter in adapters:
                 if isinstance(adapter, LoRA):
                     adapter.reset_parameters()

@@ -271,12 +271,13 @@ def weight_gradients(
     for n, added in enumerate(weight.added):
         at, rank = start + 2 * n, added.lhs.shape[2]
         lhs, rhs, scaling = _padded(added)
+        # Not by slices: one of all columns is an alias, of which vmap knows nothing.
         if wanted[at]:
             u_Nr = grouped_linear(q, rhs, offsets_E1, transpose_weight=True)
-            grads[at] = scaling * grouped_outer(p, u_Nr, offsets_E1)[:, :, :rank]
+            grads[at] = scaling * grouped_outer(p, u_Nr, offsets_E1).narrow(2, 0, rank)
         if wanted[at + 1]:
             u_Nr = grouped_linear(p, lhs, offsets_E1, transpose_weight=False)
-            grads[at + 1] = scaling * grouped_outer(u_Nr, q, offsets_E1)[:, :rank]
+            grads[at + 1] = scaling * grouped_outer(u_Nr, q, offsets_E1).narrow(1, 0, rank)
     return grads
 
 

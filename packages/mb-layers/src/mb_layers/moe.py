@@ -27,7 +27,7 @@ from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, rep
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
-from mb_layers.tensors import is_dtensor, to_plain
+from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain
 
 
 class MoEOutput(NamedTuple):
@@ -193,7 +193,7 @@ class MoELayer(nn.Module):
                 f"expected floating-point x of shape [..., {hidden}], got {described(x)}"
             )
         # A view of the same shape would be a node of autograd, and one more for y.
-        x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
+        x_TD = x if x.dim() == 2 else x.reshape(-1, hidden)
         mask_T = None if mask is None else as_mask(mask, x.shape[:-1]).reshape(-1)
         if mask_T is not None:
             # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
@@ -227,7 +227,7 @@ class MoELayer(nn.Module):
         if self.bias is not None:
             bias = to_plain(self.bias, config.hidden_size)
             if config.shared_expert_weighted_sum:
-                bias = bias * (config.top_k / (config.top_k + 1))
+                bias = at_least_fp32(bias) * (config.top_k / (config.top_k + 1))
             y_TD = y_TD + bias.to(y_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
@@ -263,7 +263,7 @@ class MoELayer(nn.Module):
                 "constructor, or set layer.reduce_counts. Where one micro-batch is the global "
                 "batch, balance_over='micro_batch' is the same loss"
             )
-        losses = router_losses(
+        metrics = router_losses(
             self.config,
             routed,
             dispatched,
@@ -274,11 +274,10 @@ class MoELayer(nn.Module):
             num_tokens=valid_tokens,
             probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
             ids_are_experts=is_ours(self.router, "forward") and routing is None,
-        )
-        aux_loss, *values = losses
+        )._asdict()
+        aux_loss = metrics.pop("aux_loss")
         if not self.training:
             aux_loss = torch.zeros_like(aux_loss.detach())
-        metrics = dict(zip(losses._fields[1:], values, strict=True))
         # A copy: the backward pass reads the counts, and the caller may add up these over ranks in
         # place. Autograd does not notice what a collective changes.
         metrics["tokens_per_expert"] = counts_E.clone()

@@ -94,10 +94,8 @@ def topology_indices(padded_offsets_E1: Tensor, block_rows: int, width: int) -> 
 
     blocks = torch.arange(block_rows * width, device=device)
     # Column order: by column, then by row. Unused blocks sort behind and stay where they are.
-    key = torch.where(
-        used[:, None], columns * block_rows + row[:, None], blocks.view(block_rows, width)
-    )
-    key = torch.where(used[:, None], key, key + experts * width * block_rows)
+    behind = (blocks + experts * width * block_rows).view(block_rows, width)
+    key = torch.where(used[:, None], columns * block_rows + row[:, None], behind)
     permutation = key.flatten().argsort()
     tensors = (
         row.repeat_interleave(width),

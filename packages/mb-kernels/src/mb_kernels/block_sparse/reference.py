@@ -50,9 +50,8 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
     t = topology_of(topology)
     rows, columns = _used(t)
     blocks = product.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    data = product.new_zeros(t.row_indices.numel(), BLOCK, BLOCK)
-    data = torch.cat([blocks[rows, :, columns], data[len(rows) :]])
-    return with_data(topology, data)
+    unused = product.new_zeros(t.row_indices.numel() - len(rows), BLOCK, BLOCK)
+    return with_data(topology, torch.cat([blocks[rows, :, columns], unused]))
 
 
 def dsd(a: "stk.Matrix", b: Tensor) -> Tensor:

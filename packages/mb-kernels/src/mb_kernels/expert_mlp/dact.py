@@ -154,8 +154,7 @@ def dact(
     """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
 
     do is [N, D] in the order of rows, w2 [E, F, D] if ``transposed``; both are codes if there are
-    ``scales``. The last ``more_partials``
-    partials are left to the caller.
+    ``scales``. The last ``more_partials`` partials are left to the caller.
     """
     hidden, ffn = do.shape[1], w2.shape[1 if transposed else 2]
     rows = order.shape[0]

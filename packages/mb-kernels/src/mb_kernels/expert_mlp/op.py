@@ -133,10 +133,10 @@ def expert_mlp(
 
 
 @uncompiled
-def _at_home(*arguments: Any) -> Tensor:
+def _at_home(*inputs: Any) -> Tensor:
     from mb_kernels.expert_mlp.home import ExpertMLPHome  # imports Triton
 
-    return ExpertMLPHome.apply(*arguments)[0]
+    return ExpertMLPHome.apply(*inputs)[0]
 
 
 def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
@@ -296,8 +296,7 @@ _INPUTS = (
     "Tensor weights, Tensor? b1, Tensor? b2, bool[] transposed"
 )
 registration.register(
-    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows, "
-    "bool fp8) "
+    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows, bool fp8) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels.expert_mlp.steps",

@@ -138,20 +138,21 @@ def float8_columns_kernel(
 
 def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
     """Launch for x [..., R, C] contiguous."""
-    *leading, columns = x.shape
-    if transpose:
-        *leading, rows = leading
-        shape = (*leading, columns, rows)
-    else:
-        rows = x.numel() // max(columns, 1)
-        shape = x.shape
+    shape = (x.mT if transpose else x).shape
     codes = x.new_empty(shape, dtype=plan_of(x).codes)
     scales = x.new_empty(shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return codes, scales.fill_(1.0)
     if transpose:
-        _columns(x.view(-1, rows, columns), codes, scales)
-        return codes, scales
+        _columns(x.view(-1, *x.shape[-2:]), codes, scales)
+    else:
+        _rows(x, codes, scales)
+    return codes, scales
+
+
+def _rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Codes and scales of the rows of x [..., C]."""
+    rows, columns = scales.numel(), x.shape[-1]
     block_c = min(power_of_two(columns), _BLOCK)
     block_r = _BLOCK // block_c
     launch(
@@ -164,7 +165,6 @@ def to_float8(x: Tensor, transpose: bool = False) -> tuple[Tensor, Tensor]:
         num_warps=_WARPS,
         **_numbers(codes),
     )
-    return codes, scales
 
 
 def _columns(x: Tensor, codes: Tensor, scales: Tensor) -> None:

@@ -131,15 +131,11 @@ def _outer_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
     return da, torch.ops.mb.grouped_gemm(a, d_out, offsets, False), None
 
 
-def _flops(
-    x_shape: Any, w_shape: Any, offsets_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
+def _flops(x_shape: Any, w_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * x_shape[0] * w_shape[1] * w_shape[2]
 
 
-def _outer_flops(
-    a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
+def _outer_flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 

@@ -21,7 +21,18 @@ from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, MISTRAL4, WRITTEN, YARN, logits_of, ours, theirs, transformers
+from their_models import (
+    ALL,
+    DBRX,
+    LLAMA3,
+    MISTRAL4,
+    WRITTEN,
+    YARN,
+    logits_of,
+    ours,
+    theirs,
+    transformers,
+)
 
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
@@ -82,6 +93,7 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
         ("mixtral", {"rope_parameters": LLAMA3}),
+        ("olmoe", {"clip_qkv": 0.7}),
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
@@ -166,6 +178,13 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("gpt2", {}),
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
         *((kind, {}) for kind in ALL if kind != "gpt2" and kind not in WRITTEN),
+        ("dbrx", {"ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": 2.0}}),
+        (
+            "dbrx",
+            {"n_layers": 1, "ffn_config": {**DBRX["ffn_config"], "moe_num_experts": 60}},
+        ),
+        ("dbrx", {"attn_config": {**DBRX["attn_config"], "kv_n_heads": 6, "attn_pdrop": 0.1}}),
+        ("olmoe", {"clip_qkv": 0.7}),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
         (
@@ -323,6 +342,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("qwen3_moe", {}),
+        ("dbrx", {}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
         ("granitemoeshared", {"tie_word_embeddings": True}),
@@ -410,6 +430,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
 @pytest.mark.parametrize(
     "kind",
     [
+        "dbrx",
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",

@@ -64,10 +64,10 @@ def test_every_setting_is_read_and_has_their_default(kind):
     expected = found.read(full)
     asked = Asked(found.settled(full))
     found.fields(asked)
-    passed_over = {
-        name for name in full if found.aliases.get(name, name) not in asked.names
-        and not SILENT.fullmatch(name)
-    }  # fmt: skip
+    inside = (name for part in found.inside for name in full[part])
+    names = {found.aliases.get(name, name) for name in (*full, *inside)}
+    passed_over = names - {*found.inside} - asked.names
+    passed_over = {name for name in passed_over if not SILENT.fullmatch(name)}
     assert passed_over == set()
     sizes = set()
     for name in full:
@@ -109,7 +109,11 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("mixtral", {"num_experts": 2}, "num_local_experts of .* got 2 and 4. Leave"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn of"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 3.0}}, "normalize_expert_wei"),
+        ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "to be alike, got 500000.0 and 300.0"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads .* got 3 and 2"),
+        ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings of"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
         ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
         ("olmoe", {"rope_parameters": {**YARN, "truncate": None}}, "truncate of"),
@@ -254,6 +258,10 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+DBRX = LLAMA | {
+    "moe_num_experts": 4, "clip_qkv": 3.0, "normalization": "LayerNorm-without-bias",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 GLM4_MOE = LLAMA | {
     "moe_num_experts": 4, "moe_router_score_function": "sigmoid", "moe_renormalize": True,
     "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 16,
@@ -290,6 +298,10 @@ def run_config(**fields):
         ({"squared_relu": True}, "--activation squared_relu"),
         ({"position_embedding_type": "rope"}, "--normalization LayerNorm"),
         ({**OLMOE, "kv_channels": 8}, "--kv-channels 8"),
+        ({**DBRX, "moe_first_k_dense": 1, "num_layers": 2}, "DbrxFor.*its .*--moe-first-k-dense 1"),
+        ({**DBRX, "untie_embeddings_and_output_weights": False}, "--untie-.* False"),
+        ({**DBRX, "clip_qkv": None}, "DbrxForCausalLM, clips .*--clip-qkv., got none"),
+        ({**LLAMA, "clip_qkv": 3.0}, "LlamaForCausalLM, cannot say its --clip-qkv 3.0"),
         ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
         (
             {**QWEN2_MOE, "moe_shared_expert_weighted_sum": True},
@@ -411,6 +423,7 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, add_qkv_bias=True, **some) == "qwen2"
     assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
+    assert kind(**DBRX) == kind(**DBRX, moe_renormalize=True, moe_renormalize_p=2.0) == "dbrx"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     trained["moe_router_type"] = "sinkhorn"  # in training; its scores are the architecture's
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
@@ -450,6 +463,22 @@ def test_noise_on_the_experts_too_is_said(tmp_path):
     config, _ = read_model(tmp_path, say=said.append)
     assert config.moe_jitter_eps == 0
     assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
+
+
+def test_a_dbrx_as_published_turns_by_the_base_among_its_attention(tmp_path):
+    """transformers looks for it elsewhere."""
+    model, said = theirs("dbrx"), []
+    model.save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    del about["rope_parameters"]
+    about["ffn_config"] |= {"moe_jitter_eps": 0.01, "moe_loss_weight": 0.05}
+    about["resid_pdrop"] = 0.2
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    config, _ = read_model(tmp_path, say=said.append)
+    assert (config.rotary_base, config.hidden_dropout) == (300.0, 0.2)
+    assert config.moe_loss_weight == pytest.approx(3 * 0.05)
+    assert [line for line in said if "router_jitter_noise of 0.01 is left out" in line]
+    assert [line for line in said if "embd_pdrop of 0.0 is left out" in line]
 
 
 def test_another_dropout_of_embeddings_is_said(tmp_path):

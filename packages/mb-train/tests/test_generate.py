@@ -151,6 +151,11 @@ KINDS = {
         "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_over": "width",
         "moe_renormalize": True, "moe_top_k": 2,
     },
+    "dbrx": {
+        "position_embedding_type": "rope", "normalization": "LayerNorm-without-bias",
+        "swiglu": True, "group_query_attention": True, "num_query_groups": 2, "clip_qkv": 0.1,
+        "moe_renormalize": True, "moe_top_k": 2, "add_bias_linear": False,
+    },
     "deepseek": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
         "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 8,

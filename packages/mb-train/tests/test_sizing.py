@@ -71,6 +71,14 @@ KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
     "modern": MODERN,
+    "clipped": MODERN | {
+        "clip_qkv": 2.0, "qk_layernorm": True, "qk_layernorm_over": "width", "no_rope_freq": 2,
+        "normalization": "LayerNorm-without-bias",
+    },
+    "clipped-before-norms": MODERN | {
+        "clip_qkv": 2.0, "qk_layernorm": True, "qk_layernorm_over": "turned-head",
+        "normalization": "LayerNorm",
+    },
     "gates": MODERN | {"attention_output_gate": True, "no_rope_freq": 2},
     "positions-in-some-layers": MODERN | {"no_rope_freq": 2},
     "states": STATES,

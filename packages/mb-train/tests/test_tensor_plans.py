@@ -204,7 +204,7 @@ _GPT = replace(
 )  # fmt: skip
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE,
-    qk_norm="turned-head", local_rope_base=7.0,
+    qk_norm="turned-head", local_rope_base=7.0, clip_qkv=0.02, norm="layernorm-without-bias",
 )  # fmt: skip
 _STATES = replace(
     SMALL, norm="rmsnorm", bias=False, moe=MOE, delta_layers=(True, False),

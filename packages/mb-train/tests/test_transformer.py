@@ -26,6 +26,10 @@ KINDS = {
         "qk_norm": "head", "bias": False, "tie_embeddings": False, "moe": EXPERTS,
     },
     "olmoe": {"positions": "rope", "norm": "rmsnorm", "qk_norm": "width", "moe": EXPERTS},
+    "dbrx": {
+        "positions": "rope", "norm": "layernorm-without-bias", "activation": "swiglu",
+        "num_kv_heads": 2, "clip_qkv": 0.02, "bias": False, "moe": EXPERTS,
+    },
     "deepseek": {
         "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False,
         "latent": LatentSizes(q_rank=12, kv_rank=10, content=8, rotated=4, value=10),

@@ -97,6 +97,13 @@ NEMOTRON_H = {
     "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24,
     "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "pad_token_id": None,
 }  # fmt: skip
+DBRX = {
+    "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 24, "pad_token_id": None,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 300.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 3},
+    "initializer_range": 0.2,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -105,6 +112,7 @@ ALL = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "dbrx": ("Dbrx", DBRX),
     "olmoe": ("Olmoe", EXPERTS),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -248,6 +256,8 @@ def theirs(kind, **also):
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
     if kind == "nemotron_h":  # whose layers count themselves
         sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
+    if kind == "dbrx":  # which has names of its own for them
+        sizes = {"vocab_size": 77}
     config = transformers.CONFIG_MAPPING[kind](**sizes | settings | also)
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)

@@ -37,8 +37,9 @@ class ModelFields:
         "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )
     normalization: str = flag(
-        "kind of the norms", "LayerNorm", choices=("LayerNorm", "RMSNorm"), on_load="model"
-    )
+        "kind of the norms; a layer norm without a bias is ours", "LayerNorm",
+        choices=("LayerNorm", "RMSNorm", "LayerNorm-without-bias"), on_load="model",
+    )  # fmt: skip
     layernorm_epsilon: float = flag(
         "epsilon of the norms", 1e-5, bounds=POSITIVE, on_load="said", also=("--norm-epsilon",)
     )

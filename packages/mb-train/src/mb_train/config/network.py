@@ -300,6 +300,7 @@ def _check_latent(config: Network) -> None:
         ),
         "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
         "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
+        "no --clip-qkv": (config.clip_qkv is None, f"both: {config.clip_qkv}"),
         "no --attention-output-gate": (not config.attention_output_gate, "both"),
         "no --no-rope-freq": (config.no_rope_freq is None, f"both: {config.no_rope_freq}"),
         "no --rope-layers": (config.rope_layers is None, "both"),

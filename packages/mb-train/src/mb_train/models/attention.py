@@ -193,7 +193,7 @@ class Attention(nn.Module):
             self.qkv = project(self.per_group, self.per_group, 1, 1)
         else:
             self.qkv = project(self.per_group, 1, 1)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         self.norm_q = self.norm_k = None
         if config.qk_norm != "none":
             over_width, eps = config.qk_norm == "width", config.qk_norm_eps
@@ -207,10 +207,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
         q, k, v, gate = self._project(x_BSD, context)
-        if self.qk_norm == "turned-head":
-            q, k = self._normed(*self._turned(q, k, context))
-        else:
-            q, k = self._turned(*self._normed(q, k), context)
+        late = self.qk_norm == "turned-head"
+        q, k = (q, k) if late else self._normed(q, k)
+        if self.clip is not None:
+            q, k, v = (heads.clamp(-self.clip, self.clip) for heads in (q, k, v))
+        q, k = self._turned(q, k, context)
+        q, k = self._normed(q, k) if late else (q, k)
         if context.cache is not None:
             k, v = context.cache.extend(self, k, v)
         sinks_H = self.sinks

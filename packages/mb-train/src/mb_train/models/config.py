@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mb_layers import MoEConfig
 
 _CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
+    "norm": ("layernorm", "rmsnorm", "layernorm-without-bias"),
     "norms": ("before", "kept", "sum", "output", "both"),
     "qk_norm": ("none", "head", "turned-head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
@@ -127,6 +127,8 @@ class TransformerConfig:
         qk_norm: normalise queries and keys per "head" (Qwen3), behind its rotation ("turned-head",
             HunYuan), or over their whole "width" (OLMoE); with latent attention what they are made
             of ("latent").
+        clip_qkv: queries, keys and values are clipped to it and its negative, behind their norms
+            and before rotations (DBRX, OLMoE); None: not.
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
         local_rope_base: base of those of layers with a window, which are not slowed (OLMo 3); None:
@@ -187,6 +189,7 @@ class TransformerConfig:
     logits_scaling: float = 1.0
     fp32_residual: bool = False
     qk_norm: str = "none"
+    clip_qkv: float | None = None
     positions: str = "learned"
     rope_base: float = 10_000.0
     local_rope_base: float | None = None
@@ -278,6 +281,7 @@ class TransformerConfig:
             "rope_fraction": 1.0,
             "rope_layers": None,
             "window": None,
+            "clip_qkv": None,
             "output_gate": False,
             "softmax": "vanilla",
         }

@@ -289,12 +289,15 @@ def _projected(each: Pass, width: int) -> tuple[float, float]:
 
 
 def _as_attended(config: TransformerConfig, layer: int) -> float:
-    """Numbers of a token's queries and keys of a layer, where they are not as projected."""
+    """Numbers of a token's queries, keys and values of a layer, where they are not as projected."""
     heads, groups = config.num_heads, config.num_kv_heads
-    if config.rotates(layer) or config.qk_norm != "none":
-        # Norms behind a rotation keep what it gave them.
-        copies = 2 if config.rotates(layer) and config.qk_norm == "turned-head" else 1
-        return copies * (heads + groups) * config.head_size
+    turned, normed = config.rotates(layer), config.qk_norm != "none"
+    clipped = config.clip_qkv is not None
+    if turned or normed or clipped:
+        # Norms behind a rotation keep what it gave them, and clipping what a norm did.
+        late = turned and config.qk_norm == "turned-head"
+        copies = 2 if late or (normed and clipped) else 1
+        return (copies * (heads + groups) + clipped * groups) * config.head_size
     # Queries of several groups, between which were keys and values, are laid side by side.
     return heads * config.head_size if 1 < groups < heads else 0
 

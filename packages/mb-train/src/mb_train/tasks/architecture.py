@@ -17,8 +17,6 @@ from mb_train.models.config import (
 )
 from mb_train.models.transformer import output_std
 
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-
 
 def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfig:
     """The transformer of a run; of T5 the encoder's.
@@ -47,10 +45,11 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         max_positions=config.positions,
         latent=None if latent is None else LatentSizes._make(latent),
         activation=config.activation_name,
-        norm=_NORMS[config.normalization],
+        norm=config.normalization.lower(),
         norm_eps=config.layernorm_epsilon,
         qk_norm_eps=config.qk_epsilon,
         qk_norm=norms_over if config.qk_layernorm else "none",
+        clip_qkv=config.clip_qkv,
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         local_rope_base=config.local_base,

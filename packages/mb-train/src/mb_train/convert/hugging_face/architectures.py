@@ -20,6 +20,7 @@ from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.hugging_face import (
     bert,
+    dbrx,
     deepseek,
     experts,
     glm4,
@@ -123,6 +124,8 @@ def _nearest(config: TrainConfig) -> str:
         return "granitemoehybrid" if config.is_glu else "nemotron_h"
     if config.delta_sizes is not None:
         return "qwen3_next"
+    if config.normalization == "LayerNorm-without-bias":
+        return "dbrx"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
         return "hunyuan_v1_dense" if config.moe_num_experts is None else "hunyuan_v1_moe"
     if config.attention_output_gate:
@@ -329,6 +332,13 @@ ARCHITECTURES = {
                 "eos_token_id": t.eos, "pad_token_id": t.pad,
                 "decoder_start_token_id": t.special.get("bos", t.pad),
             },
+        ),
+        Architecture(
+            "dbrx", "DbrxForCausalLM", dbrx.dbrx_fields, dbrx.dbrx_config,
+            lambda _, c: dbrx.dbrx_rules(c), lambda _, c: dbrx.dbrx_rules(c),
+            defaults=dbrx.DEFAULTS, aliases=dbrx.ALIASES, inside=dbrx.INSIDE,
+            # Files of the model without a head have no prefix.
+            renamed={r"^(?!transformer\.|lm_head\.)": "transformer."},
         ),
         _llama_like("llama", "LlamaForCausalLM", llama.llama_fields, llama.llama_config),
         _llama_like("mistral", "MistralForCausalLM", llama.mistral_fields, llama.llama_config),

@@ -145,8 +145,7 @@ def decoder_fields(
         rope: settings of the rotations; None: as most files have them.
         act: names that the gate may have.
     """
-    refuse(config, hidden_act=act, mlp_bias=(False,), clip_qkv=(None,),
-           is_causal=(True, None))  # fmt: skip
+    refuse(config, hidden_act=act, mlp_bias=(False,), is_causal=(True, None))
     rope = rope_of(config) if rope is None else rope
     turned = {**config, **rope}.get("partial_rotary_factor")
     heads = config["num_attention_heads"]
@@ -275,9 +274,11 @@ def mixtral_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def olmoe_fields(config: Json) -> dict[str, Any]:
-    """With norms over all heads at once, which are as wide as the model."""
+    """With norms over all heads at once, which are as wide as the model, and clipping behind."""
+    clip = config.get("clip_qkv")
     return _with_experts(config, "num_experts") | {
         "kv_channels": config["hidden_size"] // config["num_attention_heads"],
+        "clip_qkv": None if clip is None else float(clip),
         "moe_renormalize": config["norm_topk_prob"],
         "qk_layernorm": True,
         "qk_layernorm_over": "width",
@@ -285,7 +286,7 @@ def olmoe_fields(config: Json) -> dict[str, Any]:
 
 
 def olmoe_config(config: TrainConfig) -> dict[str, Any]:
-    return llama_config(config) | _experts(config, "num_experts") | {"clip_qkv": None}
+    return llama_config(config) | _experts(config, "num_experts") | {"clip_qkv": config.clip_qkv}
 
 
 def qwen2_moe_fields(config: Json) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.tasks.architecture import transformer_config
 
-_STACKED = re.compile(r"\.experts\.(gate_)?up_proj$")
+_STACKED = re.compile(r"\.experts\.((gate_)?up_proj|mlp\.v1)$")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
 _TOKENS = "embedding.tokens.weight"  # by our names

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mb_layers import dMoE
+from mb_layers import MoEConfig, SparseMixerRouter, dMoE
 from mb_layers.state_dicts import Translation
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
@@ -25,6 +25,7 @@ from their_models import (
     ALL,
     DBRX,
     LLAMA3,
+    LONG,
     MISTRAL4,
     WRITTEN,
     YARN,
@@ -35,6 +36,8 @@ from their_models import (
 )
 
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+TRAINED_ON = {"original_max_position_embeddings": 16}
+HALF_LONG = LONG | {"short_factor": [1.0, 3.0], "long_factor": [1.0, 3.0]}
 AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
@@ -112,6 +115,7 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("minimax_m2", {"rope_parameters": {**YARN}, "head_dim": 12, "rotary_dim": None}),
         ("ernie4_5_moe", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+        ("phi3", {"rope_parameters": HALF_LONG, "partial_rotary_factor": 0.5, **TRAINED_ON}),
         ("hunyuan_v1_moe", {"moe_topk": [2, 2], "rope_parameters": NTK}),
         ("hunyuan_v1_dense", {"tie_word_embeddings": True, "rope_parameters": {**YARN}}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
@@ -185,6 +189,8 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ),
         ("dbrx", {"attn_config": {**DBRX["attn_config"], "kv_n_heads": 6, "attn_pdrop": 0.1}}),
         ("olmoe", {"clip_qkv": 0.7}),
+        ("phimoe", {"attention_bias": False, "lm_head_bias": False, "rope_parameters": None}),
+        ("phimoe", {"tie_word_embeddings": True, "sliding_window": 5}),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
         (
@@ -307,6 +313,7 @@ def test_there_and_back_again(tmp_path, kind, also):
         ("seed_oss", {"attention_bias": False, "tie_word_embeddings": True}),
         ("ernie4_5", {"tie_word_embeddings": False, "rope_parameters": {**YARN}}),
         ("ernie4_5_moe", {"moe_layer_start_index": 3}),
+        ("phi3", {"rope_parameters": {**LONG}, **TRAINED_ON}),
         ("phi3", {"sliding_window": 5, "tie_word_embeddings": True, "rope_theta": 500.0}),
     ],
     ids=str,
@@ -343,6 +350,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("qwen3_moe", {}),
         ("dbrx", {}),
+        ("phimoe", {}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
         ("granitemoeshared", {"tie_word_embeddings": True}),
@@ -571,6 +579,46 @@ def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, 
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_other_factors_of_longer_texts_bound_the_texts(tmp_path, kind):
+    """Of one token more all tokens turn otherwise."""
+    trained_on = {"original_max_position_embeddings": 19}
+    rope = LONG | {"long_factor": [9.0] * 4} | trained_on
+    model, said = theirs(kind, rope_parameters=rope, sliding_window=24, **trained_on), []
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
+    trained = load_trained(tmp_path / "run")
+    assert trained.config.positions == 19
+    assert trained.config.windows is None
+    assert [line for line in said if "for those of 19 tokens" in line]
+    torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_experts_one_after_the_other_are_chosen_as_theirs(draws):
+    """By the same draws, but for the last, of which they throw one away; 0.3333 is a third."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    config = MoEConfig(hidden_size=6, ffn_hidden_size=4, num_experts=6, top_k=2)
+    router = SparseMixerRouter(config, tolerance=0.3).train(draws)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(6))  # tokens are their own logits
+    found = []
+    for route in (
+        lambda x: router(x)[:2],
+        lambda x: sparsemixer(x, jitter_eps=0.3, training=draws),
+    ):
+        x_TD = torch.randn(99, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.manual_seed(2)
+        weights_TK, ids_TK = route(x_TD)
+        weights_TK.mul(torch.arange(2) + 1).sum().backward()
+        found.append((weights_TK, ids_TK.long(), x_TD.grad))
+    (weights_TK, *mine), (want_TK, *want) = found
+    alike = slice(1 if draws else 2)
+    torch.testing.assert_close(weights_TK[:, alike], want_TK[:, alike], rtol=2e-4, atol=0)
+    torch.testing.assert_close(mine, want)
 
 
 def test_queries_that_grow_bound_the_texts(tmp_path):

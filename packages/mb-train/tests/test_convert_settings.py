@@ -7,7 +7,7 @@ import pytest
 from mb_train.config import TrainConfig
 from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
-from their_models import DEEP, LLAMA3, YARN, theirs, transformers
+from their_models import DEEP, LLAMA3, LONG, YARN, theirs, transformers
 
 NEARS = ["sliding_attention"] * 3
 
@@ -39,7 +39,7 @@ SILENT = re.compile(
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
     r"enable_moe_fp32_combine|original_max_position_embeddings|(mamba_)?chunk_size|"
-    r"rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
+    r"input_jitter_noise|rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
     r"expand|time_step_(min|max|floor)|use_mamba_kernels|mamba_ssm_cache_dtype|num_logits_to_keep|"
     r"rescale_prenorm_residual|n_shared_experts|moe_shared_expert_overlap|"
     # of what is left out
@@ -114,7 +114,16 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "to be alike, got 500000.0 and 300.0"),
         ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads .* got 3 and 2"),
         ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings of"),
-        ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of"),
+        ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise of"),
+        ("phimoe", {"rope_parameters": {**YARN}}, "rope_type of"),
+        ("llama", {"rope_parameters": {**LONG, "long_factor": [9.0]}}, "long_factor of"),
+        (
+            "llama",
+            {"rope_parameters": {**LONG, "short_factor": [9.0], "long_factor": [9.0]}},
+            "of the 4 pairs of a head's channels that turn, got 1",
+        ),
+        ("olmoe", {"rope_parameters": {"rope_type": "longrope"}}, "lacks 'short_factor'"),
         ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
         ("olmoe", {"rope_parameters": {**YARN, "truncate": None}}, "truncate of"),
         ("gpt_oss", {"layer_types": ["sliding_attention"] * 2}, "for each of 3 layers, got"),
@@ -190,8 +199,8 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm of"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size of"),
         ("minimax_m2", {"rotary_dim": 7, "rope_parameters": {}}, "turn, got 7"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type of"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type of"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "lacks 'short_factor'"),
+        ("phi3", {"rope_parameters": LLAMA3}, "rope_type of"),
         ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias of"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias of"),
@@ -301,6 +310,11 @@ def run_config(**fields):
         ({**DBRX, "moe_first_k_dense": 1, "num_layers": 2}, "DbrxFor.*its .*--moe-first-k-dense 1"),
         ({**DBRX, "untie_embeddings_and_output_weights": False}, "--untie-.* False"),
         ({**DBRX, "clip_qkv": None}, "DbrxForCausalLM, clips .*--clip-qkv., got none"),
+        ({**LLAMA, "head_bias": True}, "LlamaForCausalLM, cannot say its --head-bias True"),
+        (
+            {**LLAMA, "moe_num_experts": 4, "moe_router_type": "sparsemixer"},
+            "PhimoeForCausalLM, cannot say its .*--moe-top-k 1",
+        ),
         ({**LLAMA, "clip_qkv": 3.0}, "LlamaForCausalLM, cannot say its --clip-qkv 3.0"),
         ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
         (
@@ -423,6 +437,9 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, add_qkv_bias=True, **some) == "qwen2"
     assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
+    mixed = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "sparsemixer"}
+    mixed |= {"position_embedding_type": "rope", "swiglu": True}
+    assert kind(**mixed) == kind(**mixed, head_bias=True, add_bias_linear=False) == "phimoe"
     assert kind(**DBRX) == kind(**DBRX, moe_renormalize=True, moe_renormalize_p=2.0) == "dbrx"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     trained["moe_router_type"] = "sinkhorn"  # in training; its scores are the architecture's
@@ -463,6 +480,9 @@ def test_noise_on_the_experts_too_is_said(tmp_path):
     config, _ = read_model(tmp_path, say=said.append)
     assert config.moe_jitter_eps == 0
     assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
+    theirs("phimoe", input_jitter_noise=0.2).save_pretrained(tmp_path)  # the other is no noise
+    read_model(tmp_path, say=said.append)
+    assert ["input_jitter_noise of 0.2 is left out" in line for line in said] == [False, True]
 
 
 def test_a_dbrx_as_published_turns_by_the_base_among_its_attention(tmp_path):

@@ -163,6 +163,12 @@ KINDS = {
         "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
         "mscale_all_dim": 1.0,
     },
+    "phimoe": {
+        "position_embedding_type": "rope", "swiglu": True, "group_query_attention": True,
+        "num_query_groups": 2, "head_bias": True, "rope_type": "longrope",
+        "rotary_factors": [1.0, 1.5, 2.0, 4.0], "mscale": 1.2, "moe_router_type": "sparsemixer",
+        "moe_top_k": 2,
+    },
     "trinity": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
         "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,

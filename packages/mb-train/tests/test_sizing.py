@@ -106,6 +106,9 @@ KINDS = {
     "many-sigmoids": {
         "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
     },
+    "many-near-the-best": {
+        "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_type": "sparsemixer",
+    },
     "experts-in-4-bits": {
         "moe_num_experts": 4, "moe_top_k": 2, "swiglu": True, "moe_saved_activation_bits": 4,
     },

@@ -42,6 +42,11 @@ KINDS = {
         "rope_layers": (True, False, True), "window": 2, "window_layers": (True, False, True),
         "moe": EXPERTS, "moe_layers": (False, True, True),
     },
+    "phimoe": {
+        "positions": "rope", "num_kv_heads": 2, "tie_embeddings": False, "head_bias": True,
+        "rope_scaling": RopeScaling("longrope", 1.0, mscale=1.2, factors=(1.0, 1.5, 2.0, 4.0)),
+        "moe": EXPERTS, "router": "sparsemixer",
+    },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
     "kept": {"norms": "kept", "norm": "rmsnorm"},
     "sum": {"norms": "sum"},

@@ -104,6 +104,12 @@ DBRX = {
     "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 3},
     "initializer_range": 0.2,
 }  # fmt: skip
+# Of four turned pairs one is not slowed; alike in texts of any length.
+LONG = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3, 2.0, 4.0],
+    "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.25, "long_mscale": 1.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -113,6 +119,16 @@ ALL = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "dbrx": ("Dbrx", DBRX),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 12,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": {**LONG},
+            "initializer_range": 0.2,
+        },
+    ),
     "olmoe": ("Olmoe", EXPERTS),
     "qwen2_moe": (
         "Qwen2Moe",

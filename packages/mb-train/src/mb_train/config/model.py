@@ -36,6 +36,10 @@ class ModelFields:
     untie_embeddings_and_output_weights: bool = flag(
         "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )
+    head_bias: bool = flag(
+        "a bias for each token on its score, as BERT and Megatron's T5 have it anyway (ours)",
+        False, on_load="model", in_force="scores_bias", needs=("model", "gpt", "t5"),
+    )  # fmt: skip
     normalization: str = flag(
         "kind of the norms; a layer norm without a bias is ours", "LayerNorm",
         choices=("LayerNorm", "RMSNorm", "LayerNorm-without-bias"), on_load="model",

@@ -71,8 +71,9 @@ class MoEFields:
     )  # fmt: skip
     moe_router_type: str = flag(
         "how a token's experts are chosen: its best by score, or in training by logits that "
-        "Sinkhorn's iteration balances over the tokens of a rank's micro-batch (ours)",
-        "topk", choices=("topk", "sinkhorn"), on_load="said", in_training=True,
+        "Sinkhorn's iteration balances over the tokens of a rank's micro-batch; or one after the "
+        "other among those near the best, in training by chance, as Phi-3.5-MoE (ours)",
+        "topk", choices=("topk", "sinkhorn", "sparsemixer"), on_load="said", in_training=True,
     )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
@@ -222,9 +223,16 @@ class MoEFields:
             "--moe-router-group-topk": self.moe_router_group_topk is not None,
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
         }
+        if self.moe_router_type == "sparsemixer":
+            function = self.moe_router_score_function
+            by_score |= {
+                f"--moe-router-score-function {function}": function != "softmax",
+                "--moe-renormalize": self.moe_renormalize,
+                "--moe-uniform-expert-assignment": self.moe_uniform_expert_assignment,
+            }
         for words in (words for words, given in by_score.items() if given):
-            if experts is not None and self.moe_router_type == "sinkhorn":
+            if experts is not None and self.moe_router_type != "topk":
                 raise ValueError(
                     f"Expected --moe-router-type topk with {words}, which bears on a choice by "
-                    "score, got sinkhorn. Leave one of the two out."
+                    f"score, got {self.moe_router_type}. Leave one of the two out."
                 )

@@ -18,7 +18,7 @@ _CHOICES = {
     "qk_norm": ("none", "head", "turned-head", "width", "latent"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
-    "router": ("topk", "sinkhorn"),
+    "router": ("topk", "sinkhorn", "sparsemixer"),
 }
 
 
@@ -31,7 +31,8 @@ class RopeScaling(NamedTuple):
 
     kind: "linear" slows all alike (arXiv 2306.15595); "llama3" those that do not turn often within
         8192 tokens, as Llama 3.1 (arXiv 2407.21783); "yarn" those that do not turn often within
-        `trained_on` tokens, and makes attention sharper (arXiv 2309.00071).
+        `trained_on` tokens, and makes attention sharper (arXiv 2309.00071); "longrope" each by one
+        of `factors`, a pair's own, and multiplies what turns by `mscale` (arXiv 2402.13753).
 
     The others are YaRN's, by the names of DeepSeek and Megatron Core where they have one:
         beta_fast, beta_slow: turns within `trained_on` tokens from which on a rotation is not
@@ -48,6 +49,7 @@ class RopeScaling(NamedTuple):
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 class LatentSizes(NamedTuple):
@@ -152,6 +154,7 @@ class TransformerConfig:
             is 0 ("off-by-one") or learned by each head ("learnable", GPT-OSS's sinks).
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
+        head_bias: a bias for each token on its score.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
         ends_init_std: that of embeddings and of a head of its own; None: init_std.
         fp8: the linear maps of blocks, and experts, multiply by their weights in 8-bit floats.
@@ -164,8 +167,9 @@ class TransformerConfig:
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
-        router: a token's experts are its best by score ("topk"), or in training those of
-            `mb_layers.SinkhornRouter` ("sinkhorn").
+        router: a token's experts are its best by score ("topk"), in training those of
+            `mb_layers.SinkhornRouter` ("sinkhorn"), or those of `mb_layers.SparseMixerRouter`
+            ("sparsemixer").
     """
 
     num_layers: int
@@ -206,6 +210,7 @@ class TransformerConfig:
     bias: bool = True
     qkv_bias: bool | None = None
     tie_embeddings: bool = True
+    head_bias: bool = False
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02

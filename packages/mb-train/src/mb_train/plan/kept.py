@@ -196,6 +196,8 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
     experts += up * (moe.shared_expert_hidden_size or 0)
     # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
     scores = 1 if moe.score_function == "softmax" else 3
+    if config.router == "sparsemixer":
+        scores += 1 + moe.top_k  # logits, and shares of those near each choice's best
     experts += (4 * moe.num_choices * scores) // width
     return around, dense, experts
 

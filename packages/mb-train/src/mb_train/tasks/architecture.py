@@ -33,6 +33,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
     near = tuple(map(config.has_window, range(layers)))
     turned = tuple(map(config.has_rope, range(layers)))
     with_state = tuple(map(config.has_state, range(layers)))
+    learned = config.position_embedding_type == "learned"  # Megatron's T5 has that bias then
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
@@ -70,6 +71,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         softmax=config.softmax_type,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        head_bias=config.head_bias or (config.model == "t5" and learned),
         tie_embeddings=not config.untie_embeddings_and_output_weights,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,

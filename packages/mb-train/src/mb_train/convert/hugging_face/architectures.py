@@ -35,6 +35,7 @@ from mb_train.convert.hugging_face import (
     nemotron_h,
     olmo,
     phi3,
+    phimoe,
     qwen_next,
     relatives,
     t5,
@@ -113,6 +114,8 @@ def _nearest(config: TrainConfig) -> str:
         return "bert" if config.norms == "sum" else "megatron-bert"
     if config.model == "t5":
         return "t5"
+    if config.moe_num_experts is not None and config.moe_router_type == "sparsemixer":
+        return "phimoe"
     if config.softmax_type == "learnable":
         return _nearest_with_sinks(config)
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
@@ -218,6 +221,7 @@ _DEFAULTS = {
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
+    "phimoe": phimoe.DEFAULTS,
     "minimax_m3_vl_text": minimax_m3.DEFAULTS,
 }  # fmt: skip
 
@@ -347,6 +351,10 @@ ARCHITECTURES = {
         _llama_like(
             "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
             experts.MIXTRAL, {"num_experts": "num_local_experts"},
+        ),
+        _llama_like(
+            "phimoe", "PhimoeForCausalLM", phimoe.phimoe_fields, phimoe.phimoe_config,
+            experts.PHIMOE, {"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "olmoe", "OlmoeForCausalLM", llama.olmoe_fields, llama.olmoe_config,

@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, LONG = "original_max_position_embeddings", "longrope"
 _SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
@@ -181,17 +181,39 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
             "the like: this model has something that ours have not."
         )
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    refuse(kind, rope_type=("default", "linear", "llama3", "yarn"))
+    refuse(kind, rope_type=("default", "linear", "llama3", "yarn", LONG))
     if kind["rope_type"] == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind["rope_type"] == "default":
         return {}
-    # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
+    positions = trained_on(config, rope)
+    if kind["rope_type"] == LONG:  # alike for texts of any length, see `phi3.short_texts`
+        refuse(rope, long_factor=(rope["short_factor"],))
+        factors = [float(factor) for factor in rope["short_factor"]]
+        return {
+            "rope_type": LONG,
+            "rotary_factors": factors,
+            "mscale": long_sharpening(config, rope),
+        }
     if kind["rope_type"] == "yarn":
         return _yarn_fields(rope) | {ORIGINAL: positions}
     refuse({**rope, ORIGINAL: positions}, **_LLAMA3)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def trained_on(config: Json, rope: Json) -> int:
+    """The length of texts before rotations were slowed."""
+    # Beside the others it counts for more than among them, as Phi-3's files have it.
+    return config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
+
+
+def long_sharpening(config: Json, rope: Json) -> float:
+    """What LongRoPE multiplies queries and keys by, if its file does not say."""
+    if (said := rope.get("attention_factor")) is not None:
+        return float(said)
+    length = trained_on(config, rope)
+    longer = rope.get("factor") or config["max_position_embeddings"] / length
+    return math.sqrt(1 + math.log(max(longer, 1)) / math.log(length))
 
 
 def _yarn_fields(rope: Json) -> dict[str, Any]:
@@ -218,7 +240,7 @@ def _yarn_fields(rope: Json) -> dict[str, Any]:
 
 def llama_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    rope = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
     if config.rope_scaling is not None:
         rope["rope_type"], rope["factor"], *_ = config.rope_scaling
         if config.use_rope_scaling:
@@ -228,6 +250,9 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
             names += _SHARPER if config.mscale and config.mscale_all_dim else ()
             rope |= {name: getattr(config, name) for name in names}
             rope |= {} if config.yarn_truncate else {"truncate": False}
+        if rope["rope_type"] == LONG:
+            factors = dict.fromkeys(("short_factor", "long_factor"), config.rotary_factors)
+            rope |= {**factors, "attention_factor": config.mscale, ORIGINAL: config.positions}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,

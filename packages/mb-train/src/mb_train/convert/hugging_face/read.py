@@ -174,12 +174,20 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     growth = llama.rope_of(theirs)
     if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
         yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
+    if growth.get("short_factor") is not None and config.positions < theirs.get(
+        "max_position_embeddings", 0
+    ):
+        yield (
+            f"its rotations are slowed otherwise in longer texts: taken for those of "
+            f"{config.positions:,} tokens"
+        )
     seen = chosen(theirs)
     if seen == config.positions < theirs.get("max_position_embeddings", 0):
         yield f"its attention sees {seen:,} tokens that it chooses: taken for texts of so many"
-    if noise := theirs.get("router_jitter_noise"):
+    name = "input_jitter_noise" if "input_jitter_noise" in theirs else "router_jitter_noise"
+    if noise := theirs.get(name):
         yield (
-            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
+            f"its {name} of {noise} is left out: in training its experts saw that "
             "noise too, that of --moe-jitter-eps is seen by the router alone"
         )
     of_embeddings = theirs.get("embd_pdrop", config.hidden_dropout)

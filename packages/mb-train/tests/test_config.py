@@ -224,6 +224,7 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
         ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),
         ({"window_size": 0}, "no --window-size with --multi-latent-attention, got both: 0"),
         ({"softmax_type": "learnable"}, "--softmax-type vanilla with --multi-latent-att"),
+        ({"qk_l2_norm": True, "qk_layernorm": False}, "no --qk-l2-norm with --multi-.*, got both"),
         ({"clip_qkv": 8.0}, "no --clip-qkv with --multi-latent-attention, got both: 8.0"),
         ({"attention_output_gate": True}, "no --attention-output-gate with --multi-.*, got both"),
         ({"no_rope_freq": 9}, "no --no-rope-freq with --multi-latent-attention, got both: 9"),
@@ -524,6 +525,21 @@ def test_which_layers_have_experts():
     config = dataclasses.replace(config, moe_first_k_dense=3)
     assert [i for i in range(7) if config.has_experts(i)] == [4, 6]
     assert not TrainConfig(**RUN).has_experts(0)
+    run = RUN | {"num_layers": 4, "moe_num_experts": 4}
+    config = TrainConfig(**run, moe_layers=[0, 1, 1, 0])
+    assert list(map(config.has_experts, range(4))) == [False, True, True, False]
+    assert config.num_moe_layers == 2
+    assert transformer_config(config, 64).moe_layers == (False, True, True, False)
+    for wrong, why in (
+        ({"moe_layers": [0, 1]}, r"--moe-layers to have a number .* 4, .* got \[0, 1\]"),
+        ({"moe_layers": [0] * 4}, r"--moe-layers to have .* 1 for one of them, got \[0, 0"),
+        ({"moe_layers": [0, 2, 0, 0]}, "--moe-layers 0 or 1, got 2"),
+        ({"moe_layers": [1] * 4, "moe_first_k_dense": 1}, "and --moe-first-k-dense, got both"),
+        ({"moe_layers": [1] * 4, "moe_layer_freq": 2}, "or --moe-layer-freq and .* got both"),
+        ({"moe_layers": [1] * 4, "model": "t5", "decoder_seq_length": 8}, "than t5 with --moe-l"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            TrainConfig(**run | wrong)
 
 
 def test_the_groups_hold_every_field_once():

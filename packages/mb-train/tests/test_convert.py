@@ -38,6 +38,12 @@ from their_models import (
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 TRAINED_ON = {"original_max_position_embeddings": 16}
 HALF_LONG = LONG | {"short_factor": [1.0, 3.0], "long_factor": [1.0, 3.0]}
+# Of six turned pairs three are not slowed; below of four one, and one by some.
+SCOUT = LLAMA3 | {
+    "rope_theta": 500.0, "high_freq_factor": 1.0, "factor": 16.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+BETWEEN = SCOUT | {"low_freq_factor": 2.0, "high_freq_factor": 4.0}
 AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
@@ -96,6 +102,9 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
         ("mixtral", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": {**BETWEEN}}),
+        ("llama", {"rope_parameters": {**LLAMA3}, **TRAINED_ON}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "rope_parameters": {**SCOUT}}),
         ("olmoe", {"clip_qkv": 0.7}),
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
@@ -155,6 +164,7 @@ def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
     [
         LLAMA3,
         {"rope_type": "linear", "factor": 4.0},
+        LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 9.0},
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
         {
@@ -191,6 +201,10 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("olmoe", {"clip_qkv": 0.7}),
         ("phimoe", {"attention_bias": False, "lm_head_bias": False, "rope_parameters": None}),
         ("phimoe", {"tie_word_embeddings": True, "sliding_window": 5}),
+        ("llama4_text", {"use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0]}),
+        ("llama4_text", {"moe_layers": [0, 1, 3], "num_experts_per_tok": 3, "head_dim": 8}),
+        ("llama4_text", {"interleave_moe_layer_step": 1, "rope_parameters": {**SCOUT}}),
+        ("llama4_text", {"moe_layers": [], "tie_word_embeddings": True}),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
         (
@@ -351,6 +365,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("qwen3_moe", {}),
         ("dbrx", {}),
         ("phimoe", {}),
+        ("llama4_text", {"attention_chunk_size": 24, "attn_temperature_tuning": False}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
         ("granitemoeshared", {"tie_word_embeddings": True}),
@@ -439,6 +454,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
     "kind",
     [
         "dbrx",
+        "llama4_text",
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
@@ -619,6 +635,34 @@ def test_experts_one_after_the_other_are_chosen_as_theirs(draws):
     alike = slice(1 if draws else 2)
     torch.testing.assert_close(weights_TK[:, alike], want_TK[:, alike], rtol=2e-4, atol=0)
     torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize(
+    ("also", "positions"),
+    [
+        ({}, 19),
+        ({"floor_scale": 15}, 14),
+        ({"attn_temperature_tuning": False}, 19),
+        ({"no_rope_layers": [1] * 4, "floor_scale": 3}, 19),
+        ({"layer_types": [FULL] * 4, "floor_scale": 21}, 20),
+        ({"no_rope_layers": [0] * 4, "attn_scale": 0.0}, 24),
+    ],
+    ids=str,
+)
+def test_chunks_and_queries_that_grow_bound_the_texts(tmp_path, also, positions):
+    """Theirs of one token more are others: that is where they begin."""
+    model, said = theirs("llama4_text", **also), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == positions
+    assert len(said) == (positions < 24)
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    tokens_BS = torch.randint(0, 77, (2, positions + 1))
+    with torch.no_grad():
+        far = (mine.logits(tokens_BS) - model(tokens_BS).logits).abs()
+    assert far[:, :positions].max() < 1e-4
+    assert (far[:, positions:].max() > 1e-3) == (positions < 24)
 
 
 def test_queries_that_grow_bound_the_texts(tmp_path):

@@ -150,13 +150,10 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func of"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
-        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
-        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
-        (
-            "llama",
-            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
-            "to be 8192, got 16",
-        ),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        ("llama4_text", {"attention_bias": True}, "attention_bias of"),
+        ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers of .* each of 4 layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "to be chunked_attention or"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         (
@@ -267,6 +264,10 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+LLAMA4 = LLAMA | {
+    "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_score_function": "sigmoid",
+    "moe_shared_expert_intermediate_size": 16, "moe_weights_on_input": True, "qk_l2_norm": True,
+}  # fmt: skip
 DBRX = LLAMA | {
     "moe_num_experts": 4, "clip_qkv": 3.0, "normalization": "LayerNorm-without-bias",
     "untie_embeddings_and_output_weights": True,
@@ -310,6 +311,8 @@ def run_config(**fields):
         ({**DBRX, "moe_first_k_dense": 1, "num_layers": 2}, "DbrxFor.*its .*--moe-first-k-dense 1"),
         ({**DBRX, "untie_embeddings_and_output_weights": False}, "--untie-.* False"),
         ({**DBRX, "clip_qkv": None}, "DbrxForCausalLM, clips .*--clip-qkv., got none"),
+        ({**LLAMA4, "moe_shared_expert_intermediate_size": 8}, "Llama4.*-intermediate-size 8"),
+        ({**LLAMA4, "moe_renormalize": True}, "Llama4.*--moe-renormalize True"),
         ({**LLAMA, "head_bias": True}, "LlamaForCausalLM, cannot say its --head-bias True"),
         (
             {**LLAMA, "moe_num_experts": 4, "moe_router_type": "sparsemixer"},
@@ -440,6 +443,9 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     mixed = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "sparsemixer"}
     mixed |= {"position_embedding_type": "rope", "swiglu": True}
     assert kind(**mixed) == kind(**mixed, head_bias=True, add_bias_linear=False) == "phimoe"
+    assert kind(**LLAMA4) == kind(**LLAMA4 | {"qk_l2_norm": False}) == "llama4_text"
+    assert kind(**LLAMA4, num_layers=4, moe_layers=[0, 1, 1, 0], no_rope_freq=2) == "llama4_text"
+    assert kind(**LLAMA, qk_l2_norm=True) == "llama4_text"
     assert kind(**DBRX) == kind(**DBRX, moe_renormalize=True, moe_renormalize_p=2.0) == "dbrx"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     trained["moe_router_type"] = "sinkhorn"  # in training; its scores are the architecture's

@@ -169,6 +169,13 @@ KINDS = {
         "rotary_factors": [1.0, 1.5, 2.0, 4.0], "mscale": 1.2, "moe_router_type": "sparsemixer",
         "moe_top_k": 2,
     },
+    "llama-4": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_l2_norm": True,
+        "no_rope_freq": 3, "moe_layers": [0, 1, 0], "moe_router_score_function": "sigmoid",
+        "moe_weights_on_input": True, "moe_shared_expert_intermediate_size": 16,
+        "add_bias_linear": False,
+    },
     "trinity": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
         "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,

@@ -71,6 +71,10 @@ KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
     "modern": MODERN,
+    "norms-without-weights": MODERN | {
+        "qk_l2_norm": True, "no_rope_freq": 2, "normalization": "LayerNorm",
+        "moe_num_experts": 4, "moe_layers": [0, 1, 1], "moe_weights_on_input": True,
+    },
     "clipped": MODERN | {
         "clip_qkv": 2.0, "qk_layernorm": True, "qk_layernorm_over": "width", "no_rope_freq": 2,
         "normalization": "LayerNorm-without-bias",

@@ -155,6 +155,11 @@ CASES = {
         lambda: gpt_plan(_SINKS),
         gpt_batch,
     ),
+    "gpt-norms-without-weights": (
+        lambda: GPT(_LLAMA4),
+        lambda: gpt_plan(_LLAMA4),
+        gpt_batch,
+    ),
     "gpt-states": (
         lambda: _with_uneven_norms(GPT(_STATES)),
         lambda: gpt_plan(_STATES),
@@ -205,6 +210,10 @@ _GPT = replace(
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE,
     qk_norm="turned-head", local_rope_base=7.0, clip_qkv=0.02, norm="layernorm-without-bias",
+)  # fmt: skip
+_LLAMA4 = replace(
+    _GPT, qk_norm="l2", rope_layers=(True, False), moe_layers=(False, True),
+    moe=replace(MOE, score_function="sigmoid", weights_on_input=True, renormalize=False),
 )  # fmt: skip
 _STATES = replace(
     SMALL, norm="rmsnorm", bias=False, moe=MOE, delta_layers=(True, False),

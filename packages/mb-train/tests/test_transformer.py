@@ -1,5 +1,7 @@
 """The transformer's options, each against a plainer way to compute the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,12 @@ KINDS = {
         "positions": "rope", "num_kv_heads": 2, "tie_embeddings": False, "head_bias": True,
         "rope_scaling": RopeScaling("longrope", 1.0, mscale=1.2, factors=(1.0, 1.5, 2.0, 4.0)),
         "moe": EXPERTS, "router": "sparsemixer",
+    },
+    "llama-4": {
+        "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2,
+        "qk_norm": "l2", "bias": False, "rope_layers": (True, False, True),
+        "moe": replace(EXPERTS, score_function="sigmoid", weights_on_input=True),
+        "moe_layers": (False, True, False),
     },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
     "kept": {"norms": "kept", "norm": "rmsnorm"},

@@ -110,6 +110,12 @@ LONG = {
     "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.25, "long_mscale": 1.25,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+# Layers 1 and 3 have experts, layer 3 has no positions. Of 19 tokens queries do not grow.
+LLAMA4 = {
+    "head_dim": 12, "intermediate_size": 16, "intermediate_size_mlp": 40, "num_hidden_layers": 4,
+    "num_local_experts": 5, "interleave_moe_layer_step": 2, "attention_chunk_size": 19,
+    "floor_scale": 20, "pad_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -119,6 +125,7 @@ ALL = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "dbrx": ("Dbrx", DBRX),
+    "llama4_text": ("Llama4", LLAMA4),
     "phimoe": (
         "Phimoe",
         {
@@ -290,7 +297,7 @@ def theirs(kind, **also):
 def logits_of(model):
     tokens_BS = torch.randint(0, 77, (3, 19), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        out = model(tokens_BS).logits if hasattr(model, "lm_head") else model.logits(tokens_BS)
+        out = model.logits(tokens_BS) if isinstance(model, GPT) else model(tokens_BS).logits
     return out
 
 

@@ -241,6 +241,7 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
                 "Expected --model gpt, and a norm that ends it, with --mtp-num-layers "
                 f"{self.mtp_num_layers}, got {got}. Leave one of the two out."
             )
+        _check_norms(self)
         _check_latent(self)
         _check_delta(self)
         _check_pattern(self)
@@ -272,6 +273,12 @@ def _check_layers(config: Network) -> None:
             )
         if said is not None and getattr(config, every) is not None:
             raise ValueError(f"Expected {flag_name(listed)} or {flag_name(every)}, got both.")
+
+
+def _check_norms(config: Network) -> None:
+    """Raise ValueError for norms of queries and keys in two ways."""
+    if config.qk_l2_norm and config.qk_layernorm:
+        raise ValueError("Expected --qk-l2-norm or --qk-layernorm, got both.")
 
 
 def _check_latent(config: Network) -> None:
@@ -307,6 +314,7 @@ def _check_latent(config: Network) -> None:
         ),
         "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
         "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
+        "no --qk-l2-norm": (not config.qk_l2_norm, "both"),
         "no --clip-qkv": (config.clip_qkv is None, f"both: {config.clip_qkv}"),
         "no --attention-output-gate": (not config.attention_output_gate, "both"),
         "no --no-rope-freq": (config.no_rope_freq is None, f"both: {config.no_rope_freq}"),

@@ -36,7 +36,6 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --attention-output-gate": "--use-gated-attention",
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
-    "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
     "maps of queries and keys are not clipped: --qk-layernorm or --clip-qkv bounds scores": """
         --qk-clip*
     """,

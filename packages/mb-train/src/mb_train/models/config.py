@@ -15,7 +15,7 @@ from mb_layers import MoEConfig
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm", "layernorm-without-bias"),
     "norms": ("before", "kept", "sum", "output", "both"),
-    "qk_norm": ("none", "head", "turned-head", "width", "latent"),
+    "qk_norm": ("none", "head", "turned-head", "width", "latent", "l2"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "router": ("topk", "sinkhorn", "sparsemixer"),
@@ -128,7 +128,7 @@ class TransformerConfig:
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
         qk_norm: normalise queries and keys per "head" (Qwen3), behind its rotation ("turned-head",
             HunYuan), or over their whole "width" (OLMoE); with latent attention what they are made
-            of ("latent").
+            of ("latent"); "l2" is per head without weights, where positions turn it (Llama 4).
         clip_qkv: queries, keys and values are clipped to it and its negative, behind their norms
             and before rotations (DBRX, OLMoE); None: not.
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".

@@ -49,7 +49,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         norm=config.normalization.lower(),
         norm_eps=config.layernorm_epsilon,
         qk_norm_eps=config.qk_epsilon,
-        qk_norm=norms_over if config.qk_layernorm else "none",
+        qk_norm="l2" if config.qk_l2_norm else norms_over if config.qk_layernorm else "none",
         clip_qkv=config.clip_qkv,
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,

@@ -30,6 +30,7 @@ from mb_train.convert.hugging_face import (
     granite_hybrid,
     hunyuan,
     llama,
+    llama4,
     minimax_m3,
     mistral4,
     nemotron_h,
@@ -119,6 +120,9 @@ def _nearest(config: TrainConfig) -> str:
     if config.softmax_type == "learnable":
         return _nearest_with_sinks(config)
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
+    on_input = config.moe_num_experts is not None and config.moe_weights_on_input
+    if config.qk_l2_norm or (on_input and config.moe_router_score_function == "sigmoid"):
+        return "llama4_text"
     if config.multi_latent_attention:
         if by_bias or config.moe_num_experts is None:
             return "deepseek_v3"
@@ -221,7 +225,7 @@ _DEFAULTS = {
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
-    "phimoe": phimoe.DEFAULTS,
+    "phimoe": phimoe.DEFAULTS, "llama4_text": llama4.DEFAULTS,
     "minimax_m3_vl_text": minimax_m3.DEFAULTS,
 }  # fmt: skip
 
@@ -351,6 +355,14 @@ ARCHITECTURES = {
         _llama_like(
             "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
             experts.MIXTRAL, {"num_experts": "num_local_experts"},
+        ),
+        replace(
+            _llama_like(
+                "llama4_text", "Llama4ForCausalLM", llama4.llama4_fields, llama4.llama4_config,
+                aliases={"num_experts": "num_local_experts"},
+            ),
+            rules=lambda _, c: llama4.llama4_rules(c),
+            stacked=lambda _, c: llama4.llama4_rules(c),
         ),
         _llama_like(
             "phimoe", "PhimoeForCausalLM", phimoe.phimoe_fields, phimoe.phimoe_config,

@@ -105,7 +105,8 @@ def attention_rules(
 ) -> list[Rule]:
     """Those of an attention with separate projections, gates among them."""
     rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
-    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
+    normed = config.qk_norm not in ("none", "l2")  # with weights
+    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if normed else {}
     rules += [
         Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
     ]

@@ -150,17 +150,18 @@ def decoder_fields(
     turned = {**config, **rope}.get("partial_rotary_factor")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else 1,
-        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_channels": width,
         "ffn_hidden_size": config["intermediate_size"],
         "max_position_embeddings": fitting(config),
         "position_embedding_type": "rope",
-        **_scaling_fields(rope, config),
+        **_scaling_fields(rope, config, width),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "rotary_percent": 1.0 if turned is None else float(turned),
         "normalization": "RMSNorm",
@@ -173,8 +174,8 @@ def decoder_fields(
     }
 
 
-def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
-    """How rotations are slowed, which older files call type."""
+def _scaling_fields(rope: Json, config: Json, width: int) -> dict[str, Any]:
+    """How rotations of heads of this width are slowed, which older files call type."""
     if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
             f"Expected one rope for all layers of config.json, got one each for {kinds[0]} and "
@@ -197,8 +198,24 @@ def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
         }
     if kind["rope_type"] == "yarn":
         return _yarn_fields(rope) | {ORIGINAL: positions}
-    refuse({**rope, ORIGINAL: positions}, **_LLAMA3)
+    if any({**rope, ORIGINAL: positions}[name] not in of for name, of in _LLAMA3.items()):
+        turned = {**config, **rope}.get("partial_rotary_factor")
+        width = width if turned is None else int(width * turned)
+        base = float(rope.get("rope_theta", config["rope_theta"]))
+        factors = _factors(rope, [base ** (-n / width) for n in range(0, width, 2)], positions)
+        return {"rope_type": LONG, "rotary_factors": factors}
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _factors(rope: Json, speeds: list[float], trained_on: int) -> list[float]:
+    """By how much Llama 3.1's way slows each speed, with numbers other than Llama 3.1's own."""
+    few, many, slow = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    found = []
+    for turns in (speed * trained_on / (2 * math.pi) for speed in speeds):
+        kept = float(turns >= many) if few == many else (turns - few) / (many - few)
+        kept = min(max(kept, 0), 1)
+        found.append(1 / (kept + (1 - kept) / slow))
+    return found
 
 
 def trained_on(config: Json, rope: Json) -> int:

@@ -14,7 +14,7 @@ from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face import llama, mistral4
+from mb_train.convert.hugging_face import llama, llama4, mistral4
 from mb_train.convert.hugging_face.architecture import (
     EMBEDDING,
     HEAD,
@@ -180,6 +180,11 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
         yield (
             f"its rotations are slowed otherwise in longer texts: taken for those of "
             f"{config.positions:,} tokens"
+        )
+    if config.positions < theirs.get("max_position_embeddings", 0) and llama4.CHUNK in theirs:
+        yield (
+            "its attention is in chunks, and its queries grow with their place: taken for texts of "
+            f"{config.positions:,} tokens, in which neither is to be seen"
         )
     seen = chosen(theirs)
     if seen == config.positions < theirs.get("max_position_embeddings", 0):

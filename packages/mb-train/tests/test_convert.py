@@ -48,7 +48,7 @@ AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "phimoe"])
 def test_the_balancing_loss_is_theirs(tmp_path, kind):
     model = theirs(kind, num_hidden_layers=1, router_aux_loss_coef=0.3)
     model.save_pretrained(tmp_path)

@@ -48,6 +48,7 @@ def phimoe_fields(config: Json) -> dict[str, Any]:
             "add_bias_linear": config["attention_bias"],
             "head_bias": config["lm_head_bias"],
             "moe_router_type": "sparsemixer",
+            "moe_balance_by": "scores",
         }
     )
 

@@ -161,7 +161,7 @@ def _of_layers(given: Mapping[str, Any]) -> dict[str, int | list[int] | None]:
     said: dict[str, int | list[int] | None] = {}
     for name in (*by_layer, "window_size"):
         if isinstance(given.get(name), (list, tuple)):
-            said[name] = None  # unless it is a number, too
+            said[name] = getattr(TrainConfig, name)  # its default, unless it is a number, too
             layers += [flag_name(name), str(given[name])]
     _, _, *words = spelled_out(layers)
     for flag, numbers in re.findall(r"--([a-z-]+)[= ]([\d ]+)", " ".join(words)):

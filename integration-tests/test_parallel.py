@@ -83,6 +83,12 @@ GATES = (
     "--attention-output-gate --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
     f"--normalization RMSNorm --qk-layernorm --norm-placement both {HEADS} {GROUPS}"
 )
+# Of four layers the first and the last are dense, and every third has no positions.
+LISTS = (
+    "--num-layers 4 --moe-layers 0 1 1 0 --no-rope-freq 3 --qk-l2-norm --clip-qkv 0.03 "
+    "--normalization LayerNorm-without-bias --head-bias --moe-weights-on-input "
+    f"--moe-router-score-function sigmoid {HEADS} {GROUPS} {UNTIED}"
+)
 # Layer 0 has a state, layer 1 attends; of three, layer 2 has a state again.
 STATES = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -116,7 +122,7 @@ ALONE = {
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
     "sinkhorn": SINKHORN, "gates": GATES, "states": STATES,
-    "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH,
+    "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH, "lists": LISTS,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -145,6 +151,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         f"{CP} 2 --zero-stage 3 --recompute-granularity full {GATES} {DOCUMENTS}",
         True,
     ),
+    "lists pp2": (2, f"{PP} 2 {LISTS} {DOCUMENTS}", True),
     "states tp2": (2, f"{TP} 2 {STATES} {DOCUMENTS} {ROWS}", True),
     "states tp2 sp": (2, f"{TP} 2 {SP} {STATES}", True),
     "states pp2": (2, f"{PP} 2 {STATES} {DOCUMENTS}", True),
@@ -245,6 +252,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "states cp2 pp2 further": (4, f"{CP} 2 {PP} 2 {STATES} {FURTHER}", True),
     "mamba cp4 ep2, documents": (4, f"{CP} 4 {EP} 2 {MAMBA} {DOCUMENTS}", True),
     "group cp2 tp2 sp, documents": (4, f"{CP} 2 {TP} 2 {SP} {ONE_GROUP} {DOCUMENTS} {ROWS}", True),
+    "lists tp2 sp ep2 zero3": (4, f"{TP} 2 {SP} {EP} 2 --zero-stage 3 {LISTS} {ROWS}", True),
     "mamba tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {MAMBA}", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),
     "sinkhorn ep4 zero3": (4, f"{EP} 4 --zero-stage 3 {SINKHORN}", True),

@@ -16,6 +16,7 @@ from mb_layers import (
     MoEConfig,
     NoisyTopKRouter,
     SinkhornRouter,
+    SparseMixerRouter,
     add_lora,
     dMoE,
     freeze_in_bits,
@@ -167,7 +168,9 @@ def test_masked_layer_is_the_layer_of_the_real_tokens(kind: str) -> None:
         assert (tensor - expected[name]).abs().max() <= 1e-3 * scale, name
 
 
-@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+@pytest.mark.parametrize(
+    "router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter, SparseMixerRouter]
+)
 def test_routers_wait_for_no_one(router: type) -> None:
     config = MoEConfig(**SIZES)
     layer = dMoE(config, router=router(config)).cuda()

@@ -15,6 +15,7 @@ from mb_layers import (
     Router,
     RouterOutput,
     SinkhornRouter,
+    SparseMixerRouter,
     dMoE,
 )
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ SIZES = {
     "init_method_std": 0.3,
     "z_loss_weight": 0.1,
 }
+ROUTERS = [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter, SparseMixerRouter]
 
 
 def build(router: type | None = None, **overrides) -> dMoE:
@@ -278,6 +280,10 @@ def test_expert_choice_refuses_balance_over_sequences() -> None:
         (ExpertChoiceRouter, "balancing_bias", True),
         (ExpertChoiceRouter, "balance_by", "scores"),
         (SinkhornRouter, "balancing_bias", True),
+        (SparseMixerRouter, "score_function", "sigmoid"),
+        (SparseMixerRouter, "renormalize", True),
+        (SparseMixerRouter, "balancing_bias", True),
+        (SparseMixerRouter, "uniform_assignment", True),
     ],
 )
 def test_routers_refuse_what_they_would_ignore(router: type, field: str, value: object) -> None:
@@ -460,19 +466,80 @@ def test_minimum_and_evaluation_capacity() -> None:
     assert (layer.train()(x).y != 0).any(dim=1).sum() == 4
 
 
-@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def sparse_mixed(logits: Tensor, tolerance: float, draws: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, their derivatives by the logits, ids) of one token's two experts, in loops."""
+    left, weights, slopes, ids = logits.tolist(), [], [], []
+    for _ in range(2):
+        best = max(left)
+        near = [v > -math.inf and best - v <= 2 * tolerance * max(abs(v), best) for v in left]
+        shares = [math.exp(v - best) * n for v, n in zip(left, near, strict=True)]
+        shares = [share / sum(shares) for share in shares]
+        chosen = left.index(best)
+        if draws:
+            noise = torch.empty(len(left), dtype=logits.dtype).exponential_().log().tolist()
+            values = [v - n if k else -math.inf for v, n, k in zip(left, noise, near, strict=True)]
+            chosen = values.index(max(values))
+            whole = torch.rand(1, dtype=logits.dtype).item() > 0.75 or chosen == left.index(best)
+        share = shares[chosen]
+        slopes.append([share * ((e == chosen) - other) for e, other in enumerate(shares)])
+        weights.append(share if not draws or whole else share / 3)
+        ids.append(chosen)
+        left[chosen] = -math.inf
+    found = (torch.tensor(numbers, dtype=torch.float64) for numbers in (weights, slopes))
+    return *found, torch.tensor(ids)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_sparse_mixer_equals_a_loop(draws: bool) -> None:
+    config = MoEConfig(**SIZES | {"num_experts": 9})
+    router = SparseMixerRouter(config, tolerance=0.2, dtype=torch.float64).train(draws)
+    seen = set()
+    for seed in range(30):
+        x = tokens(1).requires_grad_()
+        torch.manual_seed(seed)
+        routed = router(x)
+        torch.manual_seed(seed)
+        weights, slopes, ids = sparse_mixed(routed.logits_TE[0].detach(), 0.2, draws)
+        assert routed.expert_ids_TK[0].tolist() == ids.tolist()
+        assert_close("weights", routed.weights_TK[0], weights)
+        for weight, slope in zip(routed.weights_TK[0], slopes, strict=True):
+            (gradient,) = torch.autograd.grad(weight, x, retain_graph=True)
+            assert_close("slope", gradient[0], slope @ router.weight)
+        seen.add((ids != routed.logits_TE[0].topk(2).indices).any().item())
+        again = router.eval()(x, expert_ids_TK=routed.expert_ids_TK).weights_TK
+        router.train(draws)
+        whole = torch.isclose(again, routed.weights_TK) | torch.isclose(
+            again / 3, routed.weights_TK
+        )
+        assert whole.all()
+    assert seen == ({False, True} if draws else {False})
+
+
+def test_sparse_mixer_weighs_no_expert_by_nothing() -> None:
+    router = build(SparseMixerRouter).router.eval()
+    x = tokens(9)
+    best = router(x).expert_ids_TK[:, :1]
+    routed = router(x, expert_ids_TK=torch.cat([torch.full_like(best, -1), best], dim=1))
+    assert not routed.weights_TK[:, 0].any()
+    assert_close("best", routed.weights_TK[:, 1], router(x).weights_TK[:, 0])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 def test_routers_compile_without_graph_breaks(router: type) -> None:
     layer = build(router)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     x, mask = tokens(6), torch.arange(6) < 4
     y, aux, _ = compiled(x, mask=mask)
     (y.sum() + aux).backward()
-    if router is not NoisyTopKRouter:  # the generator is consumed in another order
+    if router not in (
+        NoisyTopKRouter,
+        SparseMixerRouter,
+    ):  # the generator is consumed in another order
         assert_close("y", y, layer(x, mask=mask).y)
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+@pytest.mark.parametrize("router", ROUTERS)
 def test_routers_are_exported_with_a_dynamic_batch(router: type) -> None:
     layer = build(router).eval()
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)

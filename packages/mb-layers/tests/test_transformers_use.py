@@ -38,6 +38,20 @@ def dbrx(top_k: int) -> torch.nn.Module:
     return transformers.DbrxForCausalLM(config)
 
 
+def phimoe(top_k: int) -> torch.nn.Module:
+    config = transformers.PhimoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=top_k,
+    )
+    return transformers.PhimoeForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("make", "top_k"),  # transformers' own LongCat does not run with 1
     [(llama4, 1), (llama4, 2), (dbrx, 1), (dbrx, 2), (longcat, 2), (longcat, 4)],
@@ -56,6 +70,19 @@ def test_experts_without_the_hook_equal_eager(make, top_k: int) -> None:
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
     compared = [name for name in expected if "experts" in name]
     assert all(expected[name].abs().max() > 1e-5 for name in compared)
+
+
+@pytest.mark.parametrize("make", [llama4, dbrx, phimoe])
+def test_models_of_other_blocks_are_not_swapped_but_used(make) -> None:
+    """transformers' own switch moves nothing of the first two, and says nothing."""
+    model = make(2)
+    (block,) = {type(m) for m in model.modules() if hasattr(m, "router") and hasattr(m, "experts")}
+    with pytest.raises(ValueError, match=r"found none; mb_layers\.transformers\.use\(model\)"):
+        mb.swap_blocks(model)
+    some = next(module for module in model.modules() if type(module) is block)
+    with pytest.raises(ValueError, match=rf"got {block.__name__}; mb_layers.*\.use\(model\) runs"):
+        mb.moe_from_block(some)
+    assert len(mb.use(model)) == 2
 
 
 def test_use_names_what_it_moved() -> None:

@@ -224,6 +224,8 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "hi
         ({"q_lora_rank": 0}, "--q-lora-rank above 0, got 0"),
         ({"window_size": 0}, "no --window-size with --multi-latent-attention, got both: 0"),
         ({"softmax_type": "learnable"}, "--softmax-type vanilla with --multi-latent-att"),
+        ({"qk_l2_norm": True, "qk_layernorm": False}, "no --qk-l2-norm with --multi-.*, got both"),
+        ({"clip_qkv": 8.0}, "no --clip-qkv with --multi-latent-attention, got both: 8.0"),
         ({"attention_output_gate": True}, "no --attention-output-gate with --multi-.*, got both"),
         ({"no_rope_freq": 9}, "no --no-rope-freq with --multi-latent-attention, got both: 9"),
     ],
@@ -329,10 +331,11 @@ def test_a_run_of_before_there_were_gates_is_of_the_same_model():
         return config.model_identity(vocab_size=64, tokenizer="")
 
     kept = identity()
-    for name in ("gates", "sinks", "delta_sizes"):
+    for name in ("gates", "sinks", "delta_sizes", "scores_bias"):
         assert kept.pop(name) is None  # as if it had never been
     assert identity(no_rope_freq=2) == identity()
     assert identity(attention_output_gate=True) == identity() | {"gates": True}
+    assert identity(head_bias=True) == identity() | {"scores_bias": True}
 
 
 def test_gates_and_layers_without_positions_are_of_no_t5():
@@ -345,6 +348,42 @@ def test_gates_and_layers_without_positions_are_of_no_t5():
         TrainConfig(**RUN, no_rope_freq=0)
     bert = RUN | {"model": "bert", "position_embedding_type": "rope"}
     assert TrainConfig(**bert, attention_output_gate=True, no_rope_freq=2).unrotated == 2
+
+
+def test_factors_are_of_every_pair_that_turns_and_of_nothing_else():
+    run = RUN | {"position_embedding_type": "rope", "rope_type": "longrope"}
+    pairs = TrainConfig(**RUN).head_size // 2
+    factors = {"rotary_factors": [1.0] * (pairs - 1) + [3.0]}
+    *_, mscale, _, _, found = TrainConfig(**run, **factors, mscale=1.2).rope_scaling
+    assert (mscale, found) == (1.2, tuple(factors["rotary_factors"]))
+    with pytest.raises(ValueError, match=f"for each of the {pairs} pairs .* turn, got 0"):
+        TrainConfig(**run)
+    with pytest.raises(ValueError, match=f"for each of the {pairs // 2} pairs .* got {pairs}"):
+        TrainConfig(**run, **factors, rotary_percent=0.5)
+    with pytest.raises(ValueError, match=r"--rotary-factors to .* longrope, got --use-rope-scal"):
+        TrainConfig(**run, **factors, use_rope_scaling=True)
+    with pytest.raises(ValueError, match=r"--rope-type yarn with .* 2\.0, got longrope, whose"):
+        TrainConfig(**run, **factors, rotary_scaling_factor=2.0)
+    with pytest.raises(ValueError, match="--rotary-factors above 0, got 0"):
+        TrainConfig(**run, rotary_factors=[0.0] * pairs)
+    learned = run | {"position_embedding_type": "learned"}
+    with pytest.raises(ValueError, match="--position-embedding-type rope with slowed"):
+        TrainConfig(**learned, **factors)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("moe_renormalize", True, "--moe-renormalize"),
+        ("moe_router_score_function", "sigmoid", "--moe-router-score-function sigmoid"),
+        ("moe_uniform_expert_assignment", True, "--moe-uniform-expert-assignment"),
+        ("moe_router_enable_expert_bias", True, "--moe-router-enable-expert-bias"),
+    ],
+)
+def test_experts_near_the_best_are_chosen_by_nothing_else(field, value, words):
+    with pytest.raises(ValueError, match=f"type topk with {words}, .* got sparsemixer"):
+        TrainConfig(**RUN, moe_num_experts=4, moe_router_type="sparsemixer", **{field: value})
+    TrainConfig(**RUN, moe_router_type="sparsemixer", **{field: value})  # no experts
 
 
 def test_windows_and_sinks_are_a_gpts():
@@ -370,6 +409,7 @@ def test_every_choice_of_a_model_reaches_it():
         "add_bias_linear": (False, "bias"), "add_qkv_bias": (True, "qkv_bias"),
         "moe_router_type": ("sinkhorn", "router"),
         "position_embedding_type": ("rope", "positions"), "window_size": (7, "window"),
+        "clip_qkv": (3.0, "clip_qkv"), "head_bias": (True, "head_bias"),
         "softmax_type": ("learnable", "softmax"), "attention_output_gate": (True, "output_gate"),
         **{name: (0.25, name) for name in ("embedding_multiplier", "residual_multiplier")},
         "logits_scaling": (8.0, "logits_scaling"),
@@ -485,6 +525,21 @@ def test_which_layers_have_experts():
     config = dataclasses.replace(config, moe_first_k_dense=3)
     assert [i for i in range(7) if config.has_experts(i)] == [4, 6]
     assert not TrainConfig(**RUN).has_experts(0)
+    run = RUN | {"num_layers": 4, "moe_num_experts": 4}
+    config = TrainConfig(**run, moe_layers=[0, 1, 1, 0])
+    assert list(map(config.has_experts, range(4))) == [False, True, True, False]
+    assert config.num_moe_layers == 2
+    assert transformer_config(config, 64).moe_layers == (False, True, True, False)
+    for wrong, why in (
+        ({"moe_layers": [0, 1]}, r"--moe-layers to have a number .* 4, .* got \[0, 1\]"),
+        ({"moe_layers": [0] * 4}, r"--moe-layers to have .* 1 for one of them, got \[0, 0"),
+        ({"moe_layers": [0, 2, 0, 0]}, "--moe-layers 0 or 1, got 2"),
+        ({"moe_layers": [1] * 4, "moe_first_k_dense": 1}, "and --moe-first-k-dense, got both"),
+        ({"moe_layers": [1] * 4, "moe_layer_freq": 2}, "or --moe-layer-freq and .* got both"),
+        ({"moe_layers": [1] * 4, "model": "t5", "decoder_seq_length": 8}, "than t5 with --moe-l"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            TrainConfig(**run | wrong)
 
 
 def test_the_groups_hold_every_field_once():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mb_layers import dMoE
+from mb_layers import MoEConfig, SparseMixerRouter, dMoE
 from mb_layers.state_dicts import Translation
 from mb_train.cli import main
 from mb_train.convert import export_model, import_model, read_model
@@ -21,14 +21,34 @@ from mb_train.models.gpt import GPT
 from mb_train.models.linear import Norm
 from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
-from their_models import ALL, LLAMA3, MISTRAL4, WRITTEN, YARN, logits_of, ours, theirs, transformers
+from their_models import (
+    ALL,
+    DBRX,
+    LLAMA3,
+    LONG,
+    MISTRAL4,
+    WRITTEN,
+    YARN,
+    logits_of,
+    ours,
+    theirs,
+    transformers,
+)
 
 NTK = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+TRAINED_ON = {"original_max_position_embeddings": 16}
+HALF_LONG = LONG | {"short_factor": [1.0, 3.0], "long_factor": [1.0, 3.0]}
+# Of six turned pairs three are not slowed; below of four one, and one by some.
+SCOUT = LLAMA3 | {
+    "rope_theta": 500.0, "high_freq_factor": 1.0, "factor": 16.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+BETWEEN = SCOUT | {"low_freq_factor": 2.0, "high_freq_factor": 4.0}
 AROUND_ONE = ("qwen3_next", "minimax_m3_vl_text")
 NEAR, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "phimoe"])
 def test_the_balancing_loss_is_theirs(tmp_path, kind):
     model = theirs(kind, num_hidden_layers=1, router_aux_loss_coef=0.3)
     model.save_pretrained(tmp_path)
@@ -82,6 +102,10 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
         ("mixtral", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": {**BETWEEN}}),
+        ("llama", {"rope_parameters": {**LLAMA3}, **TRAINED_ON}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "rope_parameters": {**SCOUT}}),
+        ("olmoe", {"clip_qkv": 0.7}),
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
@@ -100,6 +124,7 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("minimax_m2", {"rope_parameters": {**YARN}, "head_dim": 12, "rotary_dim": None}),
         ("ernie4_5_moe", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
         ("phi3", {"partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+        ("phi3", {"rope_parameters": HALF_LONG, "partial_rotary_factor": 0.5, **TRAINED_ON}),
         ("hunyuan_v1_moe", {"moe_topk": [2, 2], "rope_parameters": NTK}),
         ("hunyuan_v1_dense", {"tie_word_embeddings": True, "rope_parameters": {**YARN}}),
         ("smollm3", {"rope_parameters": {**YARN}, "no_rope_layers": [1, 0] * 4}),
@@ -139,6 +164,7 @@ def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
     [
         LLAMA3,
         {"rope_type": "linear", "factor": 4.0},
+        LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 9.0},
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
         {
@@ -166,6 +192,19 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("gpt2", {}),
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
         *((kind, {}) for kind in ALL if kind != "gpt2" and kind not in WRITTEN),
+        ("dbrx", {"ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": 2.0}}),
+        (
+            "dbrx",
+            {"n_layers": 1, "ffn_config": {**DBRX["ffn_config"], "moe_num_experts": 60}},
+        ),
+        ("dbrx", {"attn_config": {**DBRX["attn_config"], "kv_n_heads": 6, "attn_pdrop": 0.1}}),
+        ("olmoe", {"clip_qkv": 0.7}),
+        ("phimoe", {"attention_bias": False, "lm_head_bias": False, "rope_parameters": None}),
+        ("phimoe", {"tie_word_embeddings": True, "sliding_window": 5}),
+        ("llama4_text", {"use_qk_norm": False, "no_rope_layers": [0, 1, 1, 0]}),
+        ("llama4_text", {"moe_layers": [0, 1, 3], "num_experts_per_tok": 3, "head_dim": 8}),
+        ("llama4_text", {"interleave_moe_layer_step": 1, "rope_parameters": {**SCOUT}}),
+        ("llama4_text", {"moe_layers": [], "tie_word_embeddings": True}),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.75}),
         (
@@ -288,6 +327,7 @@ def test_there_and_back_again(tmp_path, kind, also):
         ("seed_oss", {"attention_bias": False, "tie_word_embeddings": True}),
         ("ernie4_5", {"tie_word_embeddings": False, "rope_parameters": {**YARN}}),
         ("ernie4_5_moe", {"moe_layer_start_index": 3}),
+        ("phi3", {"rope_parameters": {**LONG}, **TRAINED_ON}),
         ("phi3", {"sliding_window": 5, "tie_word_embeddings": True, "rope_theta": 500.0}),
     ],
     ids=str,
@@ -323,6 +363,9 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
         ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
         ("olmo3", {"rope_parameters": dict.fromkeys(("full_attention", NEAR), YARN)}),
         ("qwen3_moe", {}),
+        ("dbrx", {}),
+        ("phimoe", {}),
+        ("llama4_text", {"attention_chunk_size": 24, "attn_temperature_tuning": False}),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
         ("afmoe", {}),
         ("granitemoeshared", {"tie_word_embeddings": True}),
@@ -410,6 +453,8 @@ def test_norms_have_their_epsilons(tmp_path, kind):
 @pytest.mark.parametrize(
     "kind",
     [
+        "dbrx",
+        "llama4_text",
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
@@ -550,6 +595,74 @@ def test_a_window_that_no_flag_describes_bounds_the_texts(tmp_path, kind, also, 
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_other_factors_of_longer_texts_bound_the_texts(tmp_path, kind):
+    """Of one token more all tokens turn otherwise."""
+    trained_on = {"original_max_position_embeddings": 19}
+    rope = LONG | {"long_factor": [9.0] * 4} | trained_on
+    model, said = theirs(kind, rope_parameters=rope, sliding_window=24, **trained_on), []
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
+    trained = load_trained(tmp_path / "run")
+    assert trained.config.positions == 19
+    assert trained.config.windows is None
+    assert [line for line in said if "for those of 19 tokens" in line]
+    torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_experts_one_after_the_other_are_chosen_as_theirs(draws):
+    """By the same draws, but for the last, of which they throw one away; 0.3333 is a third."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    config = MoEConfig(hidden_size=6, ffn_hidden_size=4, num_experts=6, top_k=2)
+    router = SparseMixerRouter(config, tolerance=0.3).train(draws)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(6))  # tokens are their own logits
+    found = []
+    for route in (
+        lambda x: router(x)[:2],
+        lambda x: sparsemixer(x, jitter_eps=0.3, training=draws),
+    ):
+        x_TD = torch.randn(99, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.manual_seed(2)
+        weights_TK, ids_TK = route(x_TD)
+        weights_TK.mul(torch.arange(2) + 1).sum().backward()
+        found.append((weights_TK, ids_TK.long(), x_TD.grad))
+    (weights_TK, *mine), (want_TK, *want) = found
+    alike = slice(1 if draws else 2)
+    torch.testing.assert_close(weights_TK[:, alike], want_TK[:, alike], rtol=2e-4, atol=0)
+    torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize(
+    ("also", "positions"),
+    [
+        ({}, 19),
+        ({"floor_scale": 15}, 14),
+        ({"attn_temperature_tuning": False}, 19),
+        ({"no_rope_layers": [1] * 4, "floor_scale": 3}, 19),
+        ({"layer_types": [FULL] * 4, "floor_scale": 21}, 20),
+        ({"no_rope_layers": [0] * 4, "attn_scale": 0.0}, 24),
+    ],
+    ids=str,
+)
+def test_chunks_and_queries_that_grow_bound_the_texts(tmp_path, also, positions):
+    """Theirs of one token more are others: that is where they begin."""
+    model, said = theirs("llama4_text", **also), []
+    model.save_pretrained(tmp_path)
+    config, weights = read_model(tmp_path, say=said.append)
+    assert config.positions == positions
+    assert len(said) == (positions < 24)
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    tokens_BS = torch.randint(0, 77, (2, positions + 1))
+    with torch.no_grad():
+        far = (mine.logits(tokens_BS) - model(tokens_BS).logits).abs()
+    assert far[:, :positions].max() < 1e-4
+    assert (far[:, positions:].max() > 1e-3) == (positions < 24)
 
 
 def test_queries_that_grow_bound_the_texts(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from mb_train.config import TrainConfig
 from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
-from their_models import DEEP, LLAMA3, YARN, theirs, transformers
+from their_models import DEEP, LLAMA3, LONG, YARN, theirs, transformers
 
 NEARS = ["sliding_attention"] * 3
 
@@ -39,7 +39,7 @@ SILENT = re.compile(
     r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
     r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types|num_nextn_predict_layers|"
     r"enable_moe_fp32_combine|original_max_position_embeddings|(mamba_)?chunk_size|"
-    r"rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
+    r"input_jitter_noise|rotary_dim|"  # MiniMax-M3's class passes over it, M2's reads it
     r"expand|time_step_(min|max|floor)|use_mamba_kernels|mamba_ssm_cache_dtype|num_logits_to_keep|"
     r"rescale_prenorm_residual|n_shared_experts|moe_shared_expert_overlap|"
     # of what is left out
@@ -64,10 +64,10 @@ def test_every_setting_is_read_and_has_their_default(kind):
     expected = found.read(full)
     asked = Asked(found.settled(full))
     found.fields(asked)
-    passed_over = {
-        name for name in full if found.aliases.get(name, name) not in asked.names
-        and not SILENT.fullmatch(name)
-    }  # fmt: skip
+    inside = (name for part in found.inside for name in full[part])
+    names = {found.aliases.get(name, name) for name in (*full, *inside)}
+    passed_over = names - {*found.inside} - asked.names
+    passed_over = {name for name in passed_over if not SILENT.fullmatch(name)}
     assert passed_over == set()
     sizes = set()
     for name in full:
@@ -109,8 +109,21 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("mixtral", {"num_experts": 2}, "num_local_experts of .* got 2 and 4. Leave"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
-        ("olmoe", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type of"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn of"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 3.0}}, "normalize_expert_wei"),
+        ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "to be alike, got 500000.0 and 300.0"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads .* got 3 and 2"),
+        ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings of"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of"),
+        ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise of"),
+        ("phimoe", {"rope_parameters": {**YARN}}, "rope_type of"),
+        ("llama", {"rope_parameters": {**LONG, "long_factor": [9.0]}}, "long_factor of"),
+        (
+            "llama",
+            {"rope_parameters": {**LONG, "short_factor": [9.0], "long_factor": [9.0]}},
+            "of the 4 pairs of a head's channels that turn, got 1",
+        ),
+        ("olmoe", {"rope_parameters": {"rope_type": "longrope"}}, "lacks 'short_factor'"),
         ("olmoe", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
         ("olmoe", {"rope_parameters": {**YARN, "truncate": None}}, "truncate of"),
         ("gpt_oss", {"layer_types": ["sliding_attention"] * 2}, "for each of 3 layers, got"),
@@ -137,13 +150,10 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func of"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
-        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
-        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
-        (
-            "llama",
-            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
-            "to be 8192, got 16",
-        ),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        ("llama4_text", {"attention_bias": True}, "attention_bias of"),
+        ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers of .* each of 4 layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "to be chunked_attention or"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         (
@@ -186,8 +196,8 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm of"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size of"),
         ("minimax_m2", {"rotary_dim": 7, "rope_parameters": {}}, "turn, got 7"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type of"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type of"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "lacks 'short_factor'"),
+        ("phi3", {"rope_parameters": LLAMA3}, "rope_type of"),
         ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias of"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias of"),
@@ -254,6 +264,14 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+LLAMA4 = LLAMA | {
+    "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_score_function": "sigmoid",
+    "moe_shared_expert_intermediate_size": 16, "moe_weights_on_input": True, "qk_l2_norm": True,
+}  # fmt: skip
+DBRX = LLAMA | {
+    "moe_num_experts": 4, "clip_qkv": 3.0, "normalization": "LayerNorm-without-bias",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 GLM4_MOE = LLAMA | {
     "moe_num_experts": 4, "moe_router_score_function": "sigmoid", "moe_renormalize": True,
     "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 16,
@@ -290,6 +308,17 @@ def run_config(**fields):
         ({"squared_relu": True}, "--activation squared_relu"),
         ({"position_embedding_type": "rope"}, "--normalization LayerNorm"),
         ({**OLMOE, "kv_channels": 8}, "--kv-channels 8"),
+        ({**DBRX, "moe_first_k_dense": 1, "num_layers": 2}, "DbrxFor.*its .*--moe-first-k-dense 1"),
+        ({**DBRX, "untie_embeddings_and_output_weights": False}, "--untie-.* False"),
+        ({**DBRX, "clip_qkv": None}, "DbrxForCausalLM, clips .*--clip-qkv., got none"),
+        ({**LLAMA4, "moe_shared_expert_intermediate_size": 8}, "Llama4.*-intermediate-size 8"),
+        ({**LLAMA4, "moe_renormalize": True}, "Llama4.*--moe-renormalize True"),
+        ({**LLAMA, "head_bias": True}, "LlamaForCausalLM, cannot say its --head-bias True"),
+        (
+            {**LLAMA, "moe_num_experts": 4, "moe_router_type": "sparsemixer"},
+            "PhimoeForCausalLM, cannot say its .*--moe-top-k 1",
+        ),
+        ({**LLAMA, "clip_qkv": 3.0}, "LlamaForCausalLM, cannot say its --clip-qkv 3.0"),
         ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
         (
             {**QWEN2_MOE, "moe_shared_expert_weighted_sum": True},
@@ -411,6 +440,13 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, add_qkv_bias=True, **some) == "qwen2"
     assert kind(**LLAMA, add_qkv_bias=True) == "qwen2"
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
+    mixed = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "sparsemixer"}
+    mixed |= {"position_embedding_type": "rope", "swiglu": True}
+    assert kind(**mixed) == kind(**mixed, head_bias=True, add_bias_linear=False) == "phimoe"
+    assert kind(**LLAMA4) == kind(**LLAMA4 | {"qk_l2_norm": False}) == "llama4_text"
+    assert kind(**LLAMA4, num_layers=4, moe_layers=[0, 1, 1, 0], no_rope_freq=2) == "llama4_text"
+    assert kind(**LLAMA, qk_l2_norm=True) == "llama4_text"
+    assert kind(**DBRX) == kind(**DBRX, moe_renormalize=True, moe_renormalize_p=2.0) == "dbrx"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     trained["moe_router_type"] = "sinkhorn"  # in training; its scores are the architecture's
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
@@ -450,6 +486,25 @@ def test_noise_on_the_experts_too_is_said(tmp_path):
     config, _ = read_model(tmp_path, say=said.append)
     assert config.moe_jitter_eps == 0
     assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
+    theirs("phimoe", input_jitter_noise=0.2).save_pretrained(tmp_path)  # the other is no noise
+    read_model(tmp_path, say=said.append)
+    assert ["input_jitter_noise of 0.2 is left out" in line for line in said] == [False, True]
+
+
+def test_a_dbrx_as_published_turns_by_the_base_among_its_attention(tmp_path):
+    """transformers looks for it elsewhere."""
+    model, said = theirs("dbrx"), []
+    model.save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    del about["rope_parameters"]
+    about["ffn_config"] |= {"moe_jitter_eps": 0.01, "moe_loss_weight": 0.05}
+    about["resid_pdrop"] = 0.2
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    config, _ = read_model(tmp_path, say=said.append)
+    assert (config.rotary_base, config.hidden_dropout) == (300.0, 0.2)
+    assert config.moe_loss_weight == pytest.approx(3 * 0.05)
+    assert [line for line in said if "router_jitter_noise of 0.01 is left out" in line]
+    assert [line for line in said if "embd_pdrop of 0.0 is left out" in line]
 
 
 def test_another_dropout_of_embeddings_is_said(tmp_path):

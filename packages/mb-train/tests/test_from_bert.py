@@ -37,6 +37,10 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
     for change, says in (
         ({"num_layers": 1}, "--num-layers 1, moe_layers .* got --num-layers 2, moe_layers"),
         ({"moe_num_experts": None}, "--moe-num-experts None in .* got --moe-num-experts 4.$"),
+        (
+            {"moe_router_type": "sparsemixer"},
+            "--moe-router-type sparsemixer in .* got --moe-router-type topk.$",
+        ),
         ({"moe_top_k": 1}, "--moe-top-k 1 in .* got --moe-top-k 2"),
         ({"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-inter.* None .* 8"),
         (

@@ -151,12 +151,30 @@ KINDS = {
         "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_over": "width",
         "moe_renormalize": True, "moe_top_k": 2,
     },
+    "dbrx": {
+        "position_embedding_type": "rope", "normalization": "LayerNorm-without-bias",
+        "swiglu": True, "group_query_attention": True, "num_query_groups": 2, "clip_qkv": 0.1,
+        "moe_renormalize": True, "moe_top_k": 2, "add_bias_linear": False,
+    },
     "deepseek": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
         "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4, "v_head_dim": 14, "qk_layernorm": True, "moe_first_k_dense": 1,
         "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
         "mscale_all_dim": 1.0,
+    },
+    "phimoe": {
+        "position_embedding_type": "rope", "swiglu": True, "group_query_attention": True,
+        "num_query_groups": 2, "head_bias": True, "rope_type": "longrope",
+        "rotary_factors": [1.0, 1.5, 2.0, 4.0], "mscale": 1.2, "moe_router_type": "sparsemixer",
+        "moe_top_k": 2,
+    },
+    "llama-4": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_l2_norm": True,
+        "no_rope_freq": 3, "moe_layers": [0, 1, 0], "moe_router_score_function": "sigmoid",
+        "moe_weights_on_input": True, "moe_shared_expert_intermediate_size": 16,
+        "add_bias_linear": False,
     },
     "trinity": {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,

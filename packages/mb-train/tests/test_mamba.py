@@ -113,7 +113,7 @@ RUN = {
 def test_a_pattern_says_what_each_layer_is():
     config = transformer_config(TrainConfig(**RUN), 64)
     assert config.mamba == MambaSizes(heads=8, width=8, groups=2, state=4, taps=4)
-    assert TrainConfig(**RUN).moe_layers == 1
+    assert TrainConfig(**RUN).num_moe_layers == 1
     model = GPT(config)
     kinds = [
         [type(half).__name__ for half in (block.attention, block.mlp) if half is not None]
@@ -169,6 +169,7 @@ def test_in_fp8_the_map_to_steps_is_not():
         ({"hybrid_layer_pattern": "MEG-"}, "to be of M .*, got 'MEG-'"),
         ({"hybrid_layer_pattern": "M-*-"}, "a layer E in .* alone, got M-.- and 4 experts"),
         ({"moe_num_experts": None}, "a layer E in .* got ME.- and None experts"),
+        ({"moe_layers": [1] * 4}, "--moe-layers or --hybrid-layer-pattern, got both"),
         ({"moe_layer_freq": 2}, "--moe-layer-freq 1 .* with --hybrid-layer-pattern.* got 2 and 0"),
         ({"no_rope_freq": 2}, "--no-rope-freq to be left out with --hybrid-layer-pattern"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers to be left out with .* got 1"),

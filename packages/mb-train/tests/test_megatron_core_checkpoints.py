@@ -64,6 +64,9 @@ def change_each(folder, change):
         torch.save(content, file)
 
 
+L2_NORMS = {"qk_layernorm": False, "qk_l2_norm": True}
+
+
 @pytest.mark.parametrize("kind", ["te", "local"])
 @pytest.mark.parametrize(
     ("fields", "args", "ranks"),
@@ -119,6 +122,12 @@ def change_each(folder, change):
         ),
         (LATENT | {"qk_layernorm": False}, LATENT | {"qk_layernorm": False}, {"tp": 2}),
         (LLAMA | ON_INPUT, LLAMA | ON_INPUT_ARGS, {}),
+        (
+            LLAMA | MIXTURE | L2_NORMS
+            | {"moe_first_k_dense": 0, "moe_layers": [0, 1, 1, 0], "moe_loss_weight": 0.02},
+            LLAMA | MIXTURE_ARGS | L2_NORMS | {"moe_layer_freq": [0, 1, 1, 0]},
+            {"tp": 2, "pp": 2},
+        ),
         (BIASED, BIASED_ARGS, {"tp": 2, "ep": 2, "pp": 4}),
         (BIASED, BIASED_ARGS, {"experts": "numbered"}),
         (LLAMA | SINKHORN, LLAMA | SINKHORN_ARGS, {"tp": 2, "ep": 2}),
@@ -305,7 +314,8 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
             SINKHORN_ARGS | {"moe_router_enable_expert_bias": True},
             "--moe-router-type topk with --moe-router-enable-expert-bias",
         ),
-        ({"moe_layer_freq": [0, 1, 1, 0]}, r"--moe-layer-freq .*\[0, 1, 1, 0\]"),
+        ({"moe_layer_freq": [0, 0, 0, 0]}, r"--moe-layer-freq .*\[0, 0, 0, 0\]"),
+        ({"qk_l2_norm": True, "no_rope_freq": 4}, "--qk-l2-norm or --no-rope-freq, got both"),
         ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size to be"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),

@@ -138,10 +138,10 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--mamba-training-ssm-states-dtype bf16", r"heads, groups and widths: see --mamba-num-h"),
         ("--hybrid-context-parallel", r"sequences are shared by as many ranks, see --context-par"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
-        ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
-        ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be dense layers and then experts"),
-        ("--moe-layer-freq ([1", r"--moe-layer-freq to be dense layers and then experts"),
-        ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be 1 for each layer with experts"),
+        ("--moe-layer-freq ([1", r"--moe-layer-freq to be 1 for each layer with experts"),
+        ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be 1 for each layer with experts"),
+        ("--num-layers 5 --moe-layer-freq [0,1]*2", r"--moe-layer-freq to be of --num-layers 5"),
         ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
         (
             "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -343,6 +343,8 @@ def test_older_spellings_mean_what_they_meant():
             {"num_layers": 2, "moe_first_k_dense": 1, "moe_layer_freq": 1},
         ),
         ("--moe-layer-freq=[0,1] --moe-layer-freq 2", {"moe_layer_freq": 2}),
+        ("--moe-layer-freq [0,1]*2", {"moe_layers": [0, 1, 0, 1]}),
+        ("--moe-layer-freq 3 --moe-layer-freq [1,0,0,1,1]", {"moe_layers": [1, 0, 0, 1, 1]}),
         (
             "--moe-expert-capacity-factor 1.25",
             {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
@@ -534,7 +536,7 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         config = resolve(line, loaded)
         assert (config.moe_loss_weight, config.moe_z_loss_weight) == (0.25 * layers, 0.5 * layers)
     config = resolve(parse([*run, "--moe-loss-weight", "0.25"]))
-    assert (config.moe_loss_weight, config.moe_layers) == (0.25, layers)
+    assert (config.moe_loss_weight, config.num_moe_layers) == (0.25, layers)
 
 
 @pytest.mark.parametrize(

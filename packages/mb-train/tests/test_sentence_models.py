@@ -99,7 +99,7 @@ def ict_batch(size=S):
 def t5(config):
     if config.positions == "learned":
         config = replace(config, positions="relative")
-    return T5(config, decoder_layers=1, head_bias=True, scale_head=True)
+    return T5(replace(config, head_bias=True), decoder_layers=1, scale_head=True)
 
 
 MODELS = {

@@ -71,6 +71,18 @@ KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
     "modern": MODERN,
+    "norms-without-weights": MODERN | {
+        "qk_l2_norm": True, "no_rope_freq": 2, "normalization": "LayerNorm",
+        "moe_num_experts": 4, "moe_layers": [0, 1, 1], "moe_weights_on_input": True,
+    },
+    "clipped": MODERN | {
+        "clip_qkv": 2.0, "qk_layernorm": True, "qk_layernorm_over": "width", "no_rope_freq": 2,
+        "normalization": "LayerNorm-without-bias",
+    },
+    "clipped-before-norms": MODERN | {
+        "clip_qkv": 2.0, "qk_layernorm": True, "qk_layernorm_over": "turned-head",
+        "normalization": "LayerNorm",
+    },
     "gates": MODERN | {"attention_output_gate": True, "no_rope_freq": 2},
     "positions-in-some-layers": MODERN | {"no_rope_freq": 2},
     "states": STATES,
@@ -97,6 +109,9 @@ KINDS = {
     "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
     "many-sigmoids": {
         "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
+    },
+    "many-near-the-best": {
+        "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_type": "sparsemixer",
     },
     "experts-in-4-bits": {
         "moe_num_experts": 4, "moe_top_k": 2, "swiglu": True, "moe_saved_activation_bits": 4,

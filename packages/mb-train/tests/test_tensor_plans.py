@@ -155,6 +155,11 @@ CASES = {
         lambda: gpt_plan(_SINKS),
         gpt_batch,
     ),
+    "gpt-norms-without-weights": (
+        lambda: GPT(_LLAMA4),
+        lambda: gpt_plan(_LLAMA4),
+        gpt_batch,
+    ),
     "gpt-states": (
         lambda: _with_uneven_norms(GPT(_STATES)),
         lambda: gpt_plan(_STATES),
@@ -180,9 +185,9 @@ CASES = {
     "t5": (
         # Its scores begin at 44, and fp32 with them 1e-5 off on one rank as on two: in fp64.
         lambda: T5(
-            _T5, decoder_layers=2, head_bias=True, scale_head=True, compute_dtype=torch.float64
+            _T5_BIAS, decoder_layers=2, scale_head=True, compute_dtype=torch.float64
         ).double(),
-        lambda: t5_plan(_T5),
+        lambda: t5_plan(_T5_BIAS),
         t5_batch,
     ),
     "t5-norms-over-width": (
@@ -200,11 +205,15 @@ CASES = {
 }
 _GPT = replace(
     SMALL, positions="rope", norm="rmsnorm", activation="swiglu", qk_norm="head",
-    bias=False, tie_embeddings=False,
+    bias=False, tie_embeddings=False, head_bias=True,
 )  # fmt: skip
 _SINKS = replace(
     SMALL, positions="rope", window=2, window_layers=(True, False), softmax="learnable", moe=MOE,
-    qk_norm="turned-head", local_rope_base=7.0,
+    qk_norm="turned-head", local_rope_base=7.0, clip_qkv=0.02, norm="layernorm-without-bias",
+)  # fmt: skip
+_LLAMA4 = replace(
+    _GPT, qk_norm="l2", rope_layers=(True, False), moe_layers=(False, True),
+    moe=replace(MOE, score_function="sigmoid", weights_on_input=True, renormalize=False),
 )  # fmt: skip
 _STATES = replace(
     SMALL, norm="rmsnorm", bias=False, moe=MOE, delta_layers=(True, False),
@@ -212,6 +221,7 @@ _STATES = replace(
 )  # fmt: skip
 _BERT = replace(SMALL, norms="sum", moe=MOE)
 _T5 = replace(SMALL, positions="relative", num_kv_heads=4)
+_T5_BIAS = replace(_T5, head_bias=True)
 _T5_NORMS = replace(_T5, norms="both")
 _T5_WIDTH = replace(_T5, qk_norm="width")
 

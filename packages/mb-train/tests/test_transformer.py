@@ -1,5 +1,7 @@
 """The transformer's options, each against a plainer way to compute the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,10 @@ KINDS = {
         "qk_norm": "head", "bias": False, "tie_embeddings": False, "moe": EXPERTS,
     },
     "olmoe": {"positions": "rope", "norm": "rmsnorm", "qk_norm": "width", "moe": EXPERTS},
+    "dbrx": {
+        "positions": "rope", "norm": "layernorm-without-bias", "activation": "swiglu",
+        "num_kv_heads": 2, "clip_qkv": 0.02, "bias": False, "moe": EXPERTS,
+    },
     "deepseek": {
         "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False,
         "latent": LatentSizes(q_rank=12, kv_rank=10, content=8, rotated=4, value=10),
@@ -37,6 +43,17 @@ KINDS = {
         "qk_norm": "head", "bias": False, "norms": "both", "output_gate": True,
         "rope_layers": (True, False, True), "window": 2, "window_layers": (True, False, True),
         "moe": EXPERTS, "moe_layers": (False, True, True),
+    },
+    "phimoe": {
+        "positions": "rope", "num_kv_heads": 2, "tie_embeddings": False, "head_bias": True,
+        "rope_scaling": RopeScaling("longrope", 1.0, mscale=1.2, factors=(1.0, 1.5, 2.0, 4.0)),
+        "moe": EXPERTS, "router": "sparsemixer",
+    },
+    "llama-4": {
+        "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2,
+        "qk_norm": "l2", "bias": False, "rope_layers": (True, False, True),
+        "moe": replace(EXPERTS, score_function="sigmoid", weights_on_input=True),
+        "moe_layers": (False, True, False),
     },
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
     "kept": {"norms": "kept", "norm": "rmsnorm"},

@@ -97,6 +97,25 @@ NEMOTRON_H = {
     "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24,
     "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "pad_token_id": None,
 }  # fmt: skip
+DBRX = {
+    "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 24, "pad_token_id": None,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 300.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 3},
+    "initializer_range": 0.2,
+}  # fmt: skip
+# Of four turned pairs one is not slowed; alike in texts of any length.
+LONG = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3, 2.0, 4.0],
+    "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.25, "long_mscale": 1.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+# Layers 1 and 3 have experts, layer 3 has no positions. Of 19 tokens queries do not grow.
+LLAMA4 = {
+    "head_dim": 12, "intermediate_size": 16, "intermediate_size_mlp": 40, "num_hidden_layers": 4,
+    "num_local_experts": 5, "interleave_moe_layer_step": 2, "attention_chunk_size": 19,
+    "floor_scale": 20, "pad_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
 # Class, and its settings beside those of SIZES, by model type.
 ALL = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
@@ -105,6 +124,18 @@ ALL = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "dbrx": ("Dbrx", DBRX),
+    "llama4_text": ("Llama4", LLAMA4),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 12,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": {**LONG},
+            "initializer_range": 0.2,
+        },
+    ),
     "olmoe": ("Olmoe", EXPERTS),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -248,6 +279,8 @@ def theirs(kind, **also):
     sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
     if kind == "nemotron_h":  # whose layers count themselves
         sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
+    if kind == "dbrx":  # which has names of its own for them
+        sizes = {"vocab_size": 77}
     config = transformers.CONFIG_MAPPING[kind](**sizes | settings | also)
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model = getattr(transformers, name + head)(config)
@@ -264,7 +297,7 @@ def theirs(kind, **also):
 def logits_of(model):
     tokens_BS = torch.randint(0, 77, (3, 19), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        out = model(tokens_BS).logits if hasattr(model, "lm_head") else model.logits(tokens_BS)
+        out = model.logits(tokens_BS) if isinstance(model, GPT) else model(tokens_BS).logits
     return out
 
 

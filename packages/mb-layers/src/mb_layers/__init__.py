@@ -4,7 +4,7 @@
     y, aux_loss, metrics = layer(x)    # x: [..., 64]; add aux_loss to the loss
 
 - Layers: `MoEConfig`, `dMoE`, `MoE`, `MoEOutput`; their parts `Router`, `RouterOutput`, `Experts`.
-- Other routers: `ExpertChoiceRouter`, `SinkhornRouter`, `NoisyTopKRouter`.
+- Other routers: `ExpertChoiceRouter`, `SinkhornRouter`, `NoisyTopKRouter`, `SparseMixerRouter`.
 - Losses: `load_balancing_loss`, `sequence_load_balancing_loss`, `z_loss`, `attach_aux_loss`.
 - Balancing by bias: `update_balancing_bias`, `update_balancing_biases`.
 - A whole model: `collect`, `Collected`, `AsMLP`.
@@ -49,6 +49,7 @@ from mb_layers.router import update_balancing_bias as update_balancing_bias
 from mb_layers.routers import ExpertChoiceRouter as ExpertChoiceRouter
 from mb_layers.routers import NoisyTopKRouter as NoisyTopKRouter
 from mb_layers.routers import SinkhornRouter as SinkhornRouter
+from mb_layers.routers import SparseMixerRouter as SparseMixerRouter
 from mb_layers.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"

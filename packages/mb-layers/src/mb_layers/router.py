@@ -165,7 +165,7 @@ class Router(nn.Module):
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
         balanced_TK = best_TK if config.balance_by == "scores" else None
         return RouterOutput(
-            weights_TK, _in_int32(ids_TK), probs_TE, logits_TE, balanced_ids_TK=balanced_TK
+            weights_TK, in_int32(ids_TK), probs_TE, logits_TE, balanced_ids_TK=balanced_TK
         )
 
     def _is_plain_softmax(self) -> bool:
@@ -260,7 +260,7 @@ class Router(nn.Module):
         )
 
 
-def _in_int32(ids_TK: Tensor) -> Tensor:
+def in_int32(ids_TK: Tensor) -> Tensor:
     """The ids in int32. Those beyond it stay ids of no expert: a cast would make 0 of 2**32."""
     if ids_TK.dtype == torch.int32:
         return ids_TK

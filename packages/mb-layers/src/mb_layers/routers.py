@@ -1,13 +1,14 @@
-"""Routers that choose in other ways: expert choice, Sinkhorn balance, noisy top-k.
+"""Routers that choose in other ways: expert choice, Sinkhorn balance, noisy top-k, SparseMixer.
 
 Give one to a layer: `dMoE(config, router=SinkhornRouter(config))`. Only the choice of experts
-differs; the weights get their gradient as with `Router`.
+differs, and with SparseMixer the weights; they get their gradient as with `Router`.
 
 Letters: T tokens, D hidden, E experts, K top-k, C tokens an expert takes, N = E C.
 """
 
 from __future__ import annotations
 
+import mb_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from mb_layers import arguments
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.linear_fp32 import linear_fp32
-from mb_layers.router import Router, RouterOutput
+from mb_layers.router import Router, RouterOutput, in_int32
 from mb_layers.tensors import to_plain, without_autocast
 
 
@@ -165,6 +166,99 @@ class NoisyTopKRouter(Router):
         weight_ED = to_plain(self.noise_weight, self.config.num_choices)
         width_TE = F.softplus(linear_fp32(x_TD, weight_ED))
         return logits_TE + torch.randn_like(logits_TE) * width_TE
+
+
+class SparseMixerRouter(Router):
+    """K experts one after the other, each among those that are near the best (arXiv 2409.12136).
+
+    Of the experts that a token has not chosen yet those are near whose logit lacks at most twice
+    `tolerance` of the best one, or of its own size if that is larger. A choice's weight is its
+    share of a softmax over these, so that a token's weights do not add up to 1: each is 1 where
+    none comes near. In eval mode the choice is the best. In training it is drawn by these shares,
+    and one that is not the best gives a third of its weight in three of four cases, while its
+    gradient stays that of the whole: Heun's third-order method. Phi-3.5-MoE routes so.
+
+    The losses are of a softmax over all experts. A config with sigmoids, groups, a balancing bias,
+    renormalized weights or a uniform assignment is refused.
+
+    Args:
+        tolerance: 0.01 in Phi-3.5-MoE, which calls it a jitter.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        tolerance: float = 0.01,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _refuse(
+            "SparseMixerRouter",
+            config,
+            score_function="softmax",
+            renormalize=False,
+            num_expert_groups=None,
+            balancing_bias=False,
+            uniform_assignment=False,
+        )
+        super().__init__(config, device=device, dtype=dtype)
+        arguments.at_least_0(tolerance=tolerance)
+        self.tolerance = tolerance
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        mask_T: Tensor | None = None,
+        expert_ids_TK: Tensor | None = None,
+    ) -> RouterOutput:
+        """Route x_TD [T, D]; see `Router.forward`."""
+        config = self.config
+        with without_autocast(x_TD):
+            logits_TE = self.logits(self.jitter(x_TD))
+            probs_TE = torch.softmax(logits_TE, dim=-1)
+            left_TE, ids, weights = logits_TE, [], []
+            for k in range(config.top_k):
+                near_TE = self._near(left_TE, logits_TE)
+                best_T1 = mb_kernels.topk_ids(left_TE.detach(), 1).long()
+                if expert_ids_TK is not None:
+                    ids_T1 = expert_ids_TK[:, k : k + 1].long()
+                else:
+                    ids_T1 = self._drawn(near_TE.detach()) if self.training else best_T1
+                known_T1 = (ids_T1 >= 0) & (ids_T1 < config.num_choices)
+                safe_T1 = torch.where(known_T1, ids_T1, 0)
+                weight_T1 = torch.softmax(near_TE, dim=-1).gather(1, safe_T1) * known_T1
+                if self.training:
+                    weight_T1 = _by_heun(weight_T1, ids_T1 == best_T1)
+                left_TE = torch.where(known_T1, left_TE.scatter(1, safe_T1, float("-inf")), left_TE)
+                ids.append(ids_T1)
+                weights.append(weight_T1)
+            weights_TK = torch.cat(weights, dim=1) * config.routed_scaling_factor
+        best_TK = None
+        if config.balance_by == "scores":
+            best_TK = mb_kernels.topk_ids(probs_TE.detach(), config.top_k)
+        ids_TK = in_int32(torch.cat(ids, dim=1))
+        return RouterOutput(weights_TK, ids_TK, probs_TE, logits_TE, balanced_ids_TK=best_TK)
+
+    def _near(self, left_TE: Tensor, logits_TE: Tensor) -> Tensor:
+        """The logits that are left, -inf where they are not near the best."""
+        logits_TE = logits_TE.detach()
+        best_T1 = left_TE.detach().amax(dim=-1, keepdim=True)
+        lacks_TE = (best_T1 - logits_TE) / torch.maximum(logits_TE.abs(), best_T1)
+        return left_TE.masked_fill(lacks_TE > 2 * self.tolerance, float("-inf"))
+
+    def _drawn(self, near_TE: Tensor) -> Tensor:
+        """An expert of each token by its share of a softmax, [T, 1] (Gumbel's maxima)."""
+        return mb_kernels.topk_ids(
+            near_TE - torch.empty_like(near_TE).exponential_().log(), 1
+        ).long()
+
+
+def _by_heun(weight_T1: Tensor, is_best_T1: Tensor) -> Tensor:
+    """The weight, or a third of it by chance where it is not the best one's; its own gradient."""
+    is_whole_T1 = is_best_T1 | (torch.rand_like(weight_T1) > 0.75)
+    return weight_T1 - torch.where(is_whole_T1, 0, weight_T1.detach() * (2 / 3))
 
 
 def _refuse(name: str, config: MoEConfig, **required: object) -> None:

@@ -61,8 +61,8 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     kind = type(block).__name__
     if kind not in BLOCKS:
         raise ValueError(
-            f"expected a block of {', '.join(BLOCKS)}, got {kind}; "
-            f'model.set_experts_implementation("{IMPLEMENTATION}") works for any MoE model'
+            f"expected a block of {', '.join(BLOCKS)}, got {kind}; mb_layers.transformers."
+            "use(model) runs the experts of others on the kernels, in their own blocks"
         )
     refuse_offloaded(kind, block)
     experts: Any = block.experts

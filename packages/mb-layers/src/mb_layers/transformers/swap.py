@@ -132,7 +132,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
                 "expected a model whose blocks are still to be swapped, got one whose blocks are; "
                 "for other overrides restore_blocks first"
             )
-        raise ValueError(f"expected a model with blocks of {', '.join(BLOCKS)}, found none")
+        raise ValueError(
+            f"expected a model with blocks of {', '.join(BLOCKS)}, found none; mb_layers."
+            "transformers.use(model) runs the experts of others on the kernels, in their own blocks"
+        )
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {

@@ -70,6 +70,16 @@ class AttentionFields:
         "biases for queries, keys and values where the other maps have none", False,
         on_load="model",
     )  # fmt: skip
+    qk_l2_norm: bool = flag(
+        "divide queries and keys of layers with rotary positions by the root of their mean square, "
+        "as Llama 4", False, on_load="said", instead_of=("qk_layernorm",),
+        needs=[("position_embedding_type", "rope"), ("multi_latent_attention", OFF)],
+    )  # fmt: skip
+    clip_qkv: float | None = flag(
+        "clip queries, keys and values to this and its negative before positions turn them, as "
+        "DBRX; default not (ours)", bounds=POSITIVE, on_load="said",
+        needs=("multi_latent_attention", OFF),
+    )  # fmt: skip
     attention_output_gate: bool = flag(
         "multiply what attention returns by the sigmoid of a further map of its input, as "
         "Qwen3-Next", False, on_load="model", in_force="gates",

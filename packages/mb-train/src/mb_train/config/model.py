@@ -36,9 +36,14 @@ class ModelFields:
     untie_embeddings_and_output_weights: bool = flag(
         "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )
+    head_bias: bool = flag(
+        "a bias for each token on its score, as BERT and Megatron's T5 have it anyway (ours)",
+        False, on_load="model", in_force="scores_bias", needs=("model", "gpt", "t5"),
+    )  # fmt: skip
     normalization: str = flag(
-        "kind of the norms", "LayerNorm", choices=("LayerNorm", "RMSNorm"), on_load="model"
-    )
+        "kind of the norms; a layer norm without a bias is ours", "LayerNorm",
+        choices=("LayerNorm", "RMSNorm", "LayerNorm-without-bias"), on_load="model",
+    )  # fmt: skip
     layernorm_epsilon: float = flag(
         "epsilon of the norms", 1e-5, bounds=POSITIVE, on_load="said", also=("--norm-epsilon",)
     )

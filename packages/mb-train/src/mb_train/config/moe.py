@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mb_train.config.field import AT_LEAST_0, FRACTION, GIVEN, POSITIVE, flag, spec
+from mb_train.config.field import AT_LEAST_0, FRACTION, GIVEN, IS_0_OR_1, POSITIVE, flag, spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,17 @@ class MoEFields:
     )  # fmt: skip
     moe_layer_freq: int = flag(
         "every n-th layer has experts, the first of them too", 1, bounds=POSITIVE,
-        on_load="model",
+        on_load="model", instead_of=("moe_layers",),
     )  # fmt: skip
     moe_first_k_dense: int = flag(
-        "the first k layers have none (ours)", 0, bounds=AT_LEAST_0, on_load="model"
-    )
+        "the first k layers have none (ours)", 0, bounds=AT_LEAST_0, on_load="model",
+        instead_of=("moe_layers",),
+    )  # fmt: skip
+    moe_layers: list[int] | None = flag(  # noqa: RUF009, a field like the others
+        "1 for each layer with experts and 0 for each without, in place of --moe-layer-freq and "
+        "--moe-first-k-dense (ours)", bounds=IS_0_OR_1, on_load="model",
+        instead_of=("moe_layer_freq", "moe_first_k_dense"),
+    )  # fmt: skip
     moe_loss_weight: float = flag(
         "weight of the load-balancing loss, a mean over the layers", 0.1, bounds=AT_LEAST_0,
         on_load="said", layer="load_balancing_loss_weight", in_training=True,
@@ -71,8 +77,9 @@ class MoEFields:
     )  # fmt: skip
     moe_router_type: str = flag(
         "how a token's experts are chosen: its best by score, or in training by logits that "
-        "Sinkhorn's iteration balances over the tokens of a rank's micro-batch (ours)",
-        "topk", choices=("topk", "sinkhorn"), on_load="said", in_training=True,
+        "Sinkhorn's iteration balances over the tokens of a rank's micro-batch; or one after the "
+        "other among those near the best, in training by chance, as Phi-3.5-MoE (ours)",
+        "topk", choices=("topk", "sinkhorn", "sparsemixer"), on_load="said", in_training=True,
     )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
@@ -206,6 +213,8 @@ class MoEFields:
         """Those of so many layers that have experts."""
         if self.moe_num_experts is None:
             return range(0)
+        if self.moe_layers is not None:
+            return [layer for layer, one in enumerate(self.moe_layers[:layers]) if one]
         first = -(-self.moe_first_k_dense // self.moe_layer_freq) * self.moe_layer_freq
         return range(first, layers, self.moe_layer_freq)
 
@@ -222,9 +231,16 @@ class MoEFields:
             "--moe-router-group-topk": self.moe_router_group_topk is not None,
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
         }
+        if self.moe_router_type == "sparsemixer":
+            function = self.moe_router_score_function
+            by_score |= {
+                f"--moe-router-score-function {function}": function != "softmax",
+                "--moe-renormalize": self.moe_renormalize,
+                "--moe-uniform-expert-assignment": self.moe_uniform_expert_assignment,
+            }
         for words in (words for words, given in by_score.items() if given):
-            if experts is not None and self.moe_router_type == "sinkhorn":
+            if experts is not None and self.moe_router_type != "topk":
                 raise ValueError(
                     f"Expected --moe-router-type topk with {words}, which bears on a choice by "
-                    "score, got sinkhorn. Leave one of the two out."
+                    f"score, got {self.moe_router_type}. Leave one of the two out."
                 )

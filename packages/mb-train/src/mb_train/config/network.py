@@ -103,6 +103,11 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
         return self.attention_output_gate or None
 
     @property
+    def scores_bias(self) -> bool | None:
+        """True if tokens have a bias on their score, and None if not, as in runs of before."""
+        return self.head_bias or None
+
+    @property
     def delta_sizes(self) -> list[int | None] | None:
         """Of layers with a state, as `models.config.DeltaSizes` has them, and n if every n-th layer
         attends; None without."""
@@ -187,6 +192,8 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
         """How rotations are slowed, and by how much, as `models.config.RopeScaling` has it."""
         if self.use_rope_scaling:
             return "llama3", self.rope_scaling_factor
+        if self.rope_type == "longrope":
+            return "longrope", 1.0, *self._yarn_numbers, tuple(self.rotary_factors or ())
         factor = self.rotary_scaling_factor
         if self.rope_type == "yarn" or (self.rope_type is None and self.multi_latent_attention):
             # The whole of YaRN grows with the factor's logarithm.
@@ -234,6 +241,7 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
                 "Expected --model gpt, and a norm that ends it, with --mtp-num-layers "
                 f"{self.mtp_num_layers}, got {got}. Leave one of the two out."
             )
+        _check_norms(self)
         _check_latent(self)
         _check_delta(self)
         _check_pattern(self)
@@ -265,6 +273,12 @@ def _check_layers(config: Network) -> None:
             )
         if said is not None and getattr(config, every) is not None:
             raise ValueError(f"Expected {flag_name(listed)} or {flag_name(every)}, got both.")
+
+
+def _check_norms(config: Network) -> None:
+    """Raise ValueError for norms of queries and keys in two ways."""
+    if config.qk_l2_norm and config.qk_layernorm:
+        raise ValueError("Expected --qk-l2-norm or --qk-layernorm, got both.")
 
 
 def _check_latent(config: Network) -> None:
@@ -300,6 +314,8 @@ def _check_latent(config: Network) -> None:
         ),
         "no --window-size": (config.window_size is None, f"both: {config.window_size}"),
         "--softmax-type vanilla": (config.softmax_type == "vanilla", config.softmax_type),
+        "no --qk-l2-norm": (not config.qk_l2_norm, "both"),
+        "no --clip-qkv": (config.clip_qkv is None, f"both: {config.clip_qkv}"),
         "no --attention-output-gate": (not config.attention_output_gate, "both"),
         "no --no-rope-freq": (config.no_rope_freq is None, f"both: {config.no_rope_freq}"),
         "no --rope-layers": (config.rope_layers is None, "both"),
@@ -423,20 +439,21 @@ def _check_slowing(config: Network) -> None:
         # One of 1 is what scripts have that slow nothing.
         f"--rotary-seq-len-interpolation-factor {linear}": linear not in (None, 1),
     }
+    if by_factors := config.rope_type == "longrope":
+        _check_factors(config)
     own = {
-        "--rope-type yarn": config.rope_type == "yarn",
+        f"--rope-type {config.rope_type}": config.rope_type in ("yarn", "longrope"),
         # Core's own latent attention passes over the other ways.
         "--multi-latent-attention": config.multi_latent_attention,
     }
     for other in (words for words, given in others.items() if given):
         for words in (words for words, given in own.items() if given):
-            raise ValueError(
-                f"Expected --rotary-scaling-factor to slow rotations with {words}, got {other}."
-            )
-    if config.rope_type == "rope" and by_yarn != 1:
+            flag = "--rotary-factors" if by_factors else "--rotary-scaling-factor"
+            raise ValueError(f"Expected {flag} to slow rotations with {words}, got {other}.")
+    if config.rope_type in ("rope", "longrope") and by_yarn != 1:
         raise ValueError(
-            f"Expected --rope-type yarn with --rotary-scaling-factor {by_yarn}, got rope, whose "
-            "rotations it does not slow. Leave one of the two out."
+            f"Expected --rope-type yarn with --rotary-scaling-factor {by_yarn}, got "
+            f"{config.rope_type}, whose rotations it does not slow. Leave one of the two out."
         )
     if config.rope_scaling is None:
         return
@@ -454,3 +471,14 @@ def _check_slowing(config: Network) -> None:
         )
     if config.rotary_base <= 1:
         raise ValueError(f"Expected --rotary-base above 1 with YaRN, got {config.rotary_base}.")
+
+
+def _check_factors(config: Network) -> None:
+    """Raise ValueError for another number of factors than of pairs of channels that turn."""
+    width = int(config.head_size * config.rotary_percent)
+    pairs = (config.qk_pos_emb_head_dim if config.multi_latent_attention else width) // 2
+    if len(found := config.rotary_factors or []) != pairs:
+        raise ValueError(
+            f"Expected --rotary-factors for each of the {pairs} pairs of a head's channels that "
+            f"turn, got {len(found)}."
+        )

@@ -59,15 +59,19 @@ class PositionFields:
         on_load="said", in_force="rope_scaling", needs=("use_rope_scaling",),
     )  # fmt: skip
     rope_type: str | None = flag(
-        "slow rotary frequencies as YaRN by --rotary-scaling-factor, or not; default yarn with "
-        "--multi-latent-attention, else rope", choices=("rope", "yarn"), on_load="said",
-        in_force="rope_scaling",
+        "slow rotary frequencies as YaRN by --rotary-scaling-factor, as LongRoPE by "
+        "--rotary-factors (ours), or not; default yarn with --multi-latent-attention, else rope",
+        choices=("rope", "yarn", "longrope"), on_load="said", in_force="rope_scaling",
         instead_of=("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
     )  # fmt: skip
     rotary_scaling_factor: float = flag(
         "by how much YaRN slows those that turn seldom within the length trained on, for texts so "
         "many times longer; 1 changes nothing", 1.0, bounds=POSITIVE, on_load="said",
         in_force="rope_scaling", needs=(("multi_latent_attention", "rope_type"),),
+    )  # fmt: skip
+    rotary_factors: list[float] | None = flag(  # noqa: RUF009, a field like the others
+        "LongRoPE: by how much to slow each rotary frequency (ours)", bounds=POSITIVE,
+        on_load="said", in_force="rope_scaling", needs=("rope_type", "longrope"),
     )  # fmt: skip
     original_max_position_embeddings: int = flag(
         "YaRN: the length trained on (ours)", 4096, bounds=POSITIVE, on_load="said",
@@ -86,8 +90,9 @@ class PositionFields:
         on_load="said", in_force="rope_scaling", needs=_YARN,
     )  # fmt: skip
     mscale: float = flag(
-        "YaRN: how much sharper the rotated part of queries and keys makes attention", 1.0,
-        bounds=AT_LEAST_0, on_load="said", in_force="rope_scaling", needs=_YARN,
+        "YaRN: how much sharper the rotated part of queries and keys makes attention; LongRoPE: "
+        "what that part is multiplied by", 1.0, bounds=AT_LEAST_0, on_load="said",
+        in_force="rope_scaling", needs=(("rotary_scaling_factor", "rotary_factors"), NOT_1),
     )  # fmt: skip
     mscale_all_dim: float = flag(
         "YaRN: the same of all of them, in latent attention; the rotated part has the quotient",

@@ -169,7 +169,7 @@ class TrainConfig(
         return [layer for layer, kind in kinds if kind == "E"]
 
     @property
-    def moe_layers(self) -> int:
+    def num_moe_layers(self) -> int:
         """Layers with experts: of T5's two stacks, ICT's two towers, modules behind a GPT."""
         behind = self.mtp_num_layers if self.has_experts(whole(self.num_layers) - 1) else 0
         return sum(len(self.expert_layers(layers)) for layers in self._stacks) + behind
@@ -364,6 +364,8 @@ class TrainConfig(
         pattern = self.hybrid_layer_pattern
         if pattern is not None:
             self._check_pattern_of_experts(pattern)
+        if self.moe_num_experts is not None and self.moe_layers is not None:
+            self._check_listed_experts(self.moe_layers)
         if self.moe_num_experts is not None and not any(map(self.expert_layers, self._stacks)):
             raise ValueError(
                 f"Expected a layer of --num-layers {self.num_layers} to have experts with "
@@ -372,12 +374,27 @@ class TrainConfig(
                 "--moe-first-k-dense, or leave --moe-num-experts out."
             )
 
+    def _check_listed_experts(self, listed: list[int]) -> None:
+        if self.model == "t5":
+            raise ValueError("Expected another --model than t5 with --moe-layers.")
+        if (self.moe_layer_freq, self.moe_first_k_dense) != (1, 0):
+            raise ValueError(
+                "Expected --moe-layers or --moe-layer-freq and --moe-first-k-dense, got both."
+            )
+        if len(listed) != self.num_layers or 1 not in listed:
+            raise ValueError(
+                f"Expected --moe-layers to have a number for each of --num-layers "
+                f"{self.num_layers}, and 1 for one of them, got {listed}."
+            )
+
     def _check_pattern_of_experts(self, pattern: str) -> None:
         if ("E" in pattern) != (self.moe_num_experts is not None):
             raise ValueError(
                 "Expected a layer E in --hybrid-layer-pattern with --moe-num-experts alone, got "
                 f"{pattern} and {self.moe_num_experts} experts."
             )
+        if self.moe_layers is not None:
+            raise ValueError("Expected --moe-layers or --hybrid-layer-pattern, got both.")
         if (self.moe_layer_freq, self.moe_first_k_dense) != (1, 0):
             raise ValueError(
                 "Expected --moe-layer-freq 1 and --moe-first-k-dense 0 with "

@@ -85,6 +85,8 @@ def _computes(config: TransformerConfig, *, experts: bool) -> dict[str, Any]:
         return {**found, flag_name("moe_num_experts"): moe and moe.num_experts}
     if moe is None:
         return found
+    # Sinkhorn's balance is of training alone: what it trained is evaluated by scores.
+    found["--moe-router-type"] = "topk" if config.router == "sinkhorn" else config.router
     flags = TrainConfig.moe_argument_names()
     for name in (f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS):
         said = flag_name(flags[name]) if name in flags else f"experts' {name}"

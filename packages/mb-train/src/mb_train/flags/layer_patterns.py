@@ -1,8 +1,10 @@
 """Flags of Megatron Core that say something of each layer, as numbers that have flags here.
 
-Windows and positions of other layers than every n-th are lists here too, of flags of their own.
+Experts, windows and positions of other layers than every n-th are lists here too, of flags of their
+own.
 
 --moe-layer-freq ([0]*3+[1]*24)     --moe-layer-freq=1 --moe-first-k-dense=3
+--moe-layer-freq [0,1]*2            --moe-layers 0 1 0 1
 --window-attn-skip-freq [1,1,0]*4   --window-attn-skip-freq=3
 --no-rope-freq ([0]*3+[1])*4        --no-rope-freq=4
 --no-rope-freq [1,1,0]              --rope-layers 0 0 1
@@ -19,16 +21,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from mb_train.config.layers import every_nth_full
+from mb_train.config.layers import every_nth_behind, every_nth_full
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The command line with numbers for what Megatron Core also takes as a list or a pair.
 
     Raises:
-        ValueError: experts in other layers than every n-th behind dense ones; states in others than
-            all but every n-th; lists of something else, or of other layers than `--num-layers`; a
-            window that reaches behind a token.
+        ValueError: experts in no layer; states in others than all but every n-th; lists of
+            something else, or of other layers than `--num-layers`; a window that reaches behind a
+            token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):
@@ -108,17 +110,16 @@ def _put(kinds: list[str], letter: str, gap: float) -> None:
 
 def _experts(text: str, words: Sequence[str]) -> list[str]:
     layers = _layers(text)
-    if 1 in layers:
-        first = layers.index(1)
-        for every in range(1, len(layers) + 1):
-            for dense in {first, 0}:
-                if layers == [int(i >= dense and i % every == 0) for i in range(len(layers))]:
-                    _check_number("--moe-layer-freq", text, layers, words)
-                    return [f"--moe-layer-freq={every}", f"--moe-first-k-dense={dense}"]
-    raise ValueError(
-        f"Expected --moe-layer-freq to be dense layers and then experts in every n-th, as "
-        f"([0]*3+[1]*24), got {text}. See --moe-first-k-dense."
-    )
+    if 1 not in layers:
+        raise ValueError(
+            "Expected --moe-layer-freq to be 1 for each layer with experts and 0 for the others, "
+            f"as ([0]*3+[1]*24), got {text}."
+        )
+    _check_number("--moe-layer-freq", text, layers, words)
+    if (numbers := every_nth_behind(layers)) is None:
+        return ["--moe-layers", *map(str, layers)]
+    every, dense = numbers
+    return [f"--moe-layer-freq={every}", f"--moe-first-k-dense={dense}"]
 
 
 def _all_but_every_nth(

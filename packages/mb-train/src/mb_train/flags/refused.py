@@ -36,8 +36,9 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --attention-output-gate": "--use-gated-attention",
     "say --norm-placement both": "--post-self-attn-layernorm --post-mlp-layernorm",
-    "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
-    "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
+    "maps of queries and keys are not clipped: --qk-layernorm or --clip-qkv bounds scores": """
+        --qk-clip*
+    """,
     "say --rope-type yarn, --rotary-scaling-factor, --mscale and the like": """
         --yarn-* --rope-scaling-type --rope-scaling-beta-fast --rope-scaling-beta-slow
         --rope-scaling-mscale --rope-scaling-mscale-all-dim

@@ -249,7 +249,7 @@ def two_moments(values: Mapping[str, Any]) -> list[str]:
 
 def with_means(config: TrainConfig, of_every_layer: Iterable[str]) -> TrainConfig:
     """A configuration with weights of means of losses for those that it has of every layer's."""
-    if not config.moe_layers:
+    if not config.num_moe_layers:
         return config
-    weights = {name: config.moe_layers * getattr(config, name) for name in of_every_layer}
+    weights = {name: config.num_moe_layers * getattr(config, name) for name in of_every_layer}
     return dataclasses.replace(config, **weights)

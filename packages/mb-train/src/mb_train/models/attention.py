@@ -193,9 +193,10 @@ class Attention(nn.Module):
             self.qkv = project(self.per_group, self.per_group, 1, 1)
         else:
             self.qkv = project(self.per_group, 1, 1)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         self.norm_q = self.norm_k = None
-        if config.qk_norm != "none":
+        self.eps = config.norm_eps
+        if config.qk_norm not in ("none", "l2"):
             over_width, eps = config.qk_norm == "width", config.qk_norm_eps
             self.norm_q = Norm(config, heads * head if over_width else head, eps=eps)
             self.norm_k = Norm(config, groups * head if over_width else head, eps=eps)
@@ -207,10 +208,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
         q, k, v, gate = self._project(x_BSD, context)
-        if self.qk_norm == "turned-head":
-            q, k = self._normed(*self._turned(q, k, context))
-        else:
-            q, k = self._turned(*self._normed(q, k), context)
+        late = self.qk_norm == "turned-head"
+        q, k = (q, k) if late else self._normed(q, k)
+        if self.clip is not None:
+            q, k, v = (heads.clamp(-self.clip, self.clip) for heads in (q, k, v))
+        q, k = self._turned(q, k, context)
+        q, k = self._normed(q, k) if late else (q, k)
         if context.cache is not None:
             k, v = context.cache.extend(self, k, v)
         sinks_H = self.sinks
@@ -246,6 +249,9 @@ class Attention(nn.Module):
         return rotate(q_BQHC, rope), rotate(k_BSGC, rope)
 
     def _normed(self, q_BQHC: Tensor, k_BSGC: Tensor) -> tuple[Tensor, Tensor]:
+        if self.qk_norm == "l2" and self.rotates:
+            size = q_BQHC.shape[-1:]
+            return F.rms_norm(q_BQHC, size, eps=self.eps), F.rms_norm(k_BSGC, size, eps=self.eps)
         if self.norm_q is None or self.norm_k is None:
             return q_BQHC, k_BSGC
         if self.qk_norm != "width":

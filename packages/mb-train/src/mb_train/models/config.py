@@ -13,12 +13,12 @@ from typing import NamedTuple
 from mb_layers import MoEConfig
 
 _CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
+    "norm": ("layernorm", "rmsnorm", "layernorm-without-bias"),
     "norms": ("before", "kept", "sum", "output", "both"),
-    "qk_norm": ("none", "head", "turned-head", "width", "latent"),
+    "qk_norm": ("none", "head", "turned-head", "width", "latent", "l2"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
-    "router": ("topk", "sinkhorn"),
+    "router": ("topk", "sinkhorn", "sparsemixer"),
 }
 
 
@@ -31,7 +31,8 @@ class RopeScaling(NamedTuple):
 
     kind: "linear" slows all alike (arXiv 2306.15595); "llama3" those that do not turn often within
         8192 tokens, as Llama 3.1 (arXiv 2407.21783); "yarn" those that do not turn often within
-        `trained_on` tokens, and makes attention sharper (arXiv 2309.00071).
+        `trained_on` tokens, and makes attention sharper (arXiv 2309.00071); "longrope" each by one
+        of `factors`, a pair's own, and multiplies what turns by `mscale` (arXiv 2402.13753).
 
     The others are YaRN's, by the names of DeepSeek and Megatron Core where they have one:
         beta_fast, beta_slow: turns within `trained_on` tokens from which on a rotation is not
@@ -48,6 +49,7 @@ class RopeScaling(NamedTuple):
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 class LatentSizes(NamedTuple):
@@ -126,7 +128,9 @@ class TransformerConfig:
         fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
         qk_norm: normalise queries and keys per "head" (Qwen3), behind its rotation ("turned-head",
             HunYuan), or over their whole "width" (OLMoE); with latent attention what they are made
-            of ("latent").
+            of ("latent"); "l2" is per head without weights, where positions turn it (Llama 4).
+        clip_qkv: queries, keys and values are clipped to it and its negative, behind their norms
+            and before rotations (DBRX, OLMoE); None: not.
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
         local_rope_base: base of those of layers with a window, which are not slowed (OLMo 3); None:
@@ -150,6 +154,7 @@ class TransformerConfig:
             is 0 ("off-by-one") or learned by each head ("learnable", GPT-OSS's sinks).
         bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
+        head_bias: a bias for each token on its score.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
         ends_init_std: that of embeddings and of a head of its own; None: init_std.
         fp8: the linear maps of blocks, and experts, multiply by their weights in 8-bit floats.
@@ -162,8 +167,9 @@ class TransformerConfig:
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
-        router: a token's experts are its best by score ("topk"), or in training those of
-            `mb_layers.SinkhornRouter` ("sinkhorn").
+        router: a token's experts are its best by score ("topk"), in training those of
+            `mb_layers.SinkhornRouter` ("sinkhorn"), or those of `mb_layers.SparseMixerRouter`
+            ("sparsemixer").
     """
 
     num_layers: int
@@ -187,6 +193,7 @@ class TransformerConfig:
     logits_scaling: float = 1.0
     fp32_residual: bool = False
     qk_norm: str = "none"
+    clip_qkv: float | None = None
     positions: str = "learned"
     rope_base: float = 10_000.0
     local_rope_base: float | None = None
@@ -203,6 +210,7 @@ class TransformerConfig:
     bias: bool = True
     qkv_bias: bool | None = None
     tie_embeddings: bool = True
+    head_bias: bool = False
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02
@@ -278,6 +286,7 @@ class TransformerConfig:
             "rope_fraction": 1.0,
             "rope_layers": None,
             "window": None,
+            "clip_qkv": None,
             "output_gate": False,
             "softmax": "vanilla",
         }

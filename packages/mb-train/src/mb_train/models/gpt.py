@@ -26,7 +26,7 @@ from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.gated_delta import delta_kernel
-from mb_train.models.head import head_weight, own_head, scores
+from mb_train.models.head import bias_of_scores, head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.mtp import (
     FurtherPrediction,
@@ -60,10 +60,13 @@ class GPT(nn.Module):
             with modules for further tokens.
         stack: the blocks and the final norm.
         head: on the last stage, if it is not tied to the embedding.
+        head_bias: on the last stage, if the model has one.
         mtp: modules for further tokens, by number from "0" on; all of them are on the last stage.
         parts: how many parts sequences are in. With several the model is given one of them, and
             its attention cores bring them together (`mb_parallel.context_parallel`).
     """
+
+    head_bias: nn.Parameter | None
 
     def __init__(
         self, config: TransformerConfig, *, compute_dtype: torch.dtype = torch.float32
@@ -80,6 +83,7 @@ class GPT(nn.Module):
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = own_head(config)
+        self.register_parameter("head_bias", bias_of_scores(config))
         self.mtp = nn.ModuleDict(
             {
                 str(number): FurtherPrediction(config, compute_dtype=compute_dtype)
@@ -101,6 +105,7 @@ class GPT(nn.Module):
         self.stack.keep(layers, last=last)
         if not last:
             self.head = None
+            self.register_parameter("head_bias", None)
             self.mtp.clear()
         assert self.embedding is not None
         tied = last and self.config.tie_embeddings
@@ -168,7 +173,7 @@ class GPT(nn.Module):
         if at_B is not None:
             rows_B = torch.arange(len(at_B), device=at_B.device)
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
-        return scores(self._scaled(x_BSD), head_weight(self.head, self.embedding))
+        return self._scores(x_BSD)
 
     def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
         """Scores after each row's last new token, [B, V] fp32; `cache` then holds the new ones too.
@@ -187,7 +192,7 @@ class GPT(nn.Module):
         context = BlockContext(**masks, **turns, valid_BS=valid_BQ, cache=cache, states=states)
         x_BQD, _ = self.stack(x_BQD, context)
         x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
-        return scores(self._scaled(x_BD), head_weight(self.head, self.embedding))
+        return self._scores(x_BD)
 
     def _hidden(
         self,
@@ -228,7 +233,13 @@ class GPT(nn.Module):
     def _loss(self, x_BSD: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
         weight_VD = head_weight(self.head, self.embedding)
         x_BSD = self._scaled(x_BSD)
-        return self.cross_entropy(x_BSD, weight_VD, labels_BS, weights_BS, reduction="sum")
+        return self.cross_entropy(
+            x_BSD, weight_VD, labels_BS, weights_BS, bias_V=self.head_bias, reduction="sum"
+        )
+
+    def _scores(self, x: Tensor) -> Tensor:
+        weight_VD = head_weight(self.head, self.embedding)
+        return scores(self._scaled(x), weight_VD, self.head_bias)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Hidden states of which the head makes scores."""

@@ -5,8 +5,9 @@ Letters: D hidden, V padded vocabulary.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
@@ -18,6 +19,11 @@ def own_head(config: TransformerConfig) -> Linear | None:
     if config.tie_embeddings:
         return None
     return Linear(config.hidden_size, config.vocab_size, std=config.ends_std, bias=False)
+
+
+def bias_of_scores(config: TransformerConfig) -> nn.Parameter | None:
+    """A number for each token that is added to its score, zero at first; None without."""
+    return nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
 
 
 def head_weight(head: Linear | None, embedding: Embedding | None) -> Tensor:

@@ -55,7 +55,7 @@ class Norm(nn.Module):
     """Layer norm or RMS norm over the last dimension, by the configuration.
 
     Args:
-        config: gives the kind and epsilon; a layer norm has a bias, an RMS norm none.
+        config: gives the kind and epsilon; a layer norm may have a bias, an RMS norm has none.
         size: width; None means the hidden size.
         eps: another epsilon than the configuration's.
     """
@@ -70,7 +70,7 @@ class Norm(nn.Module):
         self.eps = eps or config.norm_eps
         self.rms = config.norm == "rmsnorm"
         self.weight = nn.Parameter(torch.ones(self.size))
-        bias = None if self.rms else nn.Parameter(torch.zeros(self.size))
+        bias = nn.Parameter(torch.zeros(self.size)) if config.norm == "layernorm" else None
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:

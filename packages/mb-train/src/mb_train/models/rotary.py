@@ -3,6 +3,7 @@
 RoFormer, arXiv 2104.09864, in the layout of halves. For texts longer than those trained on they may
 turn slower, see `RopeScaling`. Of these ways YaRN (arXiv 2309.00071) also multiplies the scores:
 through cosine and sine, which both of a query and a key have, and in latent attention directly.
+LongRoPE (arXiv 2402.13753) does so through cosine and sine alone.
 
 Letters: B sequences, S tokens of a sequence, H heads, C width of a head, W turned pairs of a head.
 """
@@ -54,9 +55,10 @@ def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> Rope | Non
     angles = positions_BS[..., None].float() * speeds_W
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
-    if scaling is None or scaling.kind != "yarn":
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return cos, sin
     longer = sharpening(scaling, scaling.mscale) / sharpening(scaling, scaling.mscale_all_dim)
+    longer = scaling.mscale if scaling.kind == "longrope" else longer
     return cos * longer, sin * longer
 
 
@@ -74,6 +76,8 @@ def sharpening(scaling: RopeScaling, mscale: float) -> float:
 
 
 def _slowed(speeds_W: Tensor, scaling: RopeScaling, base: float) -> Tensor:
+    if scaling.kind == "longrope":
+        return speeds_W / speeds_W.new_tensor(scaling.factors)
     slow_W = speeds_W / scaling.factor
     if scaling.kind == "linear":
         return slow_W

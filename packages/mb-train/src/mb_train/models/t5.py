@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mb_train.models.attention import Attention, BlockContext, context_of
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
-from mb_train.models.head import head_weight, own_head, scores
+from mb_train.models.head import bias_of_scores, head_weight, own_head, scores
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
@@ -45,7 +45,6 @@ class T5(nn.Module):
         config: of the encoder; positions "relative" or "learned".
         decoder_layers: of the decoder, which is else as the encoder.
         decoder_moe_layers: which of them have experts; None means all, if there are any.
-        head_bias: a bias per token on the scores (Megatron-LM).
         scale_head: multiply hidden states by D^-1/2 before a tied head, and begin with embeddings
             of variance 1, for which that is (T5 1.0).
         compute_dtype: dtype of the activations; parameters are made in fp32.
@@ -59,7 +58,6 @@ class T5(nn.Module):
         *,
         decoder_layers: int,
         decoder_moe_layers: tuple[bool, ...] | None = None,
-        head_bias: bool = False,
         scale_head: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -92,8 +90,7 @@ class T5(nn.Module):
                 assert block.cross is not None
                 _look_for_itself(block.cross, config)
         self.head: Linear | None = own_head(config)
-        bias = nn.Parameter(torch.zeros(config.vocab_size)) if head_bias else None
-        self.register_parameter("head_bias", bias)
+        self.register_parameter("head_bias", bias_of_scores(config))
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.

@@ -41,7 +41,7 @@ def gpt_plan(config: TransformerConfig) -> Plan:
         **_stack_plan("mtp.*.stack", config),
         **dict.fromkeys(("mtp.*.enorm", "mtp.*.hnorm", "mtp.*.eh_proj"), SequenceParallel()),
         "head": _HEAD,
-        "": VocabParallelLoss(),
+        "": VocabParallelLoss(bias="head_bias"),
     }
 
 

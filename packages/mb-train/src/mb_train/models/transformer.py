@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from mb_kernels.activation import activate, activate_gated, is_glu
-from mb_layers import MoE, SinkhornRouter, dMoE
+from mb_layers import MoE, SinkhornRouter, SparseMixerRouter, dMoE
 from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext
@@ -30,6 +30,9 @@ from mb_train.models.delta_net import GatedDeltaNet
 from mb_train.models.latent import LatentAttention
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.mamba import Mamba2
+
+# By `TransformerConfig.router`, where it is not the layer's own.
+_ROUTERS = {"sinkhorn": SinkhornRouter, "sparsemixer": SparseMixerRouter}
 
 
 class DenseMLP(nn.Module):
@@ -161,7 +164,7 @@ def _feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
     moe = config.moe
     if moe.fp8 != config.in_fp8(layer):
         moe = replace(moe, fp8=not moe.fp8)
-    router = SinkhornRouter(moe) if config.router == "sinkhorn" else None
+    router = _ROUTERS[config.router](moe) if config.router in _ROUTERS else None
     return (dMoE if moe.capacity_factor is None else MoE)(moe, router=router)
 
 

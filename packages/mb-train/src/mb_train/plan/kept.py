@@ -196,6 +196,8 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
     experts += up * (moe.shared_expert_hidden_size or 0)
     # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
     scores = 1 if moe.score_function == "softmax" else 3
+    if config.router == "sparsemixer":
+        scores += 1 + moe.top_k  # logits, and shares of those near each choice's best
     experts += (4 * moe.num_choices * scores) // width
     return around, dense, experts
 
@@ -284,12 +286,15 @@ def _projected(each: Pass, width: int) -> tuple[float, float]:
 
 
 def _as_attended(config: TransformerConfig, layer: int) -> float:
-    """Numbers of a token's queries and keys of a layer, where they are not as projected."""
+    """Numbers of a token's queries, keys and values of a layer, where they are not as projected."""
     heads, groups = config.num_heads, config.num_kv_heads
-    if config.rotates(layer) or config.qk_norm != "none":
-        # Norms behind a rotation keep what it gave them.
-        copies = 2 if config.rotates(layer) and config.qk_norm == "turned-head" else 1
-        return copies * (heads + groups) * config.head_size
+    turned, normed = config.rotates(layer), config.qk_norm != "none"
+    clipped = config.clip_qkv is not None
+    if turned or normed or clipped:
+        # Norms behind a rotation keep what it gave them, and clipping what a norm did.
+        late = turned and config.qk_norm == "turned-head"
+        copies = 2 if late or (normed and clipped) else 1
+        return (copies * (heads + groups) + clipped * groups) * config.head_size
     # Queries of several groups, between which were keys and values, are laid side by side.
     return heads * config.head_size if 1 < groups < heads else 0
 

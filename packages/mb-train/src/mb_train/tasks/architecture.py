@@ -17,8 +17,6 @@ from mb_train.models.config import (
 )
 from mb_train.models.transformer import output_std
 
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-
 
 def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfig:
     """The transformer of a run; of T5 the encoder's.
@@ -35,6 +33,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
     near = tuple(map(config.has_window, range(layers)))
     turned = tuple(map(config.has_rope, range(layers)))
     with_state = tuple(map(config.has_state, range(layers)))
+    learned = config.position_embedding_type == "learned"  # Megatron's T5 has that bias then
     norms_over = config.qk_layernorm_over if latent is None else "latent"
     return TransformerConfig(
         num_layers=layers,
@@ -47,10 +46,11 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         max_positions=config.positions,
         latent=None if latent is None else LatentSizes._make(latent),
         activation=config.activation_name,
-        norm=_NORMS[config.normalization],
+        norm=config.normalization.lower(),
         norm_eps=config.layernorm_epsilon,
         qk_norm_eps=config.qk_epsilon,
-        qk_norm=norms_over if config.qk_layernorm else "none",
+        qk_norm="l2" if config.qk_l2_norm else norms_over if config.qk_layernorm else "none",
+        clip_qkv=config.clip_qkv,
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         local_rope_base=config.local_base,
@@ -71,6 +71,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         softmax=config.softmax_type,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        head_bias=config.head_bias or (config.model == "t5" and learned),
         tie_embeddings=not config.untie_embeddings_and_output_weights,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,

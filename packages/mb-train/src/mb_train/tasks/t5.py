@@ -48,13 +48,12 @@ class T5Task(SentenceTask):
         self._most = config.samples_per_sequence
 
     def build_model(self, *, compute_dtype: torch.dtype) -> T5:
-        """A T5 with fresh weights; with Megatron's learned positions it has its head's bias too."""
+        """A T5 with fresh weights."""
         config = self._config
         return T5(
             self.model_config,
             decoder_layers=config.decoder_layers,
             decoder_moe_layers=self._decoder_moe_layers,
-            head_bias=config.position_embedding_type == "learned",
             scale_head=config.scale_head,
             compute_dtype=compute_dtype,
         )

@@ -43,6 +43,7 @@ class Architecture:
         back: from our tensors to its; None: the inverse of `rules`.
         defaults: what the class has for settings that a config.json leaves out.
         aliases: other names of settings, and which these are.
+        inside: settings that hold further ones, which count as if they stood beside them.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
         layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
@@ -65,6 +66,7 @@ class Architecture:
     back: Rules | None = None
     defaults: Json = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()
     prefix: str = ""
     left_out: tuple[str, ...] = ()
     layers_behind: str | None = None
@@ -98,6 +100,8 @@ class Architecture:
         Raises:
             ValueError: a setting has one value by one name and another by the other.
         """
+        for name in self.inside:
+            config = {**(config.get(name) or {}), **config}
         for alias, name in self.aliases.items():
             if alias in config and config.get(name, config[alias]) != config[alias]:
                 raise ValueError(

@@ -20,6 +20,7 @@ from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.hugging_face import (
     bert,
+    dbrx,
     deepseek,
     experts,
     glm4,
@@ -29,11 +30,13 @@ from mb_train.convert.hugging_face import (
     granite_hybrid,
     hunyuan,
     llama,
+    llama4,
     minimax_m3,
     mistral4,
     nemotron_h,
     olmo,
     phi3,
+    phimoe,
     qwen_next,
     relatives,
     t5,
@@ -112,9 +115,14 @@ def _nearest(config: TrainConfig) -> str:
         return "bert" if config.norms == "sum" else "megatron-bert"
     if config.model == "t5":
         return "t5"
+    if config.moe_num_experts is not None and config.moe_router_type == "sparsemixer":
+        return "phimoe"
     if config.softmax_type == "learnable":
         return _nearest_with_sinks(config)
     by_bias = config.moe_router_enable_expert_bias or config.moe_router_score_function == "sigmoid"
+    on_input = config.moe_num_experts is not None and config.moe_weights_on_input
+    if config.qk_l2_norm or (on_input and config.moe_router_score_function == "sigmoid"):
+        return "llama4_text"
     if config.multi_latent_attention:
         if by_bias or config.moe_num_experts is None:
             return "deepseek_v3"
@@ -123,6 +131,8 @@ def _nearest(config: TrainConfig) -> str:
         return "granitemoehybrid" if config.is_glu else "nemotron_h"
     if config.delta_sizes is not None:
         return "qwen3_next"
+    if config.normalization == "LayerNorm-without-bias":
+        return "dbrx"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
         return "hunyuan_v1_dense" if config.moe_num_experts is None else "hunyuan_v1_moe"
     if config.attention_output_gate:
@@ -215,6 +225,7 @@ _DEFAULTS = {
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
+    "phimoe": phimoe.DEFAULTS, "llama4_text": llama4.DEFAULTS,
     "minimax_m3_vl_text": minimax_m3.DEFAULTS,
 }  # fmt: skip
 
@@ -330,6 +341,13 @@ ARCHITECTURES = {
                 "decoder_start_token_id": t.special.get("bos", t.pad),
             },
         ),
+        Architecture(
+            "dbrx", "DbrxForCausalLM", dbrx.dbrx_fields, dbrx.dbrx_config,
+            lambda _, c: dbrx.dbrx_rules(c), lambda _, c: dbrx.dbrx_rules(c),
+            defaults=dbrx.DEFAULTS, aliases=dbrx.ALIASES, inside=dbrx.INSIDE,
+            # Files of the model without a head have no prefix.
+            renamed={r"^(?!transformer\.|lm_head\.)": "transformer."},
+        ),
         _llama_like("llama", "LlamaForCausalLM", llama.llama_fields, llama.llama_config),
         _llama_like("mistral", "MistralForCausalLM", llama.mistral_fields, llama.llama_config),
         _llama_like("qwen2", "Qwen2ForCausalLM", llama.qwen2_fields, llama.llama_config),
@@ -337,6 +355,18 @@ ARCHITECTURES = {
         _llama_like(
             "mixtral", "MixtralForCausalLM", llama.mixtral_fields, llama.mixtral_config,
             experts.MIXTRAL, {"num_experts": "num_local_experts"},
+        ),
+        replace(
+            _llama_like(
+                "llama4_text", "Llama4ForCausalLM", llama4.llama4_fields, llama4.llama4_config,
+                aliases={"num_experts": "num_local_experts"},
+            ),
+            rules=lambda _, c: llama4.llama4_rules(c),
+            stacked=lambda _, c: llama4.llama4_rules(c),
+        ),
+        _llama_like(
+            "phimoe", "PhimoeForCausalLM", phimoe.phimoe_fields, phimoe.phimoe_config,
+            experts.PHIMOE, {"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "olmoe", "OlmoeForCausalLM", llama.olmoe_fields, llama.olmoe_config,

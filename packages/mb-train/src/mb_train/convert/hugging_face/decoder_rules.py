@@ -50,7 +50,7 @@ def decoder_rules(
     """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
-        Rule("stack.norm.weight", ("model.norm.weight",)),
+        *_norm_rules(config, "stack.norm", "model.norm"),
         *own_head(config),
     ]
     if attention is None:
@@ -64,7 +64,7 @@ def decoder_rules(
     for layer, ours, number in places:
         theirs = f"model.layers.{number}."
         for our, their in (norms or _NORMS[config.norms]).items():
-            rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
+            rules += _norm_rules(config, f"{ours}{our}", f"{theirs}{their}")
         rules += attention(config, layer, ours, theirs)
         if config.has_experts(layer):
             assert config.moe is not None
@@ -74,6 +74,10 @@ def decoder_rules(
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
     return rules
+
+
+def _norm_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+    return both(ours, theirs)[: 2 if config.norm == "layernorm" else 1]
 
 
 def _module_rules(ours: str, theirs: str) -> list[Rule]:
@@ -101,7 +105,8 @@ def attention_rules(
 ) -> list[Rule]:
     """Those of an attention with separate projections, gates among them."""
     rules = both(f"{ours}out", f"{theirs}o_proj")[: 2 if config.bias else 1]
-    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if config.qk_norm != "none" else {}
+    normed = config.qk_norm not in ("none", "l2")  # with weights
+    names = {"norm_q": "q_norm", "norm_k": "k_norm"} if normed else {}
     rules += [
         Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
     ]

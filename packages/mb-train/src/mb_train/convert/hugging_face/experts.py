@@ -51,6 +51,7 @@ MIXTRAL = ExpertNames(
     "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.experts.{}.w2",
 )
+PHIMOE = replace(MIXTRAL, today={"router": "mlp.router"})
 DEEPSEEK = ExpertNames(shared="mlp.shared_experts")  # as one, however many they are
 MINIMAX = replace(
     MIXTRAL,

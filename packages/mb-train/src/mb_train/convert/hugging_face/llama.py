@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, LONG = "original_max_position_embeddings", "longrope"
 _SHARPER = ("mscale", "mscale_all_dim")  # YaRN's, of attention
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
@@ -145,23 +145,23 @@ def decoder_fields(
         rope: settings of the rotations; None: as most files have them.
         act: names that the gate may have.
     """
-    refuse(config, hidden_act=act, mlp_bias=(False,), clip_qkv=(None,),
-           is_causal=(True, None))  # fmt: skip
+    refuse(config, hidden_act=act, mlp_bias=(False,), is_causal=(True, None))
     rope = rope_of(config) if rope is None else rope
     turned = {**config, **rope}.get("partial_rotary_factor")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else 1,
-        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_channels": width,
         "ffn_hidden_size": config["intermediate_size"],
         "max_position_embeddings": fitting(config),
         "position_embedding_type": "rope",
-        **_scaling_fields(rope, config),
+        **_scaling_fields(rope, config, width),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "rotary_percent": 1.0 if turned is None else float(turned),
         "normalization": "RMSNorm",
@@ -174,25 +174,63 @@ def decoder_fields(
     }
 
 
-def _scaling_fields(rope: Json, config: Json) -> dict[str, Any]:
-    """How rotations are slowed, which older files call type."""
+def _scaling_fields(rope: Json, config: Json, width: int) -> dict[str, Any]:
+    """How rotations of heads of this width are slowed, which older files call type."""
     if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
             f"Expected one rope for all layers of config.json, got one each for {kinds[0]} and "
             "the like: this model has something that ours have not."
         )
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    refuse(kind, rope_type=("default", "linear", "llama3", "yarn"))
+    refuse(kind, rope_type=("default", "linear", "llama3", "yarn", LONG))
     if kind["rope_type"] == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind["rope_type"] == "default":
         return {}
-    # Beside the others it counts for more than among them, as Phi-3's files have it.
-    positions = config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
+    positions = trained_on(config, rope)
+    if kind["rope_type"] == LONG:  # alike for texts of any length, see `phi3.short_texts`
+        refuse(rope, long_factor=(rope["short_factor"],))
+        factors = [float(factor) for factor in rope["short_factor"]]
+        return {
+            "rope_type": LONG,
+            "rotary_factors": factors,
+            "mscale": long_sharpening(config, rope),
+        }
     if kind["rope_type"] == "yarn":
         return _yarn_fields(rope) | {ORIGINAL: positions}
-    refuse({**rope, ORIGINAL: positions}, **_LLAMA3)
+    if any({**rope, ORIGINAL: positions}[name] not in of for name, of in _LLAMA3.items()):
+        turned = {**config, **rope}.get("partial_rotary_factor")
+        width = width if turned is None else int(width * turned)
+        base = float(rope.get("rope_theta", config["rope_theta"]))
+        factors = _factors(rope, [base ** (-n / width) for n in range(0, width, 2)], positions)
+        return {"rope_type": LONG, "rotary_factors": factors}
     return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _factors(rope: Json, speeds: list[float], trained_on: int) -> list[float]:
+    """By how much Llama 3.1's way slows each speed, with numbers other than Llama 3.1's own."""
+    few, many, slow = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    found = []
+    for turns in (speed * trained_on / (2 * math.pi) for speed in speeds):
+        kept = float(turns >= many) if few == many else (turns - few) / (many - few)
+        kept = min(max(kept, 0), 1)
+        found.append(1 / (kept + (1 - kept) / slow))
+    return found
+
+
+def trained_on(config: Json, rope: Json) -> int:
+    """The length of texts before rotations were slowed."""
+    # Beside the others it counts for more than among them, as Phi-3's files have it.
+    return config.get(ORIGINAL, rope.get(ORIGINAL, config["max_position_embeddings"]))
+
+
+def long_sharpening(config: Json, rope: Json) -> float:
+    """What LongRoPE multiplies queries and keys by, if its file does not say."""
+    if (said := rope.get("attention_factor")) is not None:
+        return float(said)
+    length = trained_on(config, rope)
+    longer = rope.get("factor") or config["max_position_embeddings"] / length
+    return math.sqrt(1 + math.log(max(longer, 1)) / math.log(length))
 
 
 def _yarn_fields(rope: Json) -> dict[str, Any]:
@@ -219,7 +257,7 @@ def _yarn_fields(rope: Json) -> dict[str, Any]:
 
 def llama_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    rope = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
     if config.rope_scaling is not None:
         rope["rope_type"], rope["factor"], *_ = config.rope_scaling
         if config.use_rope_scaling:
@@ -229,6 +267,9 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
             names += _SHARPER if config.mscale and config.mscale_all_dim else ()
             rope |= {name: getattr(config, name) for name in names}
             rope |= {} if config.yarn_truncate else {"truncate": False}
+        if rope["rope_type"] == LONG:
+            factors = dict.fromkeys(("short_factor", "long_factor"), config.rotary_factors)
+            rope |= {**factors, "attention_factor": config.mscale, ORIGINAL: config.positions}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -275,9 +316,11 @@ def mixtral_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def olmoe_fields(config: Json) -> dict[str, Any]:
-    """With norms over all heads at once, which are as wide as the model."""
+    """With norms over all heads at once, which are as wide as the model, and clipping behind."""
+    clip = config.get("clip_qkv")
     return _with_experts(config, "num_experts") | {
         "kv_channels": config["hidden_size"] // config["num_attention_heads"],
+        "clip_qkv": None if clip is None else float(clip),
         "moe_renormalize": config["norm_topk_prob"],
         "qk_layernorm": True,
         "qk_layernorm_over": "width",
@@ -285,7 +328,7 @@ def olmoe_fields(config: Json) -> dict[str, Any]:
 
 
 def olmoe_config(config: TrainConfig) -> dict[str, Any]:
-    return llama_config(config) | _experts(config, "num_experts") | {"clip_qkv": None}
+    return llama_config(config) | _experts(config, "num_experts") | {"clip_qkv": config.clip_qkv}
 
 
 def qwen2_moe_fields(config: Json) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mb_layers.state_dicts import Translation
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face import llama, mistral4
+from mb_train.convert.hugging_face import llama, llama4, mistral4
 from mb_train.convert.hugging_face.architecture import (
     EMBEDDING,
     HEAD,
@@ -41,7 +41,7 @@ from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.tasks.architecture import transformer_config
 
-_STACKED = re.compile(r"\.experts\.(gate_)?up_proj$")
+_STACKED = re.compile(r"\.experts\.((gate_)?up_proj|mlp\.v1)$")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
 _TOKENS = "embedding.tokens.weight"  # by our names
@@ -174,12 +174,25 @@ def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     growth = llama.rope_of(theirs)
     if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
         yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
+    if growth.get("short_factor") is not None and config.positions < theirs.get(
+        "max_position_embeddings", 0
+    ):
+        yield (
+            f"its rotations are slowed otherwise in longer texts: taken for those of "
+            f"{config.positions:,} tokens"
+        )
+    if config.positions < theirs.get("max_position_embeddings", 0) and llama4.CHUNK in theirs:
+        yield (
+            "its attention is in chunks, and its queries grow with their place: taken for texts of "
+            f"{config.positions:,} tokens, in which neither is to be seen"
+        )
     seen = chosen(theirs)
     if seen == config.positions < theirs.get("max_position_embeddings", 0):
         yield f"its attention sees {seen:,} tokens that it chooses: taken for texts of so many"
-    if noise := theirs.get("router_jitter_noise"):
+    name = "input_jitter_noise" if "input_jitter_noise" in theirs else "router_jitter_noise"
+    if noise := theirs.get(name):
         yield (
-            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
+            f"its {name} of {noise} is left out: in training its experts saw that "
             "noise too, that of --moe-jitter-eps is seen by the router alone"
         )
     of_embeddings = theirs.get("embd_pdrop", config.hidden_dropout)

@@ -29,8 +29,9 @@ def both(ours: str, theirs: str) -> list[Rule]:
 
 
 def own_head(config: TransformerConfig) -> list[Rule]:
-    """That of a head with weights of its own; none for one that is tied to the embedding."""
-    return [] if config.tie_embeddings else [Rule("head.weight", ("lm_head.weight",))]
+    """Those of a head: its weight, where it is not the embedding's, and its bias, if it has one."""
+    weight = [] if config.tie_embeddings else [Rule("head.weight", ("lm_head.weight",))]
+    return [*weight, Rule("head_bias", ("lm_head.bias",))] if config.head_bias else weight
 
 
 def fused_rule(target: str, sources: Sequence[str], groups: int, counts: Sequence[int]) -> Rule:

@@ -16,6 +16,7 @@ _TEXT = "text_config"
 # What each is a model of if its file does not say so, and whether its head is tied then.
 _INSIDE = {
     "glm4v_moe": ("glm4v_moe_text", False), "kimi_k25": ("deepseek_v3", True),
+    "llama4": ("llama4_text", False),
     "minimax_m3_vl": ("minimax_m3_vl_text", False), "mistral3": ("mistral", True),
     "qwen3_5_moe": ("qwen3_5_moe_text", False), "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
 }  # fmt: skip
@@ -24,7 +25,10 @@ _NAMES = {
     r"^model\.lm_head\.": "lm_head.",
     r"^model\.blocks\.": "model.layers.",  # as transformers 5.23 writes Kimi's
 }
-_EYES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|patch_merge_mlp)\..*"
+_EYES = (
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|"
+    r"patch_merge_mlp)\..*"
+)
 
 
 def text_settings(config: Json) -> Json:

@@ -24,7 +24,7 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "rotary_interleaved", "qk_l2_norm", "moe_latent_size",
+    "mtp_use_repeated_layer", "rotary_interleaved", "moe_latent_size",
     "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
     "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
     "retro_add_retriever", "post_self_attn_layernorm", "post_mlp_layernorm",
@@ -129,6 +129,11 @@ def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
             f"{'a .mixer' if hybrid is None else flag_name(hybrid)}: Megatron Core's files of "
             "Mamba layers are not read. Nemotron's are, from Hugging Face."
         )
+    if given.get("qk_l2_norm") and given.get("no_rope_freq"):
+        raise ValueError(
+            "Expected --qk-l2-norm or --no-rope-freq, got both: Megatron Core has such norms in "
+            "layers without positions too."
+        )
     if given.get("apply_residual_connection_post_layernorm"):
         raise ValueError(
             "Expected a model without --apply-residual-connection-post-layernorm, which some "
@@ -156,7 +161,7 @@ def _of_layers(given: Mapping[str, Any]) -> dict[str, int | list[int] | None]:
     said: dict[str, int | list[int] | None] = {}
     for name in (*by_layer, "window_size"):
         if isinstance(given.get(name), (list, tuple)):
-            said[name] = None  # unless it is a number, too
+            said[name] = getattr(TrainConfig, name)  # its default, unless it is a number, too
             layers += [flag_name(name), str(given[name])]
     _, _, *words = spelled_out(layers)
     for flag, numbers in re.findall(r"--([a-z-]+)[= ]([\d ]+)", " ".join(words)):

@@ -127,7 +127,7 @@ def _with_modules(
     ]
     fewer = replace(config, mtp_num_layers=modules)
     # A layer's losses weigh as much in the mean of fewer layers.
-    share = fewer.moe_layers / max(config.moe_layers, 1)
+    share = fewer.num_moe_layers / max(config.num_moe_layers, 1)
     weights = {n: share * getattr(config, n) for n in ("moe_loss_weight", "moe_z_loss_weight")}
     return replace(fewer, **weights), kept
 

@@ -30,9 +30,9 @@ from mb_kernels.state_space import reference
 
 # exp(-1000) is 0 even in fp64, and a chunk of such decays has sums of nine exact digits.
 _FORGETTING = tl.constexpr(-1000.0)
-# Of P and of N: a program holds states of a chunk in registers. Narrower heads are filled up: where
-# a tile of a state is narrower than high Triton 3.6 reads beyond shared memory on Hopper, and returns
-# other numbers behind the first 16 tokens of a chunk.
+# Of P and of N: a program holds states of a chunk in registers. Narrower heads are filled up: with
+# tiles of a state that are narrower than high, of 16 or 32 columns, Triton 3.6 reads beyond shared
+# memory on Hopper, and all but the first 16 tokens of a chunk are wrong.
 _WIDEST = (64, 128)
 # Heads of a group that one program of the backward pass goes through.
 _HEADS = 8
@@ -297,7 +297,8 @@ def _states(
     states = values.new_empty(B, H, chunks, N, P)
     last = dt.new_empty(B, H, N, P)
     options["BLOCK_P"] = min(options["BLOCK_P"], _STATE_COLUMNS)
-    options["num_stages"] += 1  # of a long loop: one H200, 0.60 ms for 0.70
+    # A long loop: with one stage more 0.60 ms for 0.70 on an H200. On sm80 a second one spills.
+    options["num_stages"] += options["num_stages"] > 1
     grid = (B * H, cdiv(P, options["BLOCK_P"]))
     launch(states_kernel, grid, values, keys, dt, A, _some(begins, dt), _some(first, dt), states,
            last, S, chunks, GIVEN=first is not None, BACKWARD=backward, **options)  # fmt: skip

@@ -60,6 +60,10 @@ class MoEConfig:
         router_fp32: compute the logits in fp32. False: in the dtype of the tokens.
         router_bias: a learned bias [E] on the logits.
 
+        latent_size: the routed experts compute between two maps that all share, in so many channels
+            instead of D: y = up(experts(down(x))) (Nemotron 3's LatentMoE). The router and the
+            shared expert take x. None: no such maps.
+
     Biases and the shared expert:
         mlp_bias: biases b1 [E, F or 2F] and b2 [E, D] inside every expert.
         output_bias: one bias [D] on the experts' output, as MegaBlocks has it.
@@ -127,6 +131,7 @@ class MoEConfig:
     weights_on_input: bool = False
     router_fp32: bool = True
     router_bias: bool = False
+    latent_size: int | None = None
 
     mlp_bias: bool = False
     output_bias: bool = False
@@ -213,6 +218,7 @@ class MoEConfig:
             )
         self._check_capacity()
         self._check_weights_on_input()
+        self._check_latent()
         if self.top_k == 1 and self.renormalize:
             warnings.warn(
                 "top_k=1 with renormalize=True makes every routing weight exactly 1: the model's "
@@ -230,6 +236,16 @@ class MoEConfig:
     def num_choices(self) -> int:
         """How many experts a token chooses among: E, and the zero experts."""
         return self.num_experts + self.num_zero_experts
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of what adds to the residual at the start."""
+        return self.init_method_std if self.output_init_std is None else self.output_init_std
+
+    @property
+    def experts_hidden_size(self) -> int:
+        """Channels that the routed experts take and return: D, or those of the latent."""
+        return self.hidden_size if self.latent_size is None else self.latent_size
 
     def _check_capacity(self) -> None:
         for name in ("capacity_factor", "eval_capacity_factor"):
@@ -255,6 +271,17 @@ class MoEConfig:
                 "expected shared_expert_weighted_sum=False with weights_on_input=True, got both; "
                 "leave one out"
             )
+
+    def _check_latent(self) -> None:
+        if self.latent_size is None:
+            return
+        arguments.at_least_1(latent_size=self.latent_size)
+        for name in ("mlp_bias", "num_zero_experts"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"expected {name}={type(value)(0)} with latent_size, got {value}; leave one of "
+                    "the two out"
+                )
 
     def _check_shared_expert(self) -> None:
         if self.shared_expert_hidden_size is not None:

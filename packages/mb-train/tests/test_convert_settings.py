@@ -232,7 +232,6 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias of"),
         ("granitemoehybrid", {"time_step_limit": [1e-3, 0.1]}, "time_step_limit of .* no limit"),
         ("granitemoehybrid", {"layer_types": ["sliding_attention"] * 3}, "for each of 3 layers"),
-        ("nemotron_h", {"moe_latent_size": 12}, "moe_latent_size of"),
         ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act of"),
         ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type of .* 'conv'"),
         ("granitemoehybrid", {"mamba_n_groups": 3}, "-num-groups to divide .*, got 3 and 8"),

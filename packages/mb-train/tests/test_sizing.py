@@ -94,6 +94,10 @@ KINDS = {
         "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
         "moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True,
     },
+    "experts-in-a-latent": {
+        "moe_num_experts": 4, "moe_top_k": 1, "moe_latent_size": 40, "squared_relu": True,
+        "moe_shared_expert_intermediate_size": 96,
+    },
     "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
     "many-sigmoids": {
         "moe_num_experts": 96, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid",
@@ -288,7 +292,7 @@ _COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind not in _U
 @pytest.mark.parametrize(
     "kind",
     ["dense", "modern", "latent", "latent-direct", "gated-experts", "shared-expert", "t5",
-     "many-small-experts", "t5-dense-and-experts", "recompute", "states"],
+     "experts-in-a-latent", "many-small-experts", "t5-dense-and-experts", "recompute", "states"],
 )  # fmt: skip
 def test_rounding_is_what_passes_through_to_float8(kind, monkeypatch):
     mixed = KINDS["t5-modern"] | {"moe_top_k": 1}
@@ -428,6 +432,7 @@ ODD = {
         "mamba_state_dim": 5,
         "hybrid_layer_pattern": "ME*-",
         "moe_num_experts": 3,
+        "moe_latent_size": 11,
         "position_embedding_type": "none",
     },
     "gpt-oss": GPT_OSS | {"num_query_groups": 1, "moe_first_k_dense": 1},

@@ -33,7 +33,13 @@ CONFIGS = {
     "delta": replace(
         _SIZES, delta=DeltaSizes(2, 6, 5, 3, 4), delta_layers=(True, True, False), moe=MOE
     ),
-    "mamba": replace(_SIZES, num_layers=5, pattern="ME*-M", mamba=MAMBA, moe=MOE),
+    "mamba": replace(
+        _SIZES,
+        num_layers=5,
+        pattern="ME*-M",
+        mamba=MAMBA,
+        moe=replace(MOE, latent_size=10),
+    ),
 }
 # What experts lose by their balance is not shared by the ranks of a sequence.
 DENSE = {

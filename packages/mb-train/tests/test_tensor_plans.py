@@ -106,8 +106,8 @@ _LATENT = replace(
 def _mamba(groups, heads=6):
     sizes = MambaSizes(heads=heads, width=4, groups=groups, state=5, taps=3)
     return replace(
-        SMALL, norm="rmsnorm", bias=False, moe=MOE, positions="none", num_layers=4, mamba=sizes,
-        pattern="ME*-",
+        SMALL, norm="rmsnorm", bias=False, moe=replace(MOE, latent_size=6), positions="none",
+        num_layers=4, mamba=sizes, pattern="ME*-",
     )  # fmt: skip
 
 

@@ -155,9 +155,10 @@ def _ffn(config: TransformerConfig, layer: int) -> float:
         return sum(one.flops for one in dense_maps(config, layer))
     matrices = 3 if is_glu(config.activation) else 2
     chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
-    width = chosen * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
-    router = moe.num_choices + moe.shared_expert_gate
-    return 2 * D * (matrices * width + router)
+    routed = chosen * moe.ffn_hidden_size * moe.experts_hidden_size
+    shared = (moe.shared_expert_hidden_size or 0) * D
+    around = D * (moe.num_choices + moe.shared_expert_gate + 2 * (moe.latent_size or 0))
+    return 2 * (matrices * (routed + shared) + around)
 
 
 def visited(top_k: int, experts: int, zero_experts: int) -> float:

@@ -144,7 +144,8 @@ def kept_by_layer(
         around, dense, experts = _of_token(each, width, rows)
         if number >= len(work.passes):  # two hidden states with their norms, and side by side
             around += 6 * each.blocks.hidden_size
-        experts += each.blocks.hidden_size * tokens_here
+        moe = each.blocks.moe
+        experts += 0 if moe is None else moe.experts_hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
             some = pairs and not selective
             latents, attention = _in_attention(each, layer, dims, width, pairs=some)
@@ -193,7 +194,7 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
         experts = 0.0
     elif moe.saved_activation_bits is not None:
         experts = experts * moe.saved_activation_bits // (8 * width)
-    experts += up * (moe.shared_expert_hidden_size or 0)
+    experts += up * (moe.shared_expert_hidden_size or 0) + 2 * (moe.latent_size or 0)
     # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
     scores = 1 if moe.score_function == "softmax" else 3
     experts += (4 * moe.num_choices * scores) // width

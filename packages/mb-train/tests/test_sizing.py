@@ -61,6 +61,7 @@ MAMBA = {
     "hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 24,
     "mamba_num_groups": 1, "mamba_state_dim": 16,
 }  # fmt: skip
+CONVOLUTIONS = {"hybrid_layer_pattern": "S-*-S-", "num_layers": 6}
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -84,6 +85,7 @@ KINDS = {
     "states-in-16-bits": STATES | {"bf16": True, "linear_attention_freq": None},
     "mamba": MODERN | MAMBA,
     "mamba-in-16-bits": MODERN | MAMBA | {"bf16": True, "mamba_num_groups": 4},
+    "convolutions": MODERN | CONVOLUTIONS,
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},

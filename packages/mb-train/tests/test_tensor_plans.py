@@ -111,6 +111,10 @@ def _mamba(groups, heads=6):
     )  # fmt: skip
 
 
+_CONVOLUTIONS = replace(
+    SMALL, norm="rmsnorm", bias=False, moe=MOE, positions="rope", num_layers=4, conv_taps=3,
+    pattern="S-*E",
+)  # fmt: skip
 CASES = {
     "gpt-rope-swiglu": (
         lambda: GPT(_GPT),
@@ -168,6 +172,11 @@ CASES = {
         )
         for config in [_mamba(groups) for groups in (1, 2)]
     },
+    "gpt-convolutions": (
+        lambda: _with_uneven_norms(GPT(_CONVOLUTIONS)),
+        lambda: gpt_plan(_CONVOLUTIONS),
+        gpt_batch,
+    ),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (

@@ -208,6 +208,8 @@ def _in_attention(
     config = each.blocks
     if not config.has_mixer(layer):
         return 0.0, 0.0
+    if config.has_convolution(layer):  # as projected, and in front of the map out
+        return 0.0, 4 * config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         (values, common), heads = mamba_widths(config.mamba), config.mamba.heads
         # Channels in front of the convolution, and the gate; sums of which steps are made, and
@@ -230,6 +232,8 @@ def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool)
     Args:
         chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
     """
+    if config.has_convolution(layer):  # two behind zeros, their product, and the sums
+        return 4 * config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         return _in_scan(config.mamba, width)
     if config.delta is None or not config.has_state(layer):
@@ -265,6 +269,8 @@ def _heads_width(config: TransformerConfig, layer: int) -> int:
     """Of what goes into the map out of a layer's attention, or state."""
     if not config.has_mixer(layer):
         return 0
+    if config.has_convolution(layer):
+        return config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         return mamba_widths(config.mamba)[0]
     return config.num_heads * config.value_size

@@ -28,6 +28,7 @@ from mb_train.convert.hugging_face import (
     granite,
     granite_hybrid,
     hunyuan,
+    lfm2,
     llama,
     minimax_m3,
     mistral4,
@@ -120,7 +121,7 @@ def _nearest(config: TrainConfig) -> str:
             return "deepseek_v3"
         return "mistral4" if config.moe_renormalize else "deepseek_v2"
     if config.hybrid_layer_pattern is not None:
-        return "granitemoehybrid" if config.is_glu else "nemotron_h"
+        return _nearest_of_halves(config)
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.qk_layernorm and config.qk_layernorm_over == "turned-head":
@@ -162,6 +163,12 @@ def _nearest(config: TrainConfig) -> str:
         some = config.windows is not None and config.windows[1] is not None
         return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
+
+
+def _nearest_of_halves(config: TrainConfig) -> str:
+    if config.conv_taps is not None:
+        return "lfm2" if config.moe_num_experts is None else "lfm2_moe"
+    return "granitemoehybrid" if config.is_glu else "nemotron_h"
 
 
 def _nearest_with_sinks(config: TrainConfig) -> str:
@@ -213,6 +220,7 @@ _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
     **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
+    **lfm2.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
     "minimax_m3_vl_text": minimax_m3.DEFAULTS,
@@ -457,6 +465,14 @@ ARCHITECTURES = {
             back=nemotron_h.nemotron_h_back, shared=True,
             defaults=_DEFAULTS["nemotron_h"], aliases=nemotron_h.ALIASES,
             renamed={r"^backbone\.": "model."}, beside={r"mtp\..*": GUESSES},
+        ),
+        _llama_like(
+            "lfm2", "Lfm2ForCausalLM", lfm2.lfm2_fields, lfm2.lfm2_config,
+            aliases=lfm2.DENSE_ALIASES, rules_of=lfm2.lfm2_rules,
+        ),
+        _llama_like(
+            "lfm2_moe", "Lfm2MoeForCausalLM", lfm2.lfm2_moe_fields, lfm2.lfm2_moe_config,
+            experts.LFM2, lfm2.ALIASES, rules_of=lfm2.lfm2_rules,
         ),
         _llama_like(
             "granite_swa", "GraniteSWAForCausalLM", granite.swa_fields, granite.swa_config

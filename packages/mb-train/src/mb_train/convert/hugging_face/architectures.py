@@ -507,6 +507,10 @@ ARCHITECTURES = {
             aliases={"num_experts": "num_local_experts"}, rules_of=relatives.qwen3_vl_moe_rules,
         ),
         _llama_like(
+            "qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel", llama.qwen3_moe_fields, None,
+            aliases={"num_experts": "num_local_experts"},
+        ),
+        _llama_like(
             "mellum", "MellumForCausalLM", relatives.mellum_fields, relatives.mellum_config,
             aliases={"num_experts": "num_local_experts"}, beside={r"model\.mtp\..*": GUESSES},
         ),

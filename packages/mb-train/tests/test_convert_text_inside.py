@@ -11,6 +11,7 @@ from their_models import (
     DEEPSEEK,
     EXPERTS,
     LATENT,
+    LFM2,
     MINIMAX_M3,
     MISTRAL4,
     QWEN_NEXT,
@@ -55,6 +56,11 @@ INSIDE = {
         {**MINIMAX_M3, "layer_types": ["full_attention"] * 3},
         {**KIMIS, "spatial_merge_size": 2, "temporal_patch_size": 1},
         "minimax_m3_vl_text",
+    ),
+    "lfm2_vl": (
+        {**LFM2, "model_type": "lfm2", "block_multiple_of": 8},
+        {**KIMIS, "model_type": "siglip2_vision_model", "num_patches": 4},
+        "lfm2",
     ),
     "mistral3": (
         {**DEEPSEEK, **LATENT, "model_type": "mistral4", "rope_parameters": MISTRAL4},

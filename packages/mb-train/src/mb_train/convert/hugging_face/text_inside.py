@@ -20,9 +20,9 @@ _THINKER = {"qwen3_omni_moe": "thinker_config"}
 # What each is a model of if its file does not say so, and whether its head is tied then.
 _INSIDE = {
     "glm4v_moe": ("glm4v_moe_text", False), "kimi_k25": ("deepseek_v3", True),
-    "minimax_m3_vl": ("minimax_m3_vl_text", False), "mistral3": ("mistral", True),
-    "qwen3_5_moe": ("qwen3_5_moe_text", False), "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
-    "qwen3_omni_moe": ("qwen3_omni_moe_text", False),
+    "lfm2_vl": ("lfm2", True), "minimax_m3_vl": ("minimax_m3_vl_text", False),
+    "mistral3": ("mistral", True), "qwen3_5_moe": ("qwen3_5_moe_text", False),
+    "qwen3_omni_moe": ("qwen3_omni_moe_text", False), "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
 }  # fmt: skip
 _NAMES = {
     r"^thinker\.(model|lm_head)\.": r"\1.",

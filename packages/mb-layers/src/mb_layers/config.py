@@ -38,6 +38,9 @@ class MoEConfig:
             GPT-OSS's clamped "swigluoai" are gated (w1 is [E, 2F, D], gate over up), and take
             numbers: "swiglu(limit=10)"; "gelu", "gelu_tanh", "silu", "relu" and "squared_relu" are
             not (w1 is [E, F, D]).
+        latent_size: the routed experts compute between two maps that all share, in so many channels
+            instead of D: y = up(experts(down(x))) (Nemotron 3's LatentMoE). The router and the
+            shared expert take x. None: no such maps.
 
     Router:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
@@ -59,10 +62,6 @@ class MoEConfig:
         weights_on_input: the routing weights scale the experts' input, not their output (Llama-4).
         router_fp32: compute the logits in fp32. False: in the dtype of the tokens.
         router_bias: a learned bias [E] on the logits.
-
-        latent_size: the routed experts compute between two maps that all share, in so many channels
-            instead of D: y = up(experts(down(x))) (Nemotron 3's LatentMoE). The router and the
-            shared expert take x. None: no such maps.
 
     Biases and the shared expert:
         mlp_bias: biases b1 [E, F or 2F] and b2 [E, D] inside every expert.
@@ -116,6 +115,7 @@ class MoEConfig:
     num_experts: int
     top_k: int = 1
     activation: str = "swiglu"
+    latent_size: int | None = None
 
     score_function: ScoreFunction = "softmax"
     renormalize: bool = False
@@ -131,7 +131,6 @@ class MoEConfig:
     weights_on_input: bool = False
     router_fp32: bool = True
     router_bias: bool = False
-    latent_size: int | None = None
 
     mlp_bias: bool = False
     output_bias: bool = False

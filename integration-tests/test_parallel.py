@@ -100,7 +100,7 @@ STATES = (
 MAMBA = (
     "--num-layers 4 --hybrid-layer-pattern ME*- --mamba-num-heads 4 --mamba-head-dim 6 "
     "--mamba-num-groups 2 --mamba-state-dim 5 --position-embedding-type none --normalization "
-    f"RMSNorm {HEADS}"
+    f"RMSNorm --moe-latent-size 12 {HEADS}"
 )
 ONE_GROUP = f"{MAMBA} --mamba-num-groups 1"
 # Of four times the base's width; the modules for further tokens have the same numbers.

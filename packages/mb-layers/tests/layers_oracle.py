@@ -138,15 +138,20 @@ def loop_over_tokens(
             probs.append(scores / scores.sum())
             z.append(torch.log(torch.exp(logits).sum()) ** 2)
     load, kept = count_slots(config, slots)
-    y = {t: torch.zeros_like(x) for t, x in enumerate(x_TD)}
+    rows = list(x_TD)
+    if config.latent_size is not None:
+        rows = [params["latent_down.weight"] @ x for x in rows]
+    y = {t: torch.zeros_like(x) for t, x in enumerate(rows)}
     for n, (t, e, weight) in enumerate(slots):
         if e >= num_experts and n in kept:  # returns its token
-            y[t] = y[t] + weight * x_TD[t]
+            y[t] = y[t] + weight * rows[t]
         elif n in kept and config.weights_on_input:
-            y[t] = y[t] + run_one_expert(config, weight * x_TD[t], params, "experts", e)
+            y[t] = y[t] + run_one_expert(config, weight * rows[t], params, "experts", e)
         elif n in kept:
-            y[t] = y[t] + weight * run_one_expert(config, x_TD[t], params, "experts", e)
+            y[t] = y[t] + weight * run_one_expert(config, rows[t], params, "experts", e)
     for t, x in enumerate(x_TD):
+        if config.latent_size is not None:
+            y[t] = params["latent_up.weight"] @ y[t]
         y[t] = add_unrouted(config, params, x, y[t]) if mask[t] else 0 * y[t]
     divisor = max(len(z) if valid_tokens is None else valid_tokens, 1)
     zero = x_TD.new_zeros(choices)

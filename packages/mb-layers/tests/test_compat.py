@@ -314,6 +314,7 @@ def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
         ({"score_function": "sigmoid"}, {}, "score_function='softmax', got 'sigmoid'"),
         ({"routed_scaling_factor": 2.5}, {}, "routed_scaling_factor=1.0, got 2.5"),
         ({"num_zero_experts": 2}, {}, "num_zero_experts=0, got 2"),
+        ({"latent_size": 4}, {}, "latent_size=None, got 4"),
         ({"weights_on_input": True}, {}, "weights_on_input=False, got True"),
         ({"mlp_bias": True}, {}, "mlp_bias=False, got True"),
         ({"activation": "swiglu(limit=7)"}, {}, "of the gate alone, got 'swiglu"),

@@ -84,6 +84,15 @@ BAD = {
         {"num_zero_experts": 2, "num_expert_groups": 4, "top_k_groups": 2},
         "num_zero_experts=0 with expert groups",
     ),
+    "latent of nothing": ({"latent_size": 0}, "latent_size .* >= 1, got 0"),
+    "zero experts behind a latent": (
+        {"latent_size": 4, "num_zero_experts": 2},
+        "num_zero_experts=0 with latent_size, got 2",
+    ),
+    "biases behind a latent": (
+        {"latent_size": 4, "mlp_bias": True},
+        "mlp_bias=False with latent_size, got True",
+    ),
     "half groups": ({"num_expert_groups": 2}, "together"),
     "other half": ({"top_k_groups": 2}, "together"),
     "no open groups": ({"num_expert_groups": 2, "top_k_groups": 0}, "top_k_groups .* >= 1, got 0"),

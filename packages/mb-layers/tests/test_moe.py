@@ -64,6 +64,13 @@ VARIANTS = {
         "activation": "gelu",
         "output_bias": True,
     },
+    "latent": {
+        "latent_size": 6,
+        "activation": "squared_relu",
+        "shared_expert_hidden_size": 12,
+        "output_bias": True,
+    },
+    "latent-wide-input-weights": {"latent_size": 24, "weights_on_input": True},
     **{
         name: {"activation": name}
         for name in ("geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")

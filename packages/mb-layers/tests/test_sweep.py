@@ -52,6 +52,8 @@ def draw_config(rng: random.Random) -> MoEConfig:
         fields["top_k"] = min(fields["top_k"], num_experts // 2)
     elif maybe(0.2):
         fields["num_zero_experts"] = rng.randint(1, 3)
+    if not (fields["mlp_bias"] or "num_zero_experts" in fields) and maybe(0.2):
+        fields["latent_size"] = rng.choice([3, 8, 20])
     if maybe(0.4):
         fields |= {
             "shared_expert_hidden_size": rng.choice([4, 10, 16]),

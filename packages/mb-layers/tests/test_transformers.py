@@ -38,11 +38,9 @@ def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.Mo
     assert all("experts" in name for name in moved)
     got = outputs_and_gradients(model)
     assert calls, "our implementation did not run"
-    assert set(calls) == {
-        {"gpt_oss": GPT_OSS, "nemotron_h": "squared_relu", "gemma_gate": "geglu_tanh"}.get(
-            family, "swiglu"
-        )
-    }
+    others = {"gpt_oss": GPT_OSS, "gemma_gate": "geglu_tanh"}
+    others |= dict.fromkeys(("nemotron_h", "nemotron_3"), "squared_relu")
+    assert set(calls) == {others.get(family, "swiglu")}
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
@@ -123,6 +121,20 @@ def test_one_tensor_per_expert_loads_too(names: tuple[str, str, str]) -> None:
         assert torch.equal(state[name], tensor), name
 
 
+def test_one_tensor_per_expert_without_a_gate_loads_too() -> None:
+    block = moe_block(build("nemotron_3"))
+    layer = mb.moe_from_block(block)
+    hub = {n: t for n, t in block.state_dict().items() if not n.startswith("experts.")}
+    for name in ("up_proj", "down_proj"):
+        weights = getattr(block.experts, name).unbind()
+        hub |= {f"experts.{e}.{name}.weight": w for e, w in enumerate(weights)}
+    state = mb.translate_block(hub, layer.config)
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    back = mb.translate_layer(state, layer.config, hub.keys())
+    assert all(torch.equal(back[name], tensor) for name, tensor in hub.items())
+
+
 def test_every_tensor_is_accounted_for() -> None:
     block = build("qwen2_moe").model.layers[0].mlp
     config = mb.config_from_block(block)
@@ -159,6 +171,10 @@ def test_unknown_blocks_are_refused() -> None:
         mb.moe_from_block(block)
     with pytest.raises(ValueError, match=r"moe_norm_min of at most 1e-12, got 0\.5"):
         mb.swap_blocks(build("ernie4_5_moe", moe_norm_min=0.5))
+    with pytest.raises(ValueError, match=r"an activation that dMoE computes, got Tanh\(\)"):
+        mb.swap_blocks(build("nemotron_h", mlp_hidden_act="tanh"))
+    with pytest.raises(ValueError, match=r"nothing uses: fc1_latent_proj\.bias"):
+        mb.swap_blocks(build("nemotron_3", mlp_bias=True))
     with pytest.raises(ValueError, match="a shared expert of some width, got one of 0"):
         mb.swap_blocks(build("glm4_moe", n_shared_experts=0))
 

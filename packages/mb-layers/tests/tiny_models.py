@@ -130,14 +130,16 @@ FAMILIES = {
     },
     "gemma_gate": {"intermediate_size": 16, "num_experts": 9, "hidden_act": "gelu_pytorch_tanh"},
 }
+FAMILIES["nemotron_3"] = {**FAMILIES["nemotron_h"], "moe_latent_size": 20}
 BLOCKS = [
     *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
     *("granitemoe", "afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "gpt_oss"),
+    *("nemotron_h", "nemotron_3"),
 ]
 
 
 def build(family: str, **overrides: object) -> torch.nn.Module:
-    kind = {"gemma_gate": "olmoe"}.get(family, family)
+    kind = {"gemma_gate": "olmoe", "nemotron_3": "nemotron_h"}.get(family, family)
     config = transformers.AutoConfig.for_model(kind, **(COMMON | FAMILIES[family] | overrides))
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -202,7 +204,7 @@ def longcat(top_k: int) -> torch.nn.Module:
 
 def moe_block(model: torch.nn.Module) -> torch.nn.Module:
     last = model.model.layers[1]
-    return last.block_sparse_moe if hasattr(last, "block_sparse_moe") else last.mlp
+    return next(m for n, m in last.named_children() if n in ("block_sparse_moe", "mlp", "mixer"))
 
 
 def outputs_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -119,6 +119,7 @@ CASES = {
     "all_gather": ("all_gather", {}, (9,)),
     "all_to_all": ("all_to_all", {}, (9,)),
     "unequal": ("all_to_all", {}, (9, 4)),
+    "latent": ("all_to_all", {"latent_size": 5}, (9, 4)),
     "unequal-all_gather": ("all_gather", {}, (4, 9)),
     "a-rank-without-tokens": ("all_to_all", {}, (11, 0)),
     "shared-experts": ("all_gather", {"share": "module"}, (9,)),

@@ -40,7 +40,7 @@ CASES = {
     "dense": TWO,
     "gated-rms-qknorm-untied": replace(TWO, gated=True, rms=True, qk_norm="head", tied=False),
     "norms-over-width": replace(TWO, rms=True, qk_norm="width"),
-    "moe-padded-shared": replace(TWO, experts=4, padded=True, shared_expert=16),
+    "moe-padded-shared": replace(TWO, experts=4, padded=True, shared_expert=16, latent=6),
     "moe-capacity": replace(TWO, experts=4, capacity_factor=0.75, batch=3),
 }
 

@@ -55,6 +55,7 @@ class Options:
     experts: int = 0  # 0: dense
     capacity_factor: float | None = None
     shared_expert: int | None = None
+    latent: int | None = None  # between whose maps the experts compute
     gated: bool = False
     rms: bool = False
     qk_norm: str = ""  # over a "head", or the "width" of all
@@ -148,6 +149,7 @@ class Block(nn.Module):
                 z_loss_weight=0.01,
                 shared_expert_hidden_size=options.shared_expert,
                 shared_expert_gate=options.shared_expert is not None,
+                latent_size=options.latent,
                 output_bias=True,
                 mlp_bias=options.expert_bias,
                 balance_over=options.balance_over,

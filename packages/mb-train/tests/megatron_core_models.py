@@ -96,6 +96,16 @@ STATES = {
     "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
 }  # fmt: skip
 
+# A layer of each kind, with other numbers of heads than of groups.
+HYBRID = {
+    **{name: LLAMA[name] for name in ("group_query_attention", "num_query_groups", "kv_channels",
+       "normalization", "untie_embeddings_and_output_weights", "add_bias_linear")},
+    "position_embedding_type": "none", "squared_relu": True, "hybrid_layer_pattern": "ME*-",
+    "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_num_groups": 4, "mamba_state_dim": 5,
+}  # fmt: skip
+# Experts behind a latent, in its one such layer.
+OF_ONE = {"moe_first_k_dense": 0, "moe_loss_weight": 0.01, "moe_latent_size": 20}
+OF_ONE_ARGS = {"moe_layer_freq": 1, "moe_latent_size": 20}
 
 LAST = "final_layernorm"
 
@@ -181,6 +191,10 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
             own = with_state(here, cut)
             layer |= {f"self_attention.{name}": weight for name, weight in own.items()}
             del layer["self_attention.linear_proj.weight"]
+        if "attention.xz.weight" in here:
+            layer |= of_mamba(here, cut, kind)
+            for name in ("self_attention.linear_proj.weight", norm_1.format("weight")):
+                del layer[name]
         if (sinks := here.get("attention.sinks")) is not None:
             layer["self_attention.core_attention.softmax_offset"] = cut(sinks)
         for our, groups in (("q", 4), ("q_up", 4), ("kv_down", 1)):
@@ -207,11 +221,16 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
                 layer["mlp.shared_experts.linear_fc1.weight"] = fc1(*w1.chunk(1 + gated))
                 layer["mlp.shared_experts.linear_fc2.weight"] = cut(w2, 1)
                 layer["mlp.shared_experts.gate_weight"] = here["mlp.shared_expert.gate"]
+            for our, their in (("down", "fc1"), ("up", "fc2")):
+                if f"mlp.latent_{our}.weight" in here:
+                    layer[f"mlp.{their}_latent_proj.weight"] = here[f"mlp.latent_{our}.weight"]
             mine = range(EXPERTS // ep * e, EXPERTS // ep * (e + 1))
             up = [fc1(*here["mlp.experts.w1"][k].chunk(1 + gated)) for k in mine]
             down = [cut(here["mlp.experts.w2"][k], 1) for k in mine]
             if experts_as == "two":
-                layer["mlp.experts.weight1"] = torch.stack([w.t() for w in up]).view(HIDDEN, -1)
+                layer["mlp.experts.weight1"] = torch.stack([w.t() for w in up]).view(
+                    up[0].shape[1], -1
+                )
                 layer["mlp.experts.weight2"] = torch.cat([w.t() for w in down])
             for k in range(len(mine)) if experts_as != "two" else ():
                 name = "mlp.experts.local_experts.{k}.linear_{fc}.{kind}"
@@ -238,7 +257,9 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
     if LAYERS - 1 in layers:
         for name in ("weight", "bias"):
             if f"stack.norm.{name}" in state:
-                found[f"decoder.final_layernorm.{name}"] = state[f"stack.norm.{name}"]
+                halves = any(".xz." in name for name in state)
+                last = "final_norm" if halves else LAST
+                found[f"decoder.{last}.{name}"] = state[f"stack.norm.{name}"]
         if "head.weight" in state or 0 not in layers:  # tied weights are in the last stage too
             head = state.get("head.weight", state["embedding.tokens.weight"])
             found["output_layer.weight"] = cut(head)
@@ -273,8 +294,43 @@ def with_state(here, cut):
     }  # fmt: skip
 
 
-def kind_by_kind(rows, tp):
+def of_mamba(here, cut, kind):
+    """The same of a layer of Mamba-2; convolutions by the names of older and of newer versions."""
+    H, P, G, N = sizes_of_mamba()
+    z, x, b, c, dt = (f"attention.{name}" for name in ("xz", "xz", "bc", "bc", "dt"))
+
+    def of(name, groups, part, width):
+        rows = here[name].unflatten(0, (groups, -1)).split(width, dim=1)
+        return cut(rows[part].flatten(0, 1))
+
+    rows = [of(f"{z}.weight", H, 1, P), of(f"{x}.weight", H, 0, P)]
+    rows += [of(f"{b}.weight", G, 0, N), of(f"{c}.weight", G, 1, N), cut(here[f"{dt}.weight"])]
+    found = {
+        "in_proj.weight": torch.cat(rows),
+        "norm.weight": cut(here["attention.norm.weight"]),
+        "out_proj.weight": cut(here["attention.out.weight"], 1),
+        **{name: cut(here[f"attention.gates.{name}"]) for name in ("A_log", "D", "dt_bias")},
+    }
+    for name in ("weight", "bias"):
+        common = [of(f"attention.conv_bc.{name}", G, part, N) for part in range(2)]
+        convolution = torch.cat([cut(here[f"attention.conv.{name}"]), *common])
+        mark = "." if kind == "te" else "_"
+        found[f"conv1d{mark}{name}"] = convolution[:, None] if name == "weight" else convolution
+    norm = "mixer.in_proj.layer_norm_weight" if kind == "te" else "norm.weight"
+    return {**{f"mixer.{name}": w for name, w in found.items()}, norm: here["norm_1.weight"]}
+
+
+def sizes_of_mamba():
+    return [HYBRID[f"mamba_{of}"] for of in ("num_heads", "head_dim", "num_groups", "state_dim")]
+
+
+def kind_by_kind(rows, tp, key):
     """What a rank's in_proj or convolution holds, by Megatron's names."""
+    if ".mixer." in key:
+        H, P, G, N = sizes_of_mamba()
+        kinds = {"z": H * P, "x": H * P, "B": G * N, "C": G * N, "dt": H}
+        kinds = {kind: kinds[kind] for kind in ("xBC" if "conv1d" in key else kinds)}
+        return dict(zip(kinds, rows.split([n // tp for n in kinds.values()]), strict=True))
     G, H, C, V = sizes_of_states()
     counts = {"query": G * C, "key": G * C, "value": H * V, "z": H * V, "beta": H, "alpha": H}
     ends = torch.tensor([count // tp for count in counts.values()]).cumsum(0)

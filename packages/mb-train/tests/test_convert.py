@@ -146,6 +146,17 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
+def test_no_step_of_a_nemotron_is_too_small(tmp_path):
+    """As where they were trained; transformers' class has a bound, which is lowered here."""
+    model = theirs("nemotron_h", time_step_min=1e-12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter -= 10
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
     """As its files have it, with the factor of attention that follows from the others."""
     model = theirs("olmo3", rope_parameters={FULL: YARN, NEAR: {"rope_theta": 500_000.0}})
@@ -277,7 +288,12 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         ("granitemoehybrid", {"layer_types": [FULL] * 3, "tie_word_embeddings": True}),
         ("granitemoehybrid", {"mamba_expand": 3, "num_local_experts": 6}),
         ("nemotron_h", {"n_group": 2, "topk_group": 1, "norm_topk_prob": False}),
+        ("nemotron_h", {"moe_latent_size": 12}),
         ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"], "n_groups": 1}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False, "conv_L_cache": 1, "norm_eps": 1e-3}),
+        ("lfm2", {"block_ffn_dim_multiplier": 1.4, "tie_word_embeddings": False}),
+        ("lfm2_moe", {"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False}),
+        ("lfm2_moe", {"routed_scaling_factor": 2.5, "rope_parameters": {**YARN}}),
         ("qwen3_next", {"layer_types": None, "mlp_only_layers": [0], "norm_topk_prob": False}),
         ("qwen3_next", {"layer_types": [STATE] * 3 + [FULL], "linear_num_value_heads": 2}),
         ("qwen3_next", {"layer_types": [STATE, FULL] * 2, "mlp_only_layers": [0, 1, 2, 3]}),
@@ -438,7 +454,7 @@ def test_a_routers_bias_keeps_its_bits(tmp_path):
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "gpt2"])
 def test_norms_have_their_epsilons(tmp_path, kind):
     """Those of DeepSeek's latents have one of their own."""
-    model = theirs(kind, rms_norm_eps=1e-3)
+    model = theirs(kind, **{"norm_eps" if kind.startswith("lfm2") else "rms_norm_eps": 1e-3})
     model.save_pretrained(tmp_path)
     converted = ours(tmp_path)
     rules = architecture_of(model.config.to_dict()).stacked(None, converted.config)
@@ -477,6 +493,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
         "hunyuan_v1_moe",
         "qwen3_next",
         "qwen3_5_moe_text",
+        "lfm2_moe",
     ],
 )
 def test_gradients_are_theirs(tmp_path, kind):

@@ -52,7 +52,7 @@ BESIDE = {
     "glm4_moe": {"num_attention_heads": 64}, "glm4v_moe_text": {"num_attention_heads": 64},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128},
-    "exaone4": {"sliding_window_pattern": 33},
+    "exaone4": {"sliding_window_pattern": 33}, "lfm2_moe": {"layer_types": ["conv"] * 32},
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_every_setting_is_read_and_has_their_default(kind):
             assert found.read({n: v for n, v in full.items() if n != name}) == expected, name
         except KeyError:
             sizes.add(name)
-    says_size = re.compile(r"(d|n|num|max|hidden|intermediate)_[a-z_]+")
+    says_size = re.compile(r"(d|n|num|max|hidden|intermediate)_[a-z_]+|layer_types")
     assert all(says_size.fullmatch(name) for name in sizes)
     for alias, name in type(transformers.CONFIG_MAPPING[kind]()).attribute_map.items():
         renamed = {alias if n == name else n: value for n, value in full.items()}
@@ -242,7 +242,9 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias of"),
         ("granitemoehybrid", {"time_step_limit": [1e-3, 0.1]}, "time_step_limit of .* no limit"),
         ("granitemoehybrid", {"layer_types": ["sliding_attention"] * 3}, "for each of 3 layers"),
-        ("nemotron_h", {"moe_latent_size": 12}, "moe_latent_size of"),
+        ("lfm2", {"conv_bias": True}, "conv_bias of"),
+        ("lfm2_moe", {"layer_types": ["conv", "mamba", "conv"]}, "conv or full_attention for"),
+        ("lfm2_moe", {"layer_types": None}, "lacks 'layer_types'"),
         ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act of"),
         ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type of .* 'conv'"),
         ("granitemoehybrid", {"mamba_n_groups": 3}, "-num-groups to divide .*, got 3 and 8"),

@@ -11,6 +11,7 @@ from their_models import (
     DEEPSEEK,
     EXPERTS,
     LATENT,
+    LFM2,
     LLAMA4,
     MINIMAX_M3,
     MISTRAL4,
@@ -73,6 +74,11 @@ INSIDE = {
         },
         "llama4_text",
     ),
+    "lfm2_vl": (
+        {**LFM2, "model_type": "lfm2", "block_multiple_of": 8},
+        {**KIMIS, "model_type": "siglip2_vision_model", "num_patches": 4},
+        "lfm2",
+    ),
     "mistral3": (
         {**DEEPSEEK, **LATENT, "model_type": "mistral4", "rope_parameters": MISTRAL4},
         {**KIMIS, "model_type": "pixtral", "image_size": 16, "head_dim": 8},
@@ -120,6 +126,51 @@ def test_a_text_inside_is_theirs(tmp_path, kind):
     back = known.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
     assert back.config.model_type == INSIDE[kind][2]
     torch.testing.assert_close(logits_of(back), want, rtol=1e-4, atol=2e-5)
+
+
+def test_a_text_inside_of_what_thinks_is_theirs(tmp_path):
+    """Qwen3-Omni, whose other parts hear and speak."""
+    torch.manual_seed(0)
+    text = {
+        **SIZES,
+        **EXPERTS,
+        "moe_intermediate_size": 16,
+        "head_dim": 16,
+        "rope_parameters": ROPE,
+    }
+    config = transformers.CONFIG_MAPPING["qwen3_omni_moe_thinker"](
+        text_config={"initializer_range": 0.2, **text},
+        vision_config=EYES,
+        audio_config={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2,
+                      "encoder_ffn_dim": 16, "output_dim": 48, "downsample_hidden_size": 8},
+    )  # fmt: skip
+    model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    model.save_pretrained(tmp_path / "hf")
+    tensors = {f"thinker.{n}": t for n, t in TensorFolder(tmp_path / "hf").items()}
+    write_tensors(
+        tmp_path / "hf", tensors | {"talker.a": torch.ones(2), "code2wav.b": torch.ones(2)}
+    )
+    about = {"model_type": "qwen3_omni_moe", "thinker_config": config.to_dict()}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(about))
+    said = []
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
+    assert "it sees, hears or speaks" in said[0]
+    want = logits_of(model)
+    torch.testing.assert_close(
+        logits_of(load_trained(tmp_path / "run").model), want, rtol=1e-4, atol=2e-5
+    )
+    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    known = transformers.AutoModelForCausalLM
+    back = known.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    assert back.config.model_type == "qwen3_moe"
+    torch.testing.assert_close(logits_of(back), want, rtol=1e-4, atol=2e-5)
+    for wrong, why in (
+        ({"quantization_config": {"quant_method": "awq"}}, "got awq"),
+        ({"thinker_config": None}, "settings of the text inside of qwen3_omni_moe, got None"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(about | wrong))
+        with pytest.raises(ValueError, match=why):
+            read_model(tmp_path / "hf")
 
 
 def test_what_is_said_of_the_whole_is_said_of_its_text(tmp_path):

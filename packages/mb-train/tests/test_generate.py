@@ -205,6 +205,10 @@ KINDS = {
         "num_layers": 5, "hybrid_layer_pattern": "ME*-M", "mamba_head_dim": 8,
         "mamba_num_groups": 2, "mamba_state_dim": 6, "residual_multiplier": 0.3,
     },
+    "lfm2": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "num_layers": 6, "hybrid_layer_pattern": "S-*ESE", "qk_layernorm": True,
+    },
     "after-norm": {"apply_residual_connection_post_layernorm": True},
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both"},

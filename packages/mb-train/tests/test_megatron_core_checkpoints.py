@@ -7,17 +7,23 @@ import pytest
 import torch
 from mb_train.convert import read_megatron
 from mb_train.loading import load_trained
+from mb_train.models.mamba import Mamba2
 from megatron_core_models import (
+    ALIKE,
+    ALIKE_ARGS,
     BIASED,
     BIASED_ARGS,
     FURTHER,
     GATES,
     HIDDEN,
+    HYBRID,
     LATENT,
     LAYERS,
     LLAMA,
     MIXTURE,
     MIXTURE_ARGS,
+    OF_ONE,
+    OF_ONE_ARGS,
     ON_INPUT,
     ON_INPUT_ARGS,
     OURS,
@@ -178,6 +184,23 @@ L2_NORMS = {"qk_layernorm": False, "qk_l2_norm": True}
             | {"experimental_attention_variant": None, "linear_attention_type": "gated_delta_net"},
             {},
         ),
+        (
+            HYBRID | MIXTURE | OF_ONE,
+            HYBRID | MIXTURE_ARGS | OF_ONE_ARGS | {"hybrid_layer_pattern": "ME|*-"},
+            {"tp": 4, "pp": 2, "ep": 2},
+        ),
+        (
+            HYBRID | {"hybrid_layer_pattern": "M*M-"},
+            HYBRID | {"hybrid_layer_pattern": None, "hybrid_override_pattern": "M*M-"},
+            {"tp": 2},
+        ),
+        (
+            HYBRID | {"hybrid_layer_pattern": "M-M-"},
+            HYBRID | {"hybrid_layer_pattern": None, "hybrid_mlp_ratio": 0.5, "is_hybrid_model": 1},
+            {"pp": 4},
+        ),
+        (ALIKE | OF_ONE | {"moe_loss_weight": 0.04}, ALIKE_ARGS | OF_ONE_ARGS,
+         {"ep": 2, "experts": "two"}),
         # What a checkpoint says of them whatever its model is.
         (LLAMA, LLAMA | STATES | {"experimental_attention_variant": None}, {}),
         (LLAMA | {"no_rope_freq": 1}, LLAMA | {"no_rope_freq": [1] * 4}, {}),
@@ -215,10 +238,8 @@ def test_the_command_makes_a_run(tmp_path):
     [
         ({"mtp_num_layers": 1}, r"missing .*mtp\.layers\.0\.eh_proj\.weight"),
         ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
-        (
-            {"hybrid_override_pattern": "M*-"},
-            "got --hybrid-override-pattern: Megatron Core's files of Mamba layers are not read",
-        ),
+        ({"hybrid_override_pattern": "M*-"}, "a letter for each of --num-layers 4, got 3: M"),
+        (HYBRID | {"hybrid_layer_pattern": "M*M-/*-"}, r"to be of M .*, got 'M\*M-/\*-'"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"scaling_recipe": "depth_mup"}, "none or mup, got 'depth_mup'"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
@@ -246,11 +267,21 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
 
 
 @pytest.mark.parametrize("kind", ["te", "local"])
-@pytest.mark.parametrize("fields", [LLAMA | STATES | FURTHER, LATENT | {"q_lora_rank": 16}, {}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LLAMA | STATES | FURTHER,
+        LATENT | {"q_lora_rank": 16},
+        {},
+        HYBRID | {"hybrid_layer_pattern": "M*M-"},
+    ],
+)
 def test_norms_around_one_are_ours_and_one(tmp_path, fields, kind):
     model = our_model(**fields)
     with torch.no_grad():
+        mixers = [m.norm.weight for m in model.modules() if isinstance(m, Mamba2)]
         norms = [p for name, p in model.named_parameters() if "norm" in name and "weight" in name]
+        norms = [p for p in norms if not any(p is own for own in mixers)]  # which are mamba-ssm's
         for norm in norms:
             norm.copy_((64 * norm).round() / 64)  # of which one less is exact
     folder = write(tmp_path / "checkpoints", model, kind=kind, **fields, apply_layernorm_1p=True)
@@ -258,13 +289,20 @@ def test_norms_around_one_are_ours_and_one(tmp_path, fields, kind):
 
     def from_one(content):
         for name, tensor in content["model"].items():
-            if name.endswith(("norm_weight", "norm.weight")):
+            if name.endswith(("norm_weight", "norm.weight")) and "mixer.norm." not in name:
                 content["model"][name] = tensor - 1
                 theirs.append(name)
 
     change_each(folder, from_one)
     assert len(theirs) == len(norms)
     check_read(folder, model)
+
+
+def test_norms_of_mamba_have_the_epsilon_that_they_have_there(tmp_path):
+    fields = HYBRID | {"hybrid_layer_pattern": "M*M-", "layernorm_epsilon": 1e-6}
+    folder = write(tmp_path / "checkpoints", our_model(**fields), **fields, norm_epsilon=1e-6)
+    with pytest.raises(ValueError, match=r"--norm-epsilon 1e-05 with layers of Mamba-2, .* 1e-06"):
+        read_megatron(folder)
 
 
 def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
@@ -319,7 +357,7 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size to be"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),
-        ({"moe_latent_size": 8}, "experts take the whole hidden state"),
+        ({"moe_latent_size": 8}, r"missing .*mlp\.fc1_latent_proj\.weight"),
         ({"moe_mlp_glu_interleave_size": 32}, "blocks of each in turn: --moe-mlp-glu-inter"),
         ({"moe_shared_expert_glu_interleave_size": 8}, "in turn: --moe-shared-expert-glu-inter"),
         ({"moe_n_hash_layers": 2}, "chooses by its scores"),
@@ -345,7 +383,9 @@ def test_tensors_are_accounted_for(tmp_path):
     change_each(
         folder, lambda c: c["model"].update({"decoder.layers.0.mixer.A_log": torch.ones(2)})
     )
-    with pytest.raises(ValueError, match=r"got a \.mixer: Megatron Core's files of Mamba"):
+    with pytest.raises(
+        ValueError, match="position-embedding-type none or rope with --hybrid-layer"
+    ):
         read_megatron(folder)
 
 

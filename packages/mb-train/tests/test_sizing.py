@@ -61,6 +61,7 @@ MAMBA = {
     "hybrid_layer_pattern": "M*-M", "num_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 24,
     "mamba_num_groups": 1, "mamba_state_dim": 16,
 }  # fmt: skip
+CONVOLUTIONS = {"hybrid_layer_pattern": "S-*-S-", "num_layers": 6}
 GPT_OSS = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "window_size": 15,
     "window_attn_skip_freq": 2, "softmax_type": "learnable", "group_query_attention": True,
@@ -96,6 +97,7 @@ KINDS = {
     "states-in-16-bits": STATES | {"bf16": True, "linear_attention_freq": None},
     "mamba": MODERN | MAMBA,
     "mamba-in-16-bits": MODERN | MAMBA | {"bf16": True, "mamba_num_groups": 4},
+    "convolutions": MODERN | CONVOLUTIONS,
     "latent": LATENT,
     "latent-direct": LATENT | {"q_lora_rank": None, "qk_layernorm": False, "kv_lora_rank": 96},
     "windows": GPT_OSS | {"softmax_type": "vanilla"},
@@ -105,6 +107,10 @@ KINDS = {
     "shared-expert": {
         "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
         "moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True,
+    },
+    "experts-in-a-latent": {
+        "moe_num_experts": 4, "moe_top_k": 1, "moe_latent_size": 40, "squared_relu": True,
+        "moe_shared_expert_intermediate_size": 96,
     },
     "many-small-experts": {"moe_num_experts": 96, "moe_top_k": 1, "moe_ffn_hidden_size": 32},
     "many-sigmoids": {
@@ -303,7 +309,7 @@ _COUNTED = [kind for kind in KINDS if "recompute" not in kind and kind not in _U
 @pytest.mark.parametrize(
     "kind",
     ["dense", "modern", "latent", "latent-direct", "gated-experts", "shared-expert", "t5",
-     "many-small-experts", "t5-dense-and-experts", "recompute", "states"],
+     "experts-in-a-latent", "many-small-experts", "t5-dense-and-experts", "recompute", "states"],
 )  # fmt: skip
 def test_rounding_is_what_passes_through_to_float8(kind, monkeypatch):
     mixed = KINDS["t5-modern"] | {"moe_top_k": 1}
@@ -429,6 +435,7 @@ ODD = {
         "mamba_state_dim": 5,
         "hybrid_layer_pattern": "ME*-",
         "moe_num_experts": 3,
+        "moe_latent_size": 11,
         "position_embedding_type": "none",
     },
     "gpt-oss": GPT_OSS | {"num_query_groups": 1, "moe_first_k_dense": 1},

@@ -33,17 +33,26 @@ CONFIGS = {
     "delta": replace(
         _SIZES, delta=DeltaSizes(2, 6, 5, 3, 4), delta_layers=(True, True, False), moe=MOE
     ),
-    "mamba": replace(_SIZES, num_layers=5, pattern="ME*-M", mamba=MAMBA, moe=MOE),
+    "mamba": replace(
+        _SIZES,
+        num_layers=5,
+        pattern="ME*-M",
+        mamba=MAMBA,
+        moe=replace(MOE, latent_size=10),
+    ),
+    "convolution": replace(_SIZES, num_layers=5, pattern="SE*-S", conv_taps=3, moe=MOE),
 }
 # What experts lose by their balance is not shared by the ranks of a sequence.
 DENSE = {
     "delta": replace(CONFIGS["delta"], moe=None),
     "mamba": replace(CONFIGS["mamba"], moe=None, pattern="M-*-M"),
+    "convolution": replace(CONFIGS["convolution"], moe=None, pattern="S-*-S"),
 }
 # One layer of each kind, where a compiler takes seconds for a layer.
 ONE_OF_EACH = {
     "delta": replace(DENSE["delta"], num_layers=2, delta_layers=(True, False)),
     "mamba": replace(DENSE["mamba"], num_layers=3, pattern="M-*"),
+    "convolution": replace(DENSE["convolution"], num_layers=3, pattern="S-*"),
 }
 KINDS = pytest.mark.parametrize("kind", CONFIGS)
 
@@ -59,6 +68,7 @@ def test_a_convolution_is_torchs_but_for_documents(taps):
     y = F.conv1d(padded.flatten(2).mT, *own, groups=6).mT.view_as(x)
     found = with_gradients([short_convolution(padded, weight, None, bias)], leaves)
     torch.testing.assert_close(found, with_gradients([F.silu(y)], leaves))
+    torch.testing.assert_close(short_convolution(padded, weight, None, bias, silu=False), y)
     begins_BS = torch.zeros(B, 20, dtype=torch.bool)
     begins_BS[0, [1, 2, 9]] = begins_BS[1, 19] = True
     divided = short_convolution(padded, weight, begins_BS, bias)

@@ -106,11 +106,15 @@ _LATENT = replace(
 def _mamba(groups, heads=6):
     sizes = MambaSizes(heads=heads, width=4, groups=groups, state=5, taps=3)
     return replace(
-        SMALL, norm="rmsnorm", bias=False, moe=MOE, positions="none", num_layers=4, mamba=sizes,
-        pattern="ME*-",
+        SMALL, norm="rmsnorm", bias=False, moe=replace(MOE, latent_size=6), positions="none",
+        num_layers=4, mamba=sizes, pattern="ME*-",
     )  # fmt: skip
 
 
+_CONVOLUTIONS = replace(
+    SMALL, norm="rmsnorm", bias=False, moe=MOE, positions="rope", num_layers=4, conv_taps=3,
+    pattern="S-*E",
+)  # fmt: skip
 CASES = {
     "gpt-rope-swiglu": (
         lambda: GPT(_GPT),
@@ -173,6 +177,11 @@ CASES = {
         )
         for config in [_mamba(groups) for groups in (1, 2)]
     },
+    "gpt-convolutions": (
+        lambda: _with_uneven_norms(GPT(_CONVOLUTIONS)),
+        lambda: gpt_plan(_CONVOLUTIONS),
+        gpt_batch,
+    ),
     "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
     "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
     "classifier": (

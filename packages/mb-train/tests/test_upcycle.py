@@ -102,6 +102,7 @@ def test_what_computes_otherwise_is_said_and_what_has_no_copy_refused(tmp_path, 
         ([*four, "--moe-ffn-hidden-size", "32"], "--moe-ffn-hidden-size 64 of experts"),
         ([*four, "--moe-shared-expert-intermediate-size", "8"], "--moe-shared-expert"),
         ([*four, "--no-moe-mlp-bias"], "--moe-mlp-bias True of experts"),
+        ([*four, "--moe-latent-size", "8"], "--moe-latent-size None of experts"),
         (["upcycle", str(tmp_path), *four[2:]], "Expected a checkpoint in"),
     ):
         assert main(words) == 2

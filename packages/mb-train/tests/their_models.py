@@ -91,6 +91,11 @@ SWA = {
     "num_hidden_layers": 4, "sliding_window": 5, "layer_rope_theta": [300.0, 300.0, 0.0, 300.0],
     "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
 }  # fmt: skip
+# Layer 1 attends.
+LFM2 = {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+    "initializer_range": 0.1, "pad_token_id": None,
+}  # fmt: skip
 NEMOTRON_H = {
     "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 10,
     "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 10,
@@ -257,6 +262,11 @@ ALL = {
         },
     ),
     "nemotron_h": ("NemotronH", NEMOTRON_H),
+    "lfm2": ("Lfm2", {**LFM2, "block_multiple_of": 8}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**LFM2, **EXPERTS, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    ),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN_NEXT),
     # Experts that are asked for more than the clamp allows.

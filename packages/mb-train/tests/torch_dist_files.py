@@ -34,7 +34,7 @@ AXES = (
     (r"linear_(qkv|fc1)\.(weight|bias)|eh_proj\.weight", 0),
     (r"linear_(q|q_up|kv_up)_proj\.weight", 0),
     (r"(linear_(proj|fc2)|out_proj)\.weight", 1),
-    (r"(in_proj|conv1d)\.weight\.\w+|A_log|dt_bias", 0),
+    (r"(in_proj|conv1d)\.weight\.\w+|A_log|dt_bias|mixer\.(D|norm\.weight)", 0),
 )
 DOWN = ((r"linear_(q|kv)_down_proj\.weight", 0),)
 
@@ -88,8 +88,8 @@ def items_of(share, ranks, sizes, first_layer, *, kind, stacked, apart, gated):
             if (t, e) == (0, 0):
                 yield bytes_item(f"{key}/shard_{layer}_{LAYERS}", tensor)
             continue
-        if re.search(r"(in_proj|conv1d)\.weight$", key):
-            for part, own in kind_by_kind(tensor, tp).items():
+        if re.search(r"(in_proj|conv1d)\.(weight|bias)$", key):
+            for part, own in kind_by_kind(tensor, tp, key).items():
                 if e == 0:
                     yield tensor_item(f"{key}.{part}", own, lead, {0: (t, tp)})
             continue

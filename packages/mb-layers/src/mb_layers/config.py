@@ -38,6 +38,9 @@ class MoEConfig:
             GPT-OSS's clamped "swigluoai" are gated (w1 is [E, 2F, D], gate over up), and take
             numbers: "swiglu(limit=10)"; "gelu", "gelu_tanh", "silu", "relu" and "squared_relu" are
             not (w1 is [E, F, D]).
+        latent_size: the routed experts compute between two maps that all share, in so many channels
+            instead of D: y = up(experts(down(x))) (Nemotron 3's LatentMoE). The router and the
+            shared expert take x. None: no such maps.
 
     Router:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
@@ -112,6 +115,7 @@ class MoEConfig:
     num_experts: int
     top_k: int = 1
     activation: str = "swiglu"
+    latent_size: int | None = None
 
     score_function: ScoreFunction = "softmax"
     renormalize: bool = False
@@ -213,6 +217,7 @@ class MoEConfig:
             )
         self._check_capacity()
         self._check_weights_on_input()
+        self._check_latent()
         if self.top_k == 1 and self.renormalize:
             warnings.warn(
                 "top_k=1 with renormalize=True makes every routing weight exactly 1: the model's "
@@ -230,6 +235,16 @@ class MoEConfig:
     def num_choices(self) -> int:
         """How many experts a token chooses among: E, and the zero experts."""
         return self.num_experts + self.num_zero_experts
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of what adds to the residual at the start."""
+        return self.init_method_std if self.output_init_std is None else self.output_init_std
+
+    @property
+    def experts_hidden_size(self) -> int:
+        """Channels that the routed experts take and return: D, or those of the latent."""
+        return self.hidden_size if self.latent_size is None else self.latent_size
 
     def _check_capacity(self) -> None:
         for name in ("capacity_factor", "eval_capacity_factor"):
@@ -255,6 +270,17 @@ class MoEConfig:
                 "expected shared_expert_weighted_sum=False with weights_on_input=True, got both; "
                 "leave one out"
             )
+
+    def _check_latent(self) -> None:
+        if self.latent_size is None:
+            return
+        arguments.at_least_1(latent_size=self.latent_size)
+        for name in ("mlp_bias", "num_zero_experts"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"expected {name}={type(value)(0)} with latent_size, got {value}; leave one of "
+                    "the two out"
+                )
 
     def _check_shared_expert(self) -> None:
         if self.shared_expert_hidden_size is not None:

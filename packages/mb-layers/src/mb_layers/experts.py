@@ -17,6 +17,7 @@ from typing import Any
 
 import mb_kernels
 import torch
+import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_kernels.activation import activate, activate_backward
 from mb_kernels.exporting import is_exporting
@@ -50,6 +51,7 @@ class _StackedMLP(nn.Module):
         self,
         config: MoEConfig,
         num_experts: int,
+        hidden: int,
         ffn: int,
         *,
         bias: bool,
@@ -59,7 +61,7 @@ class _StackedMLP(nn.Module):
         super().__init__()
         self.config = config
         self.working_copies = _OfThisModule()
-        hidden, rows = config.hidden_size, 2 * ffn if config.is_glu else ffn
+        rows = 2 * ffn if config.is_glu else ffn
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -74,8 +76,8 @@ class _StackedMLP(nn.Module):
 
         Adapters of `add_lora` are as they were at first.
         """
-        first, second = self.config.init_method_std, self.config.output_init_std
-        for name, std in (("w1", first), ("w2", first if second is None else second)):
+        config = self.config
+        for name, std in (("w1", config.init_method_std), ("w2", config.output_std)):
             base, adapters = base_of(self, name)
             draw(getattr(self, name) if base is None else base, partial(nn.init.normal_, std=std))
             for adapter in adapters:
@@ -133,7 +135,7 @@ class _StackedMLP(nn.Module):
         watched = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
         watched = watched or _all_modules_are_watched()
         fused = self.config.mlp_impl == "grouped" and not self._in_parts() and not watched
-        return fused and self.config.hidden_size % 16 == 0
+        return fused and self.config.experts_hidden_size % 16 == 0
 
     def _in_parts(self) -> bool:
         held = self._parameters  # getattr would add adapters to their weight
@@ -227,6 +229,7 @@ class Experts(_StackedMLP):
         super().__init__(
             config,
             config.num_experts,
+            config.experts_hidden_size,
             config.ffn_hidden_size,
             bias=config.mlp_bias,
             device=device,
@@ -248,8 +251,8 @@ class Experts(_StackedMLP):
     def extra_repr(self) -> str:
         config = self.config
         return (
-            f"{config.num_experts} x ({config.hidden_size} -> {config.ffn_hidden_size} -> "
-            f"{config.hidden_size}), activation={config.activation!r}"
+            f"{config.num_experts} x ({config.experts_hidden_size} -> {config.ffn_hidden_size} -> "
+            f"{config.experts_hidden_size}), activation={config.activation!r}"
         )
 
 
@@ -272,6 +275,7 @@ class SharedExpert(_StackedMLP):
         super().__init__(
             config,
             1,
+            config.hidden_size,
             config.shared_expert_hidden_size,
             bias=config.shared_expert_bias,
             device=device,
@@ -307,3 +311,35 @@ class SharedExpert(_StackedMLP):
             return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))
         x_TD, gate = cast_alike(x_TD, to_plain(self.gate, 1))
         return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
+
+
+class LatentMap(nn.Module):
+    """One of the two maps around experts in a latent: x_TD to [T, L], or back.
+
+    Args:
+        inputs, outputs: widths.
+        std: of its normal init.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        std: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, std)."""
+        draw(self.weight, partial(nn.init.normal_, std=self.std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(*cast_alike(x, to_plain(self.weight, self.weight.shape[0])))
+
+    def extra_repr(self) -> str:
+        return " -> ".join(map(str, reversed(self.weight.shape)))

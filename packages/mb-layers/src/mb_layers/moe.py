@@ -1,6 +1,6 @@
 """`dMoE` and `MoE`: a Mixture-of-Experts feed-forward for any PyTorch model.
 
-    router -> dispatch -> experts -> combine (-> + shared expert, + bias)
+    router (-> down) -> dispatch -> experts -> combine (-> up) (-> + shared expert, + bias)
 
 The two layers differ by their dispatcher alone: `dMoE` drops no token (MegaBlocks, arXiv
 2211.15841), `MoE` caps the load of an expert. Everything forward computes is returned, nothing is
@@ -24,7 +24,7 @@ from mb_layers.arguments import a_module, as_mask, described
 from mb_layers.balance import reduced, router_losses
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.experts import Experts, SharedExpert
+from mb_layers.experts import Experts, LatentMap, SharedExpert
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain
@@ -97,6 +97,11 @@ class MoELayer(nn.Module):
         self.reduce_counts = reduce_counts
         self.router = Router(config, device=device, dtype=dtype) if router is None else router
         self.experts = Experts(config, device=device, dtype=dtype)
+        self.latent_down = self.latent_up = None
+        if config.latent_size is not None:
+            widths = (config.hidden_size, config.latent_size)
+            self.latent_down = LatentMap(*widths, config.init_method_std, device, dtype)
+            self.latent_up = LatentMap(*reversed(widths), config.output_std, device, dtype)
         self.shared_expert = None
         if config.shared_expert_hidden_size is not None:
             self.shared_expert = SharedExpert(config, device=device, dtype=dtype)
@@ -115,8 +120,9 @@ class MoELayer(nn.Module):
             if callable(reset):
                 reset()
         self.experts.reset_parameters()
-        if self.shared_expert is not None:
-            self.shared_expert.reset_parameters()
+        for module in (self.latent_down, self.latent_up, self.shared_expert):
+            if module is not None:
+                module.reset_parameters()
         self._reset_bias()
 
     def _reset_bias(self) -> None:
@@ -168,7 +174,10 @@ class MoELayer(nn.Module):
         dispatcher = self.dispatcher
         if not self.training and self.eval_dispatcher is not None:
             dispatcher = self.eval_dispatcher
-        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
+        rows_TD = x_TD if self.latent_down is None else self.latent_down(x_TD)
+        y_TD, dispatched = run_routed(rows_TD, routed, self.config, dispatcher, self.experts)
+        if self.latent_up is not None:
+            y_TD = self.latent_up(y_TD)
         y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
         aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
         return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)

@@ -41,7 +41,7 @@ def warm_up(
         return nothing
     return mb_kernels.warm_up(
         tokens=tokens,
-        hidden_size=config.hidden_size,
+        hidden_size=config.experts_hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_experts=config.num_experts,
         top_k=config.top_k,

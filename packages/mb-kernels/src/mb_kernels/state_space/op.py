@@ -103,8 +103,7 @@ def has_state_space_kernels(device: torch.device, dtype: torch.dtype, P: int, N:
 
 
 def _fake(x: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, _, H, P = x.shape
-    N = b.shape[3]
+    (B, H), N, P = x.shape[::2], b.shape[3], x.shape[3]
     return x.new_empty(x.shape), x.new_empty((B, H, N, P), dtype=wide_dtype(x))
 
 

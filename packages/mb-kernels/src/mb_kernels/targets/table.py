@@ -298,9 +298,9 @@ TILES: dict[str, dict[str, Tile]] = {
     | {"sm100": Tile(16, 16, 32, num_warps=4, num_stages=2)}
     | dict.fromkeys(_RDNA3, Tile(16, 16, 32, num_warps=8, num_stages=2)),
     # The scan of a state space: block_m tokens of a chunk, elsewhere the largest of 64, 32 and 16
-    # that do not spill. sm90, ms forward and backward (16,384 tokens, 64 heads of 64, states of 128 x
-    # 64): 2.1; in 8 warps 3.7; of 32 tokens 3.1, of 128 in 8 warps 2.7. RDNA3 has none: of 16 tokens
-    # 180 bytes spill there.
+    # that do not spill. sm90, ms forward and backward (16,384 tokens, 64 heads of 64, states of
+    # 128 x 64): 2.1; in 8 warps 3.7; of 32 tokens 3.1, of 128 in 8 warps 2.7. RDNA3 has none: of 16
+    # tokens 180 bytes spill there.
     "state_space": dict.fromkeys(_CDNA, Tile(32, 64, 64, num_warps=4, num_stages=1))
     | {"sm90": Tile(64, 64, 64, num_warps=4, num_stages=2)}
     | {"sm100": Tile(64, 64, 64, num_warps=8, num_stages=1)}

@@ -33,6 +33,7 @@ _NOT_THEIRS = (
     "num_expert_groups",
     "balancing_bias",
     "num_zero_experts",
+    "latent_size",
     "weights_on_input",
     "router_bias",
     "mlp_bias",

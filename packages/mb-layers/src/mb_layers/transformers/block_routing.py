@@ -190,6 +190,7 @@ _CLASSES: dict[ToFields, tuple[str, ...]] = {
         "GlmMoeDsaMoE",
         "KimiLinearMoE",
         "MiMoV2FlashMoE",
+        "NemotronHMoE",
         "SolarOpenMoE",
     ),
 }

@@ -8,7 +8,7 @@ Letters: D hidden, F expert ffn width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import (
     IMPLEMENTATION,
+    activation_name,
     fused_activation,
     glu_name,
     has_own_gate,
@@ -79,8 +80,14 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     num_experts, hidden, ffn = experts.down_proj.shape
     if experts.is_transposed:
         hidden, ffn = ffn, hidden
+    into: Any = block._modules.get(LATENT_MAPS["latent_down"])
+    if isinstance(into, nn.Linear):  # else the experts take the hidden state
+        hidden, latent = into.in_features, hidden
+    else:
+        latent = None
     fields: dict[str, Any] = {
         "hidden_size": hidden,
+        "latent_size": latent,
         "ffn_hidden_size": ffn,
         "num_experts": num_experts,
         "top_k": top_k,
@@ -98,10 +105,11 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
                 "works"
             )
         gate = fields["activation"].partition("(")[0]
-        if hasattr(shared, "act_fn") and glu_name(shared.act_fn) != gate:
+        named = glu_name if experts.has_gate else activation_name
+        if hasattr(shared, "act_fn") and named(shared.act_fn) != gate:
             raise ValueError(
                 f"expected {kind} with one gate for all its experts, got {gate} and, of the shared "
-                f'one, {glu_name(shared.act_fn)}; model.set_experts_implementation("'
+                f'one, {named(shared.act_fn)}; model.set_experts_implementation("'
                 f'{IMPLEMENTATION}") works'
             )
         fields["shared_expert_hidden_size"] = width
@@ -125,6 +133,14 @@ class _Numbers:
 
 
 def _gate_of(experts: Any) -> str:
+    if not experts.has_gate:
+        name = activation_name(experts.act_fn)
+        if name is None:
+            raise ValueError(
+                f"expected an activation that dMoE computes, got {experts.act_fn!r}; "
+                f'model.set_experts_implementation("{IMPLEMENTATION}") works'
+            )
+        return name
     if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
         return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
     if not has_own_gate(experts):
@@ -168,6 +184,7 @@ _ROUTERS = ("gate.weight", "router.weight", "router.gate.weight", "gate.wg.weigh
 _FLAT_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias")
 _BIAS_OF_ROWS = "gate.moe_statics.e_score_correction_bias"  # [1, E]
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
+LATENT_MAPS = {"latent_down": "fc1_latent_proj", "latent_up": "fc2_latent_proj"}
 
 
 def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
@@ -191,29 +208,39 @@ def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         rules.append(Rule("router.balancing_bias", (name,), Tensor.float, lambda bias: (bias,)))
     if "experts.gate_up_proj_bias" in names:  # GPT-OSS's
         rules += _TRANSPOSED_WITH_BIASES
-    elif "experts.gate_up_proj" in names:
-        rules.append(Rule("experts.w1", ("experts.gate_up_proj",)))
+    elif (stacked := f"experts.{'gate_up' if config.is_glu else 'up'}_proj") in names:
+        rules.append(Rule("experts.w1", (stacked,)))
         rules.append(Rule("experts.w2", ("experts.down_proj",)))
     else:
         projections = ("gate_proj", "up_proj", "down_proj")
         gate, up, down = ("w1", "w3", "w2") if "experts.0.w1.weight" in names else projections
-        experts = range(config.num_experts)
-        w1 = tuple(f"experts.{e}.{name}.weight" for e in experts for name in (gate, up))
+        experts, ups = range(config.num_experts), (gate, up) if config.is_glu else (up,)
+        w1 = tuple(f"experts.{e}.{name}.weight" for e in experts for name in ups)
         w2 = tuple(f"experts.{e}.{down}.weight" for e in experts)
-        rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
+        rules.append(Rule("experts.w1", w1, *_w1_of(config)))
         rules.append(Rule("experts.w2", w2, _stack, _unstack))
     if config.shared_expert_hidden_size is not None:
         shared = called(SHARED_EXPERTS, ".down_proj.weight")
-        pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+        ups = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
+        maps = tuple(f"{shared}.{name}.weight" for name in ups)
         if (fused := f"{shared}.gate_up_proj.weight") in names:  # MiniMax-M3's
             rules.append(Rule("shared_expert.w1", (fused,), _stack, _unstack))
         else:
-            rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
+            rules.append(Rule("shared_expert.w1", maps, *_w1_of(config)))
         down = (f"{shared}.down_proj.weight",)
         rules.append(Rule("shared_expert.w2", down, _stack, _unstack))
     if config.shared_expert_gate:
         rules.append(Rule("shared_expert.gate", ("shared_expert_gate.weight",)))
+    if config.latent_size is not None:
+        rules += [
+            Rule(f"{ours}.weight", (f"{theirs}.weight",)) for ours, theirs in LATENT_MAPS.items()
+        ]
     return rules
+
+
+def _w1_of(config: MoEConfig) -> tuple[Callable[..., Tensor], Callable[[Tensor], Sequence[Tensor]]]:
+    """How each expert's matrices become w1, and the way back: a gate's lies over the other."""
+    return (_stack_pairs, _split_pairs) if config.is_glu else (_stack, _unstack)
 
 
 def _stack(*tensors: Tensor) -> Tensor:

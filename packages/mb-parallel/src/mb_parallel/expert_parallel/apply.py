@@ -46,7 +46,7 @@ DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
 # What tells the sizes of exchanges, of a layer's config.
 _SIZES = (
-    "num_experts", "hidden_size", "ffn_hidden_size", "top_k", "capacity_factor",
+    "num_experts", "experts_hidden_size", "ffn_hidden_size", "top_k", "capacity_factor",
     "eval_capacity_factor", "min_capacity", "drop_policy",
 )  # fmt: skip
 
@@ -146,7 +146,7 @@ def parallelize_experts(
         everywhere = Place(ep.get_group(), "the model")
         problem = None
         if dispatcher in ("auto", "peer"):
-            widths = sorted({layer.config.hidden_size for layer in layers.values()})
+            widths = sorted({layer.config.experts_hidden_size for layer in layers.values()})
             problem = peer_problem(everywhere, ep.device_type, widths)
         buffers = PeerBuffers(
             everywhere, max_tokens=max_tokens, equal_tokens=equal_tokens, timeout_s=timeout_s

@@ -4,6 +4,7 @@ from mb_parallel.tensor_parallel.apply import Plan as Plan
 from mb_parallel.tensor_parallel.apply import parallelize_tensors as parallelize_tensors
 from mb_parallel.tensor_parallel.experts import ExpertLayer as ExpertLayer
 from mb_parallel.tensor_parallel.plans import block_plan as block_plan
+from mb_parallel.tensor_parallel.plans import convolution_plan as convolution_plan
 from mb_parallel.tensor_parallel.plans import delta_plan as delta_plan
 from mb_parallel.tensor_parallel.plans import embedding_plan as embedding_plan
 from mb_parallel.tensor_parallel.plans import mamba_plan as mamba_plan

@@ -67,7 +67,7 @@ def block_plan(
         num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
         blocks: path of the stack.
         qk_norm: of `norm_q` and `norm_k`. `SplitNorm` if these are over the width of all heads.
-        states: of layers with a state: `delta_plan` or `mamba_plan`.
+        states: of layers with a state: `delta_plan`, `mamba_plan`, `convolution_plan`.
     """
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
     attention: Plan = {
@@ -126,6 +126,15 @@ def mamba_plan(num_heads: int, num_groups: int) -> Plan:
         **_STATES,
         "norm": Sharded({"weight": 0}),
     }
+
+
+def convolution_plan(num_heads: int) -> Plan:
+    """Of a layer of a gated short convolution, within it.
+
+    Args:
+        num_heads: into which its channels are divided; each rank gets whole ones.
+    """
+    return {"bcx": ColumnParallel(units=num_heads, unit="heads of channels"), **_STATES}
 
 
 def embedding_plan(embedding: str = "embedding") -> Plan:

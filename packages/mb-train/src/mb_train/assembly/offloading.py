@@ -19,6 +19,7 @@ from mb_train.models.transformer import Block
 # What projects the hidden state, or a latent of it, to queries, keys and values.
 _PROJECTIONS = (
     "qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "ba", "xz", "bc", "dt",
+    "bcx",
 )  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class MoEFields:
         "width inside an expert; default --ffn-hidden-size", bounds=POSITIVE, on_load="model",
         in_force="expert_ffn_size",
     )  # fmt: skip
+    moe_latent_size: int | None = flag(
+        "width of a latent in which the experts compute, between two maps that all of a layer "
+        "share; default none: the hidden state",
+        bounds=POSITIVE, on_load="model", layer="latent_size", zero_is_none=True,
+    )  # fmt: skip
     moe_layer_freq: int = flag(
         "every n-th layer has experts, the first of them too", 1, bounds=POSITIVE,
         on_load="model", instead_of=("moe_layers",),

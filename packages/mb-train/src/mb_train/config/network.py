@@ -134,6 +134,11 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
         return [heads, *sizes, self.mamba_conv_kernel_dim]
 
     @property
+    def conv_taps(self) -> int | None:
+        """Tokens that a layer of a short convolution sums up; None without such layers."""
+        return self.short_conv_kernel_dim if "S" in (self.hybrid_layer_pattern or "") else None
+
+    @property
     def sinks(self) -> str | None:
         """Kind of the score more in each sum of attention's softmax, if there is one."""
         return None if self.softmax_type == "vanilla" else self.softmax_type
@@ -344,10 +349,10 @@ def _check_pattern(config: Network) -> None:
     if pattern is None:
         return
     flag = "--hybrid-layer-pattern"
-    if set(pattern) - set("M*-E"):
+    if set(pattern) - set("MS*-E"):
         raise ValueError(
-            f"Expected {flag} to be of M (Mamba-2), * (attention), - (a dense feed-forward) and E "
-            f"(experts), got {pattern!r}."
+            f"Expected {flag} to be of M (Mamba-2), S (a short convolution), * (attention), - (a "
+            f"dense feed-forward) and E (experts), got {pattern!r}."
         )
     if len(pattern) != layers:
         raise ValueError(
@@ -371,7 +376,13 @@ def _check_pattern(config: Network) -> None:
         raise ValueError(
             f"Expected --position-embedding-type none or rope with {flag}, got learned."
         )
-    sizes, wide = config.mamba_sizes, 2 * whole(config.hidden_size)
+    hidden, heads = whole(config.hidden_size), whole(config.num_attention_heads)
+    if config.conv_taps is not None and hidden % heads:
+        raise ValueError(
+            "Expected --num-attention-heads to divide --hidden-size, whose channels a short "
+            f"convolution (S) has, got {heads} and {hidden}."
+        )
+    sizes, wide = config.mamba_sizes, 2 * hidden
     if sizes is None:
         return
     if config.mamba_num_heads is None and wide % config.mamba_head_dim:

@@ -71,6 +71,7 @@ def upcycle(
         ("--moe-ffn-hidden-size", config.ffn_size, config.expert_ffn_size),
         ("--moe-mlp-bias", biases, config.moe_mlp_bias),
         ("--moe-shared-expert-intermediate-size", None, config.moe_shared_expert_intermediate_size),
+        ("--moe-latent-size", None, config.moe_latent_size),
         ("--moe-weights-on-input", False, config.moe_weights_on_input),
     ):
         if here != there:

@@ -65,7 +65,7 @@ def counted(words: Sequence[str]) -> list[str]:
     shares = {name: value for name, _, value in said if name in _SHARES}
     numbers = _number_of_layers(words)
     layers = int(numbers[0]) if numbers else len(patterns[-1]) if patterns else 0
-    spread = _spread(shares, layers) if shares or stacks else ""
+    spread = pattern_of_shares(shares, layers) if shares or stacks else ""
     pattern = patterns[-1] if patterns else spread
     if not pattern:
         return found
@@ -79,7 +79,7 @@ def counted(words: Sequence[str]) -> list[str]:
     return found + more + ([] if numbers else [f"--num-layers={len(pattern)}"])
 
 
-def _spread(shares: Mapping[str, str], layers: int) -> str:
+def pattern_of_shares(shares: Mapping[str, str], layers: int) -> str:
     """Core's pattern of so many layers; "" of shares that are none.
 
     Attention stands evenly between layers of Mamba-2, which begin and end, then feed-forwards stand

@@ -23,7 +23,8 @@ _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
 
 _NOT_TRANSLATED = """
     --expert-model-parallel-size --expert-tensor-parallel-size
-    --moe-ffn-hidden-size --moe-layer-freq --moe-input-jitter-eps --moe-apply-probs-on-input
+    --moe-ffn-hidden-size --moe-latent-size --moe-layer-freq --moe-input-jitter-eps
+    --moe-apply-probs-on-input
     --moe-router-score-function --moe-router-topk-scaling-factor --moe-router-num-groups
     --moe-router-group-topk --moe-router-enable-expert-bias --moe-router-bias-update-rate
     --moe-shared-expert-intermediate-size --moe-shared-expert-gate

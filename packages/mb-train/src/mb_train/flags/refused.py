@@ -75,7 +75,6 @@ _REASONS: Mapping[str, str] = {
     """,
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
     "the layers are this library's": "--spec --custom-model-provider-path",
-    "experts take the whole hidden state": "--moe-latent-size",
     "a router chooses by its scores in every layer": """
         --moe-n-hash-layers --moe-enable-routing-replay
     """,

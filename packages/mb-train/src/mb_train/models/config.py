@@ -110,6 +110,7 @@ class TransformerConfig:
             keys and values are maps of the hidden state.
         delta: of layers that have a state in place of attention; None: all layers attend.
         mamba: of layers of Mamba-2, for a `pattern` with such layers.
+        conv_taps: tokens that a layer of a short convolution sums up, for a `pattern` with such.
         max_positions: longest sequence; learned positions have as many rows.
 
     Choices:
@@ -145,9 +146,9 @@ class TransformerConfig:
         window_layers: which layers see no further, one flag per layer; None means all.
         delta_layers: which layers have a state, if `delta` is given, one flag per layer; None means
             all. What is said here of heads, positions and windows is of the others.
-        pattern: a letter for each layer, which is then but one half of a block: Mamba-2 ("M"),
-            attention ("*"), a dense feed-forward ("-") or experts ("E"). None: layers are whole
-            blocks, of attention, or a state, and a feed-forward.
+        pattern: a letter for each layer, which is then but one half of a block: Mamba-2 ("M"), a
+            gated short convolution ("S"), attention ("*"), a dense feed-forward ("-") or experts
+            ("E"). None: layers are whole blocks, of attention, or a state, and a feed-forward.
         output_gate: heads' outputs are multiplied by the sigmoid of a further map of the layer's
             input, number by number (arXiv 2505.06708).
         softmax: of the scores: "vanilla"; with a score more in the sum, of what has no value, which
@@ -183,6 +184,7 @@ class TransformerConfig:
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
     mamba: MambaSizes | None = None
+    conv_taps: int | None = None
     activation: str = "gelu_tanh"
     norm: str = "layernorm"
     norm_eps: float = 1e-5
@@ -256,6 +258,13 @@ class TransformerConfig:
             )
         if self.mamba is None and "M" in (self.pattern or ""):
             raise ValueError(f"Expected sizes of Mamba layers for {self.pattern}, got none.")
+        if self.conv_taps is None and "S" in (self.pattern or ""):
+            raise ValueError(f"Expected taps of short convolutions for {self.pattern}, got none.")
+        if self.conv_taps is not None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                "Expected the heads to divide the channels of short convolutions, got "
+                f"{self.num_heads} and {self.hidden_size}."
+            )
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.qk_norm == "latent":
@@ -307,16 +316,20 @@ class TransformerConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether there are layers with a state of either kind."""
-        return self.delta is not None or self.mamba is not None
+        """Whether there are layers with a state of any kind, tokens of a convolution too."""
+        return any(kind is not None for kind in (self.delta, self.mamba, self.conv_taps))
 
     def has_mixer(self, layer: int) -> bool:
         """Whether tokens meet in layer `layer`: it attends, or has a state."""
-        return self.pattern is None or self.pattern[layer] in "M*"
+        return self.pattern is None or self.pattern[layer] in "MS*"
 
     def has_mamba(self, layer: int) -> bool:
         """Whether layer `layer` is of Mamba-2."""
         return self.pattern is not None and self.pattern[layer] == "M"
+
+    def has_convolution(self, layer: int) -> bool:
+        """Whether layer `layer` is of a gated short convolution."""
+        return self.pattern is not None and self.pattern[layer] == "S"
 
     def has_feed_forward(self, layer: int) -> bool:
         """Whether layer `layer` has a feed-forward, dense or with experts."""

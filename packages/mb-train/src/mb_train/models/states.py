@@ -3,6 +3,7 @@
 A layer with a state stands in place of attention: each head keeps a matrix of what came before, and
 a token changes it and reads from it. There are two kinds, Gated DeltaNet (`models.delta_net`) and
 Mamba-2 (`models.mamba`). Both map a token's hidden state to channels and to gates, token by token.
+A third has the convolution alone (`models.gated_convolution`).
 Some of the channels are then weighted sums of a token's and of the few before it, behind SiLU, and
 the state goes from token to token.
 
@@ -138,6 +139,8 @@ def short_convolution(
     weight_HXT: Tensor,
     begins_BS: Tensor | None,
     bias_HX: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """SiLU of each channel's weighted sum over a token and the K before it, y_BSHX in x's dtype.
 
@@ -149,6 +152,7 @@ def short_convolution(
         weight_HXT: the last tap is the token's own.
         begins_BS: bool, true where a document begins; None: one a sequence.
         bias_HX: is added to the sum.
+        silu: False leaves SiLU out.
     """
     K = weight_HXT.shape[2] - 1
     S = x_BJHX.shape[1] - K
@@ -164,7 +168,7 @@ def short_convolution(
             apart = documents[:, tap : tap + S] != documents[:, K:]
             product = product.masked_fill(apart[..., None, None], 0)
         y_BSHX = y_BSHX + product
-    return F.silu(y_BSHX).to(x_BJHX.dtype)
+    return (F.silu(y_BSHX) if silu else y_BSHX).to(x_BJHX.dtype)
 
 
 class ShortConvolution(nn.Module):

@@ -20,6 +20,7 @@ from mb_parallel.tensor_parallel import (
     Style,
     VocabParallelLoss,
     block_plan,
+    convolution_plan,
     delta_plan,
     embedding_plan,
     mamba_plan,
@@ -94,9 +95,11 @@ def t5_plan(config: TransformerConfig) -> Plan:
 def _stack_plan(path: str, config: TransformerConfig) -> Plan:
     over_width = config.qk_norm == "width"
     qk_norm = SplitNorm(rms=config.norm == "rmsnorm") if over_width else PartialGradients()
-    states = None if config.delta is None else delta_plan(config.delta.key_heads)
+    states = {} if config.delta is None else delta_plan(config.delta.key_heads)
     if config.mamba is not None:
         states = mamba_plan(config.mamba.heads, config.mamba.groups)
+    if config.conv_taps is not None:
+        states = {**states, **convolution_plan(config.num_heads)}
     blocks = block_plan(
         config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm, states=states
     )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.delta_net import GatedDeltaNet
+from mb_train.models.gated_convolution import GatedConvolution
 from mb_train.models.latent import LatentAttention
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.mamba import Mamba2
@@ -149,6 +150,8 @@ def _mixer(config: TransformerConfig, layer: int) -> nn.Module:
     """The half of a block in which tokens meet."""
     if config.has_mamba(layer):
         return Mamba2(config)
+    if config.has_convolution(layer):
+        return GatedConvolution(config)
     if config.has_state(layer):
         return GatedDeltaNet(config)
     if config.latent is not None:

@@ -89,6 +89,8 @@ def _attended(each: Pass, layer: int) -> float:
     config = each.blocks
     if not config.has_mixer(layer):
         return 0.0
+    if config.has_convolution(layer):
+        return 0.0
     if config.mamba is not None and config.has_mamba(layer):
         return 2 * 2 * config.mamba.heads * config.mamba.state * config.mamba.width
     if config.delta is not None and config.has_state(layer):
@@ -103,17 +105,18 @@ def attention_maps(each: Pass, layer: int) -> list[Map]:
     config, latent = each.blocks, each.blocks.latent
     if not config.has_mixer(layer):
         return []
+    D = config.hidden_size
+    if config.has_convolution(layer):
+        return [Map(D, 3 * D), Map(D, D)]
     if config.mamba is not None and config.has_mamba(layer):
         wide, common = mamba_widths(config.mamba)
-        D = config.hidden_size
         steps = Map(D, config.mamba.heads, exact=True)
         return [Map(D, 2 * wide), Map(D, common), steps, Map(wide, D)]
     if config.delta is not None and config.has_state(layer):
         keys, values = delta_widths(config.delta)
-        D = config.hidden_size
         gates = Map(D, 2 * config.delta.value_heads, exact=True)
         return [Map(D, 2 * keys + 2 * values), gates, Map(values, D)]
-    D, heads = config.hidden_size, config.num_heads * config.head_size
+    heads = config.num_heads * config.head_size
     if latent is not None:
         queries, values = [Map(D, heads)], config.num_heads * latent.value
         if latent.q_rank is not None:
@@ -155,9 +158,10 @@ def _ffn(config: TransformerConfig, layer: int) -> float:
         return sum(one.flops for one in dense_maps(config, layer))
     matrices = 3 if is_glu(config.activation) else 2
     chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
-    width = chosen * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
-    router = moe.num_choices + moe.shared_expert_gate
-    return 2 * D * (matrices * width + router)
+    routed = chosen * moe.ffn_hidden_size * moe.experts_hidden_size
+    shared = (moe.shared_expert_hidden_size or 0) * D
+    around = D * (moe.num_choices + moe.shared_expert_gate + 2 * (moe.latent_size or 0))
+    return 2 * (matrices * (routed + shared) + around)
 
 
 def visited(top_k: int, experts: int, zero_experts: int) -> float:

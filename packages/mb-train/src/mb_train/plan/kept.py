@@ -144,7 +144,8 @@ def kept_by_layer(
         around, dense, experts = _of_token(each, width, rows)
         if number >= len(work.passes):  # two hidden states with their norms, and side by side
             around += 6 * each.blocks.hidden_size
-        experts += each.blocks.hidden_size * tokens_here
+        moe = each.blocks.moe
+        experts += 0 if moe is None else moe.experts_hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
             some = pairs and not selective
             latents, attention = _in_attention(each, layer, dims, width, pairs=some)
@@ -193,7 +194,7 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
         experts = 0.0
     elif moe.saved_activation_bits is not None:
         experts = experts * moe.saved_activation_bits // (8 * width)
-    experts += up * (moe.shared_expert_hidden_size or 0)
+    experts += up * (moe.shared_expert_hidden_size or 0) + 2 * (moe.latent_size or 0)
     # In fp32 probabilities; of sigmoids these, the logits they are made of, and the sigmoids.
     scores = 1 if moe.score_function == "softmax" else 3
     if config.router == "sparsemixer":
@@ -209,6 +210,8 @@ def _in_attention(
     config = each.blocks
     if not config.has_mixer(layer):
         return 0.0, 0.0
+    if config.has_convolution(layer):  # as projected, and in front of the map out
+        return 0.0, 4 * config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         (values, common), heads = mamba_widths(config.mamba), config.mamba.heads
         # Channels in front of the convolution, and the gate; sums of which steps are made, and
@@ -231,6 +234,8 @@ def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool)
     Args:
         chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
     """
+    if config.has_convolution(layer):  # two behind zeros, their product, and the sums
+        return 4 * config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         return _in_scan(config.mamba, width)
     if config.delta is None or not config.has_state(layer):
@@ -261,6 +266,8 @@ def _heads_width(config: TransformerConfig, layer: int) -> int:
     """Of what goes into the map out of a layer's attention, or state."""
     if not config.has_mixer(layer):
         return 0
+    if config.has_convolution(layer):
+        return config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
         return mamba_widths(config.mamba)[0]
     return config.num_heads * config.value_size

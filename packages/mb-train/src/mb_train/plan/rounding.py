@@ -65,12 +65,13 @@ def rounded(each: Pass, layer: int) -> Rounded:
         # Tokens are rounded before they are copied to the rows of their experts.
         chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts) * moe.ffn_hidden_size
         shared = moe.shared_expert_hidden_size or 0
-        tokens = D * (2 if shared else 1)
+        inside = moe.experts_hidden_size
+        tokens = inside + (D if shared else 0)
         found = Rounded(
             forward=tokens + chosen + shared,
             backward=tokens + up * (chosen + shared),
             dense=(up + 1) * D * shared,
-            experts=(up + 1) * D * moe.ffn_hidden_size * moe.num_experts,
+            experts=(up + 1) * inside * moe.ffn_hidden_size * moe.num_experts,
         )
     return Rounded(
         forward=found.forward + sum(one.share * one.inputs for one in maps),

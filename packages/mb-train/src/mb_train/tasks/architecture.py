@@ -62,6 +62,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         fp32_residual=config.fp32_residual_connection,
         delta=None if config.delta_sizes is None else DeltaSizes._make(config.delta_sizes[:-1]),
         mamba=None if config.mamba_sizes is None else MambaSizes._make(config.mamba_sizes),
+        conv_taps=config.conv_taps,
         pattern=config.hybrid_layer_pattern,
         delta_layers=None if config.delta_sizes is None else with_state,
         attention_scale=config.scale_of_scores,

@@ -29,6 +29,7 @@ from mb_train.convert.hugging_face import (
     granite,
     granite_hybrid,
     hunyuan,
+    lfm2,
     llama,
     llama4,
     minimax_m3,
@@ -128,7 +129,7 @@ def _nearest(config: TrainConfig) -> str:
             return "deepseek_v3"
         return "mistral4" if config.moe_renormalize else "deepseek_v2"
     if config.hybrid_layer_pattern is not None:
-        return "granitemoehybrid" if config.is_glu else "nemotron_h"
+        return _nearest_of_halves(config)
     if config.delta_sizes is not None:
         return "qwen3_next"
     if config.normalization == "LayerNorm-without-bias":
@@ -172,6 +173,12 @@ def _nearest(config: TrainConfig) -> str:
         some = config.windows is not None and config.windows[1] is not None
         return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
+
+
+def _nearest_of_halves(config: TrainConfig) -> str:
+    if config.conv_taps is not None:
+        return "lfm2" if config.moe_num_experts is None else "lfm2_moe"
+    return "granitemoehybrid" if config.is_glu else "nemotron_h"
 
 
 def _nearest_with_sinks(config: TrainConfig) -> str:
@@ -223,6 +230,7 @@ _DEFAULTS = {
     **llama.DEFAULTS, **deepseek.DEFAULTS, **relatives.DEFAULTS, **olmo.DEFAULTS,
     **unrotated.DEFAULTS, **qwen_next.DEFAULTS, **granite.DEFAULTS,
     **granite_hybrid.DEFAULTS, **hunyuan.DEFAULTS, **nemotron_h.DEFAULTS,
+    **lfm2.DEFAULTS,
     "glm4": glm4.DEFAULTS,
     "gpt_oss": gpt_oss.DEFAULTS, "mistral4": mistral4.DEFAULTS, "phi3": phi3.DEFAULTS,
     "phimoe": phimoe.DEFAULTS, "llama4_text": llama4.DEFAULTS,
@@ -489,6 +497,14 @@ ARCHITECTURES = {
             renamed={r"^backbone\.": "model."}, beside={r"mtp\..*": GUESSES},
         ),
         _llama_like(
+            "lfm2", "Lfm2ForCausalLM", lfm2.lfm2_fields, lfm2.lfm2_config,
+            aliases=lfm2.DENSE_ALIASES, rules_of=lfm2.lfm2_rules,
+        ),
+        _llama_like(
+            "lfm2_moe", "Lfm2MoeForCausalLM", lfm2.lfm2_moe_fields, lfm2.lfm2_moe_config,
+            experts.LFM2, lfm2.ALIASES, rules_of=lfm2.lfm2_rules,
+        ),
+        _llama_like(
             "granite_swa", "GraniteSWAForCausalLM", granite.swa_fields, granite.swa_config
         ),
         _written_stacked(
@@ -519,6 +535,10 @@ ARCHITECTURES = {
         _llama_like(
             "qwen3_vl_moe_text", "Qwen3VLMoeTextModel", relatives.qwen3_vl_moe_fields, None,
             aliases={"num_experts": "num_local_experts"}, rules_of=relatives.qwen3_vl_moe_rules,
+        ),
+        _llama_like(
+            "qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel", llama.qwen3_moe_fields, None,
+            aliases={"num_experts": "num_local_experts"},
         ),
         _llama_like(
             "mellum", "MellumForCausalLM", relatives.mellum_fields, relatives.mellum_config,

@@ -76,6 +76,10 @@ HUNYUAN = ExpertNames(
     today={"bias": "mlp.e_score_correction_bias", "shared": DEEPSEEK.shared},
 )
 
+LFM2 = ExpertNames(  # of its feed_forward
+    gate="mlp.experts.{}.w1", up="mlp.experts.{}.w3", down="mlp.experts.{}.w2",
+    bias="mlp.expert_bias",
+)  # fmt: skip
 HUNYUAN_V1 = ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp", today={"router": "mlp.gate.wg"})
 EXAONE = replace(DEEPSEEK, bias="mlp.e_score_correction_bias", today={"bias": LLAMA.bias})
 AFMOE = replace(

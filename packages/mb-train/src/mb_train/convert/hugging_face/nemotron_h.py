@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "n_group": 1,
-        "topk_group": 1, "norm_topk_prob": True,
+        "topk_group": 1, "norm_topk_prob": True, "moe_latent_size": None,
     },
 }  # fmt: skip
 ALIASES = {
@@ -51,7 +51,7 @@ def nemotron_h_fields(config: Json) -> dict[str, Any]:
     """
     refuse(config, use_bias=(False,), mlp_bias=(False,), attention_bias=(False,),
            mamba_proj_bias=(False,), use_conv_bias=(True,), mamba_hidden_act=("silu",),
-           mlp_hidden_act=("relu2",), moe_latent_size=(None,), sliding_window=(None,),
+           mlp_hidden_act=("relu2",), sliding_window=(None,),
            residual_in_fp32=(False,), tie_word_embeddings=(False,))  # fmt: skip
     refuse_bounds(config)
     pattern = _pattern(config)
@@ -103,6 +103,7 @@ def _expert_fields(config: Json) -> dict[str, Any]:
         "moe_top_k": config["num_experts_per_tok"],
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_shared_expert_intermediate_size": config["moe_shared_expert_intermediate_size"],
+        "moe_latent_size": config["moe_latent_size"],
         "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
         "moe_router_score_function": "sigmoid",
         "moe_renormalize": config["norm_topk_prob"],
@@ -143,6 +144,7 @@ def nemotron_h_config(config: TrainConfig) -> dict[str, Any]:
         "num_experts_per_tok": config.moe_top_k,
         "moe_intermediate_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": config.moe_latent_size,
         "norm_topk_prob": config.moe_renormalize,
         "routed_scaling_factor": config.moe_router_topk_scaling_factor,
         "n_group": config.moe_router_num_groups or 1,
@@ -211,6 +213,10 @@ def _expert_rules(moe: MoEConfig, ours: str, theirs: str, *, today: bool) -> lis
         Rule(f"{ours}router.weight", (f"{theirs}gate.weight",)),
         Rule(f"{ours}router.balancing_bias", (f"{theirs}gate.e_score_correction_bias",)),
     ]
+    if moe.latent_size is not None:
+        for our, their in (("down", "fc1"), ("up", "fc2")):
+            of_map = (f"{theirs}{their}_latent_proj.weight",)
+            rules.append(Rule(f"{ours}latent_{our}.weight", of_map))
     for our, part in (("w1", "up_proj"), ("w2", "down_proj")):
         each = [f"{theirs}experts.{expert}.{part}.weight" for expert in range(moe.num_experts)]
         target = f"{ours}experts.{our}"

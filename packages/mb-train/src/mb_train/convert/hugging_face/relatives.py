@@ -80,6 +80,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60,
         "tie_word_embeddings": True, "norm_topk_prob": True,
     },
+    "qwen3_omni_moe_text": {
+        **LLAMA_DEFAULTS["qwen3_moe"], "rope_theta": 1_000_000.0, "num_experts_per_tok": 8,
+        "num_local_experts": 128, "tie_word_embeddings": True, "norm_topk_prob": True,
+    },
     "glm4v_moe_text": {**DEEPSEEK_DEFAULTS["glm4_moe"], "attention_bias": True},
     "mellum": {
         **LLAMA_DEFAULTS["qwen3_moe"], "head_dim": 128, "sliding_window": 1024,

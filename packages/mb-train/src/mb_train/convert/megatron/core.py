@@ -9,8 +9,9 @@ gates behind the q heads, as ours are; those of a gated linear_fc1 are gate over
 Maps of latent attention have our rows too, but for the rotated ones (`rotated_rows`); those down to
 a latent are on each rank, or, in local layers, a share of their rows. Layers with a state have one
 map, in_proj, in whose rows queries, keys, values, z, beta and alpha of a rank's heads follow each
-other, and a convolution of the first three; ours are by key head. Modules for further tokens are
-mtp.layers.K on the last stage.
+other, and a convolution of the first three; ours are by key head. Those of Mamba-2 are a `mixer`,
+with z, x, B, C and dt, and a convolution of x, B and C; ours are by head and by group. Modules for
+further tokens are mtp.layers.K on the last stage.
 
 Letters: E experts of a rank, D hidden, F expert ffn width in a rank, P 2 with a gate, else 1.
 """
@@ -34,13 +35,20 @@ from mb_train.convert.megatron.layout import Layout
 from mb_train.convert.megatron.safe_pickle import Opaque
 from mb_train.convert.new_run import shapes_of
 from mb_train.convert.rotated_rows import in_halves
+from mb_train.models.config import MambaSizes
 
 # Names of the several kinds of layers, and the one of each tensor here.
 _NAMES = (
     (r"^decoder\.", ""),
+    (r"^final_norm\.", "final_layernorm."),
+    (r"^(layers\.\d+)\.norm\.", r"\1.input_layernorm."),
     (r"^(mtp\.layers\.\d+\.)(transformer_layer|mtp_model_layer)\.", r"\1"),
-    (r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
-    (r"self_attention\.out_proj\.", "self_attention.linear_proj."),
+    (
+        r"(?:self_attention|mixer)\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$",
+        r"input_layernorm.\1",
+    ),
+    (r"(self_attention|mixer)\.out_proj\.", r"\1.linear_proj."),
+    (r"mixer\.conv1d_", "mixer.conv1d."),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm."),
     (r"mlp\.experts\.local_experts\.", "mlp.experts."),
@@ -53,8 +61,9 @@ _JOINED = (
     (r"linear_(proj|fc2)\.weight", 1),
     (r"eh_proj\.weight", 0),
     (r"core_attention\.softmax_offset", 0),
-    (r"(in_proj|conv1d)\.weight\.\w+", 0),
-    (r"self_attention\.(A_log|dt_bias)", 0),
+    (r"(in_proj|conv1d)\.(weight|bias)\.\w+", 0),
+    (r"(self_attention|mixer)\.(A_log|dt_bias|D)", 0),
+    (r"mixer\.norm\.weight", 0),
 )
 # Ours, and what it is there; then those of a layer.
 _TOP = {
@@ -80,6 +89,14 @@ _LAYER = {
     "mlp.gate": "mlp.linear_gate", "mlp.up": "mlp.linear_up", "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router", "mlp.experts": "mlp.experts.{}",
     "mlp.shared_expert": "mlp.shared_experts",
+    "mlp.latent_down": "mlp.fc1_latent_proj", "mlp.latent_up": "mlp.fc2_latent_proj",
+}  # fmt: skip
+# What is otherwise in a layer of Mamba-2.
+_MAMBA = {
+    "attention.xz": "mixer.in_proj", "attention.bc": "mixer.in_proj",
+    "attention.dt": "mixer.in_proj", "attention.conv": "mixer.conv1d",
+    "attention.conv_bc": "mixer.conv1d", "attention.gates": "mixer", "attention.norm": "mixer.norm",
+    "attention.out": "mixer.linear_proj",
 }  # fmt: skip
 # Of a module for further tokens, besides its layer.
 _BEHIND = {
@@ -87,11 +104,15 @@ _BEHIND = {
 }  # fmt: skip
 # Of these the last rows are rotated: of each head's, or the one key that all heads share.
 _ROTATED = {"attention.q": True, "attention.q_up": True, "attention.kv_down": False}
-# What these have for each key head, of tensors that hold it kind by kind, in this order.
+# What these have for each head, or group of heads, of tensors that hold it kind by kind, in this
+# order: of key heads; of heads and of groups of Mamba-2.
 _OF_HEADS = {
     "attention.qkvz": ("query", "key", "value", "z"), "attention.ba": ("beta", "alpha"),
     "attention.conv": ("query", "key", "value"),
 }  # fmt: skip
+_OF_MAMBA_HEADS = {"attention.xz": ("x", "z"), "attention.dt": ("dt",), "attention.conv": ("x",)}
+_OF_MAMBA_GROUPS = {"attention.bc": ("B", "C"), "attention.conv_bc": ("B", "C")}
+_CONVOLVED = ("query", "key", "value", "x", "B", "C")
 _BY_THEMSELVES = {
     "balancing_bias": "expert_bias", "gate": "gate_weight", "sinks": "softmax_offset",
 }  # fmt: skip
@@ -141,18 +162,31 @@ def _parts(name: str, tensor: Tensor, args: Namespace) -> dict[str, Tensor]:
 
     There those of a layer with a state are tensors of their own.
     """
-    match = re.search(r"\.(in_proj|conv1d)\.weight$", name)
+    match = re.search(r"\.(in_proj|conv1d)\.(?:weight|bias)$", name)
     if match is None:
         names = names_within(name, args)
         return dict(zip(names, tensor.chunk(len(names)), strict=True))
-    heads, keys = args.linear_num_value_heads, args.linear_num_key_heads * args.linear_key_head_dim
-    values = heads * args.linear_value_head_dim
-    rows = {"query": keys, "key": keys, "value": values}
-    if match[1] == "in_proj":
-        rows |= {"z": values, "beta": heads, "alpha": heads}
+    rows = _rows_of_mamba(args) if ".mixer." in name else _rows_of_states(args)
+    if match[1] == "conv1d":
+        rows = {kind: count for kind, count in rows.items() if kind in _CONVOLVED}
     sizes = [count // args.tensor_model_parallel_size for count in rows.values()]
     split = zip(rows, tensor.split(sizes), strict=True)
     return {f"{name}.{part}": own for part, own in split}
+
+
+def _rows_of_states(args: Namespace) -> dict[str, int]:
+    """How many rows of each kind the map of a layer with a state has."""
+    heads, keys = args.linear_num_value_heads, args.linear_num_key_heads * args.linear_key_head_dim
+    values = heads * args.linear_value_head_dim
+    kinds = {"query": keys, "key": keys, "value": values}
+    return kinds | {"z": values, "beta": heads, "alpha": heads}
+
+
+def _rows_of_mamba(args: Namespace) -> dict[str, int]:
+    """The same of a layer of Mamba-2."""
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    wide, common = heads * args.mamba_head_dim, args.mamba_num_groups * args.mamba_state_dim
+    return {"z": wide, "x": wide, "B": common, "C": common, "dt": heads}
 
 
 def common_name(name: str) -> str:
@@ -210,16 +244,16 @@ def _renamed(
 
 
 def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
-    prefix, module, kind = _place(ours)
+    prefix, module, kind = _place(ours, config)
     if module in _ROTATED:
         groups = whole(config.num_attention_heads) if _ROTATED[module] else 1
         rotated = config.qk_pos_emb_head_dim
         return Rule(ours, (f"{prefix}.{kind}",), lambda rows: in_halves(rows, groups, rotated))
-    if module in _OF_HEADS:
-        sources = tuple(f"{prefix}.{kind}.{part}" for part in _OF_HEADS[module])
-        key_heads = config.linear_num_key_heads
-        # Those of a convolution are [rows, 1, taps].
-        return Rule(ours, sources, lambda *rows: by_group(rows, key_heads).flatten(1))
+    for parts, groups in _groups_of_rows(config, of_mamba=".mixer." in prefix):
+        if module in parts:
+            sources = tuple(f"{prefix}.{kind}.{part}" for part in parts[module])
+            # Those of a convolution's weight are [rows, 1, taps].
+            return Rule(ours, sources, lambda *rows, n=groups: _flat_rows(by_group(rows, n)))
     if kind not in ("w1", "w2", "b1", "b2"):
         return Rule(ours, (f"{prefix}.{_BY_THEMSELVES.get(kind, kind)}",))
     ups = ("gate", "up") if config.is_glu else ("up",)
@@ -233,7 +267,22 @@ def _rule(ours: str, config: TrainConfig, source: Collection[str]) -> Rule:
     return Rule(ours, tuple(sources), lambda *t: _stacked(t, len(parts)))
 
 
-def _place(ours: str) -> tuple[str, str, str]:
+def _groups_of_rows(
+    config: TrainConfig, *, of_mamba: bool
+) -> list[tuple[Mapping[str, tuple[str, ...]], int]]:
+    """What modules have for each group of heads, and how many groups there are."""
+    if not of_mamba:
+        return [(_OF_HEADS, config.linear_num_key_heads)]
+    assert config.mamba_sizes is not None
+    sizes = MambaSizes._make(config.mamba_sizes)
+    return [(_OF_MAMBA_HEADS, sizes.heads), (_OF_MAMBA_GROUPS, sizes.groups)]
+
+
+def _flat_rows(rows: Tensor) -> Tensor:
+    return rows if rows.ndim == 1 else rows.flatten(1)
+
+
+def _place(ours: str, config: TrainConfig) -> tuple[str, str, str]:
     """Of a tensor its module's name there, the module's name here within a layer, what it is."""
     behind = re.fullmatch(r"mtp\.(\d+)\.(.+)", ours)
     within = "layers" if behind is None else f"mtp.layers.{behind[1]}"
@@ -243,7 +292,9 @@ def _place(ours: str) -> tuple[str, str, str]:
     if layer is None:
         return (_TOP[module] if behind is None else f"{within}.{_BEHIND[module]}"), module, kind
     number = f".{layer[1]}" if behind is None else ""
-    return f"{within}{number}.{_LAYER[module]}", module, kind
+    is_mamba = (config.hybrid_layer_pattern or "")[int(layer[1]) :].startswith("M")
+    names = _LAYER | _MAMBA if is_mamba else _LAYER
+    return f"{within}{number}.{names[module]}", module, kind
 
 
 def _stacked(tensors: Sequence[Tensor], parts: int) -> Tensor:

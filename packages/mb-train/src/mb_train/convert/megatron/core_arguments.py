@@ -18,25 +18,19 @@ from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.new_run import imported_config
 from mb_train.flags import megatron_defaults, translated
-from mb_train.flags.layer_patterns import spelled_out
+from mb_train.flags.layer_patterns import pattern_of_shares, spelled_out
 from mb_train.flags.refused import refusal
 from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "rotary_interleaved", "moe_latent_size",
-    "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate", "enable_hyper_connections",
-    "moe_n_hash_layers", "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
+    "mtp_use_repeated_layer", "rotary_interleaved", "moe_extended_tp", "rotary_base_per_layer",
+    "head_wise_attn_gate", "enable_hyper_connections", "moe_n_hash_layers",
+    "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
     "retro_add_retriever", "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
-# Arguments of models whose layers are halves of blocks.
-_HYBRID = (
-    "is_hybrid_model",
-    "hybrid_attention_ratio",
-    "hybrid_mlp_ratio",
-    "hybrid_override_pattern",
-    "hybrid_layer_pattern",
-)
+# Of models whose layers are halves of blocks.
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 # Arguments that `flags.translated` translates, of those that say what a model is.
 _TRANSLATED = (
     "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_router_pre_softmax",
@@ -54,6 +48,7 @@ _TURNED_OFF = {
     "add_bias_linear": megatron_defaults.NO_BIAS,
     "bias_gelu_fusion": NO_FUSED_GELU,
 }
+_MIXER_EPSILON = 1e-5
 _OTHERS = ("attention_dropout", "hidden_dropout", "fp32_residual_connection", "init_method_std")
 
 
@@ -78,7 +73,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         given = {name: value for name, value in given.items() if not name.startswith("linear_")}
     if (given.get("moe_expert_capacity_factor") or 0) <= 0:  # a policy is there all the same
         given.pop("moe_token_drop_policy", None)
-    _refuse(given, names)
+    _refuse(given)
+    given = _with_pattern(given, any(".mixer." in name for name in names))
     if _by_sinkhorn(given):
         given = {name: value for name, value in given.items() if name not in _OF_SCORES}
     said: dict[str, Any] = {name: given[name] for name in _OTHERS if name in given}
@@ -119,16 +115,26 @@ def _by_sinkhorn(given: Mapping[str, Any]) -> bool:
     return given.get(_argument(megatron_defaults.BALANCING)) in ("sinkhorn", ["sinkhorn"])
 
 
-def _refuse(given: Mapping[str, Any], names: Collection[str]) -> None:
+def _with_pattern(given: Mapping[str, Any], has_mamba: bool) -> dict[str, Any]:
+    """The arguments with a letter for each layer, if layers are halves of blocks."""
+    pattern = next((given[name] for name in _PATTERNS if given.get(name)), None)
+    others = {name: value for name, value in given.items() if name not in _PATTERNS}
+    if pattern is None and not has_mamba:
+        return others
+    if has_mamba and given.get("norm_epsilon") != _MIXER_EPSILON:
+        raise ValueError(
+            f"Expected --norm-epsilon {_MIXER_EPSILON} with layers of Mamba-2, whose own norms "
+            f"have that in Megatron Core whatever others have, got {given.get('norm_epsilon')}."
+        )
+    if pattern is None:
+        shares = {flag_name(name): str(value) for name, value in given.items()}
+        pattern = pattern_of_shares(shares, given["num_layers"])
+    return others | {_PATTERNS[0]: pattern.replace("|", "")}  # between stages of a pipeline
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
-    hybrid = next((name for name in _HYBRID if given.get(name)), None)
-    if hybrid is not None or any(".mixer." in name for name in names):
-        raise ValueError(
-            "Expected whole blocks with attention in every layer, got "
-            f"{'a .mixer' if hybrid is None else flag_name(hybrid)}: Megatron Core's files of "
-            "Mamba layers are not read. Nemotron's are, from Hugging Face."
-        )
     if given.get("qk_l2_norm") and given.get("no_rope_freq"):
         raise ValueError(
             "Expected --qk-l2-norm or --no-rope-freq, got both: Megatron Core has such norms in "

@@ -97,14 +97,23 @@ def _read(
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
     if getattr(args, "apply_layernorm_1p", False):
-        weights = _around_one(weights)
+        weights = _around_one(weights, config.hybrid_layer_pattern or "")
     return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
 
 
-def _around_one(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """With norms, which multiply by 1 more than their weights in the files, as ours have them."""
+def _around_one(weights: Mapping[str, Tensor], pattern: str) -> Mapping[str, Tensor]:
+    """With norms, which multiply by 1 more than their weights in the files, as ours have them.
+
+    But not those inside of layers of Mamba-2, which are mamba-ssm's.
+    """
+    layers = (layer for layer, kind in enumerate(pattern) if kind == "M")
+    others = {f"stack.blocks.{layer}.attention.norm.weight" for layer in layers}
     rules = [
-        Rule(name, (name,), (lambda w: w.float() + 1) if _NORM.fullmatch(name) else None)
+        Rule(
+            name,
+            (name,),
+            (lambda w: w.float() + 1) if _NORM.fullmatch(name) and name not in others else None,
+        )
         for name in weights
     ]
     return Translation(weights, rules, list(weights))

@@ -380,10 +380,12 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys):
     for words, says in (
         ([str(tmp_path)], "Expected a checkpoint in"),
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
-        ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
+        ([str(run), "--tpo-k", "2"], "Unknown argument --tpo-k. The nearest is --top-k."),
+        ([str(run), "--max-tokens=2"], "Unknown argument --max-tokens. The nearest is --max-new-"),
+        ([str(run), "more"], "Unknown argument more. See --help."),
         ([str(run), "--max-new-tokens", "-1"], "--max-new-tokens of at least 0, got -1"),
         ([str(run), "--prompt", "a\udcff"], "a text of valid Unicode, got '\\udcff' in it"),
-        ([str(run), "--temp", "2"], "Unrecognized arguments: --temp"),
+        ([str(run), "--temp", "2"], "Unknown argument --temp. The nearest is --temperature."),
     ):
         assert main(["generate", "--prompt", "a", *words]) == 2
         said = capsys.readouterr()

@@ -45,7 +45,11 @@ _NOT_TRANSLATED = """
     --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
-CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
+CORES = {
+    "--use-mcore-models",
+    *_NOT_TRANSLATED.split(),
+    *(flag for flag in TRANSLATED if flag.startswith("--moe-")),
+}
 
 
 def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,7 +62,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
       make a token visit others, as Core does since 2025.
     - A capacity factor drops an expert's least probable tokens.
     - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
-      biases if linear maps have them, and a token has two experts if the script is one of Core's.
+      biases if linear maps have them, and a token has two experts in a script of Core's, else one.
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
@@ -101,6 +105,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     top_k = _core_top_k(typed, values)
     if top_k is not None:
         found["moe_top_k"] = top_k
+    elif is_whole(values) and _has_experts(typed, values) and "moe_top_k" not in values:
+        found["moe_top_k"] = 1
     if is_by_sinkhorn(values):
         return found | _sinkhorn_weights(typed, values)
     if top_k is None:
@@ -127,7 +133,9 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         )
     if sinkhorn and unsaid.get("moe_router_score_function") == "sigmoid":
         notes.append("an expert's weight is its sigmoid beside Sinkhorn's balance, as in Megatron")
-    if "moe_top_k" in unsaid:
+    if unsaid.get("moe_top_k") == 1:
+        notes.append(f"one expert for a token without {TOPK}, as in Megatron before Core: it has 2")
+    elif "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if "activation" in unsaid:
         notes.append("the exact GELU, as in Megatron without its fused kernel")

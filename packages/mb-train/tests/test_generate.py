@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -373,6 +374,15 @@ def test_a_character_that_a_prompt_begins_is_said_whole():
     texts = [text_behind(tokenizer, ids[:cut], ids[cut:]) for cut in range(len(ids) + 1)]
     assert [text.count("\N{SNOWMAN}") for text in texts] == [2, 2, 2, 1, 1, 0, 0]
     assert all(text in ("", "b") or text.startswith("\N{SNOWMAN}") for text in texts[1:])
+
+
+def test_a_prompt_beyond_the_context_is_told(run, capsys):
+    words = ["generate", str(run), "--max-new-tokens", "1", "--prompt", " a" * 65]
+    with pytest.warns(UserWarning, match="has 65 tokens, of which the model sees the last 64, its"):
+        assert main(words) == 0
+    capsys.readouterr()
+    with warnings.catch_warnings(action="error"):
+        assert main([*words[:-1], " a" * 64]) == 0
 
 
 def test_wrong_input_is_one_line(run, tmp_path, capsys):

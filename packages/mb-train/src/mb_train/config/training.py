@@ -256,8 +256,6 @@ class TrainingFields:
                 f"updates where they lie, got {self.optimizer}. Leave one out, or see --zero-stage."
             )
         self.batch_size(1)
-        if self.by_samples and self.global_batch_size is None:
-            raise ValueError("Expected --global-batch-size with --train-samples, got none.")
         if self.rampup_batch_size is not None and not self.by_samples:
             raise ValueError(
                 "Expected --train-samples with --rampup-batch-size, got --train-iters."

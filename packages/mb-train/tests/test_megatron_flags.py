@@ -510,6 +510,7 @@ def test_older_spellings_mean_what_they_meant():
                 ("exit_interval", "exit_duration_in_mins", "moe_shared_expert_intermediate_size")
             ),
         ),
+        ("--loss-scale 0", {"loss_scale": None}),  # one that adapts
     ],
 )
 def test_what_later_megatrons_say_means_the_same_here(typed, wanted):

@@ -314,7 +314,7 @@ class PrecisionFields:
     )  # fmt: skip
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=SCALE,
-        on_load="said", needs=("fp16",),
+        on_load="said", needs=("fp16",), zero_is_none=True,
     )  # fmt: skip
     initial_loss_scale: float = flag(
         "where the loss scale begins", 2.0**32, bounds=SCALE, needs=_ADAPTS

@@ -726,6 +726,24 @@ def test_a_lone_expert_is_told_where_nobody_says_how_many(typed, told):
     assert not any("one expert" in note for note in line.going_on().notes)
 
 
+@pytest.mark.parametrize(
+    ("typed", "biased"),
+    [
+        ("--moe-num-experts 8", True),
+        ("--moe-num-experts 8 --disable-bias-linear", False),
+        ("--moe-num-experts 8 --no-moe-output-bias", False),
+        ("--moe-num-experts 8 --recipe dmoe-46m", False),
+        ("--num-experts 8", False),  # Megatron's spelling
+        ("--moe-num-experts 0", False),
+    ],
+)
+def test_megablocks_experts_have_a_bias_on_their_output(typed, biased):
+    line = parse([*RUN, *typed.split()])
+    assert resolve(line).moe_output_bias == biased
+    assert any("bias on the experts' output" in note for note in line.notes) == biased
+    assert not resolve(line.going_on(), {"moe_output_bias": False}).moe_output_bias
+
+
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
     line = parse([*RUN, "--recompute-method", "uniform"])
     config = resolve(line)

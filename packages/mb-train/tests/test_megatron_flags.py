@@ -732,6 +732,7 @@ def test_a_lone_expert_is_told_where_nobody_says_how_many(typed, told):
         ("--moe-num-experts 8", True),
         ("--moe-num-experts 8 --disable-bias-linear", False),
         ("--moe-num-experts 8 --no-moe-output-bias", False),
+        ("--moe-num-experts 8 --moe-mlp-bias", False),  # GPT-OSS's
         ("--moe-num-experts 8 --recipe dmoe-46m", False),
         ("--num-experts 8", False),  # Megatron's spelling
         ("--moe-num-experts 0", False),

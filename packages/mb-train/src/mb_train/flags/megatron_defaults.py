@@ -65,7 +65,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
       biases if linear maps have them, and a token has two experts in a script of Core's, else one.
     - `--moe-num-experts` in a whole script: their output has a bias if linear maps have them, as
-      that of MegaBlocks' experts.
+      that of MegaBlocks' experts, which have no others.
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
@@ -104,7 +104,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_renormalize"] = False
     biases = values.get("add_bias_linear", True)
     if is_whole(values) and _MEGABLOCKS in typed:
-        found["moe_output_bias"] = biases
+        found["moe_output_bias"] = biases and not values.get("moe_mlp_bias")
     if is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = biases

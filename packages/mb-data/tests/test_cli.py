@@ -323,6 +323,16 @@ def test_no_input_says_what_to_add():
     assert "Traceback" not in run.stderr
 
 
+def test_a_warning_is_a_line():
+    code = (
+        "import sys, warnings; from mb_data import cli\n"
+        "cli._COMMANDS['inspect'] = lambda options: warnings.warn('one\\n two')\n"
+        "sys.argv = ['mb-data', 'inspect', 'a']\nsys.exit(cli.main())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr == "mb-data: warning: one two\n"
+
+
 def test_version():
     assert run_cli("--version").stdout == f"mb-data {mb_data.__version__}\n"
 

@@ -119,6 +119,7 @@ def test_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
     assert [line.split(": ")[0][-6:] for line in listed] == ["line 3", "line 5"]
 
 
+@pytest.mark.filterwarnings("ignore:named more than once")
 def test_a_damaged_archive_is_left_out_and_named(tmp_path):
     good = write(tmp_path / "a.jsonl", random_records(7, 30))
     packed = tmp_path / "b.jsonl.gz"

@@ -8,6 +8,7 @@ import lzma
 import os
 import random
 import sys
+import warnings
 
 import pytest
 from mb_data.text.compression import compression
@@ -226,6 +227,19 @@ def test_directories_and_patterns(tmp_path):
     assert names(tmp_path / "only") == ["only/C.JSONL.GZ"]
     (tmp_path / "D.TXT").write_bytes(b"")
     assert find_sources([tmp_path / "D.TXT"])[0].unit == "line"
+
+
+def test_what_is_named_twice_is_read_twice_and_told(tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")  # a name of its own
+    given = [tmp_path, f"{tmp_path}/[ab].jsonl"]
+    with pytest.warns(RuntimeWarning, match=r"read as often: \S+a\.jsonl, and 1 more$"):
+        found = find_sources(given)
+    names = "a.jsonl b.jsonl c.jsonl link.jsonl a.jsonl b.jsonl"
+    assert " ".join(os.path.basename(source.path) for source in found) == names
+    with warnings.catch_warnings(action="error"):
+        assert len(find_sources([tmp_path])) == 4
 
 
 @pytest.mark.parametrize(

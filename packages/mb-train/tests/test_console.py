@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -195,6 +196,22 @@ def test_streams_that_are_closed_take_what_is_said():
     close = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, sys.argv[1:])"
     words = [sys.executable, "-c", close, sys.executable, "-c", program]
     assert subprocess.run(words, check=False).returncode == 5
+
+
+def test_a_warning_is_a_line():
+    """Unless whoever looks for a fault wants its place."""
+    program = (
+        "import warnings\nfrom mb_train import cli\n"
+        "cli.main = lambda: warnings.warn('one\\n two') or 0\ncli.program()"
+    )
+    words = [sys.executable, "-c", program]
+
+    def said(**more):
+        environment = {**os.environ, **more}
+        return subprocess.run(words, capture_output=True, text=True, env=environment).stderr
+
+    assert said() == "mb-train: warning: one two\n"
+    assert said(MB_TRACEBACK="1").startswith("<string>:3: UserWarning: one\n two\n")
 
 
 def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -397,15 +398,26 @@ def test_a_character_that_a_prompt_begins_is_said_whole():
     assert all(text in ("", "b") or text.startswith("\N{SNOWMAN}") for text in texts[1:])
 
 
+def test_a_prompt_beyond_the_context_is_told(run, capsys):
+    words = ["generate", str(run), "--max-new-tokens", "1", "--prompt", " a" * 65]
+    with pytest.warns(UserWarning, match="has 65 tokens, of which the model sees the last 64, its"):
+        assert main(words) == 0
+    capsys.readouterr()
+    with warnings.catch_warnings(action="error"):
+        assert main([*words[:-1], " a" * 64]) == 0
+
+
 def test_wrong_input_is_one_line(run, tmp_path, capsys):
     capsys.readouterr()
     for words, says in (
         ([str(tmp_path)], "Expected a checkpoint in"),
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
-        ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
+        ([str(run), "--tpo-k", "2"], "Unknown argument --tpo-k. The nearest is --top-k."),
+        ([str(run), "--max-tokens=2"], "Unknown argument --max-tokens. The nearest is --max-new-"),
+        ([str(run), "more"], "Unknown argument more. See --help."),
         ([str(run), "--max-new-tokens", "-1"], "--max-new-tokens of at least 0, got -1"),
         ([str(run), "--prompt", "a\udcff"], "a text of valid Unicode, got '\\udcff' in it"),
-        ([str(run), "--temp", "2"], "Unrecognized arguments: --temp"),
+        ([str(run), "--temp", "2"], "Unknown argument --temp. The nearest is --temperature."),
     ):
         assert main(["generate", "--prompt", "a", *words]) == 2
         said = capsys.readouterr()

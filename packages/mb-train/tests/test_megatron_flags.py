@@ -512,6 +512,7 @@ def test_older_spellings_mean_what_they_meant():
                 ("exit_interval", "exit_duration_in_mins", "moe_shared_expert_intermediate_size")
             ),
         ),
+        ("--loss-scale 0", {"loss_scale": None}),  # one that adapts
     ],
 )
 def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
@@ -545,6 +546,7 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
         ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
         ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
+        ("--num-experts 8 --use-mcore-models", 2, True, 0.0),
         ("--num-experts 8 --moe-aux-loss-coeff 0.5", 2, True, 1.0),
         ("--num-experts 8 --moe-router-score-function sigmoid", 2, True, 0.0),
         ("--num-experts 8 --moe-shared-expert-overlap", 2, True, 0.0),
@@ -708,6 +710,41 @@ def test_a_balancing_loss_beside_a_bias_or_groups_counts_the_best_as_in_megatron
         as_here = parse([*RUN, *words, "--moe-balance-by", "visits"])
         assert resolve(as_here).moe_balance_by == "visits"
         assert not any("without bias and groups" in note for note in as_here.notes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts 8 --moe-top-k 1", False),
+        ("--num-experts 0", False),
+        ("--moe-num-experts 8", False),  # MegaBlocks' spelling
+        ("--num-experts 8 --recipe dmoe-46m", False),
+    ],
+)
+def test_a_lone_expert_is_told_where_nobody_says_how_many(typed, told):
+    line = parse([*RUN, *typed.split()])
+    assert any("one expert for a token without" in note for note in line.notes) == told
+    assert not any("one expert" in note for note in line.going_on().notes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "biased"),
+    [
+        ("--moe-num-experts 8", True),
+        ("--moe-num-experts 8 --disable-bias-linear", False),
+        ("--moe-num-experts 8 --no-moe-output-bias", False),
+        ("--moe-num-experts 8 --moe-mlp-bias", False),  # GPT-OSS's
+        ("--moe-num-experts 8 --recipe dmoe-46m", False),
+        ("--num-experts 8", False),  # Megatron's spelling
+        ("--moe-num-experts 0", False),
+    ],
+)
+def test_megablocks_experts_have_a_bias_on_their_output(typed, biased):
+    line = parse([*RUN, *typed.split()])
+    assert resolve(line).moe_output_bias == biased
+    assert any("bias on the experts' output" in note for note in line.notes) == biased
+    assert not resolve(line.going_on(), {"moe_output_bias": False}).moe_output_bias
 
 
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():

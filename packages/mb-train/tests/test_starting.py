@@ -22,6 +22,7 @@ from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
 from mb_train.flags.command_line import parse, without_effect
 from mb_train.flags.starting import resolve_start
+from mb_train.folder.start import find_start
 from mb_train.loading import load_trained
 from mb_train.logs import run_log
 from mb_train.machine.host import leave_out_of_collections
@@ -282,6 +283,17 @@ def test_a_run_is_what_its_configuration_says_whatever_state_torch_is_in(finishe
     assert {weight.dtype for weight in weights} == {torch.float32}
 
 
+def test_a_length_in_samples_needs_no_batch_size_as_in_megatron(tmp_path, capsys):
+    script = [*TINY, "--mock-data", "--train-samples=7", f"--save={tmp_path}"]
+    assert main([*script, "--exit-interval=1"]) == 0
+    assert main([*script, f"--load={tmp_path}"]) == 0
+    steps = re.findall(r"iteration +(\d+)/ +3 \| consumed samples: +(\d+)", capsys.readouterr().out)
+    assert steps == [("1", "2"), ("2", "4"), ("3", "6")]
+    config = dataclasses.replace(resolve_start(parse(script)).config, load=str(tmp_path))
+    assert config.global_batch_size is None
+    assert find_start(config).start.is_end_of(config)
+
+
 def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path):
     """Muon's constants, and the weight of the experts' loss."""
     checkpoint = tmp_path / "iter_0000002"
@@ -297,7 +309,8 @@ def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path
     assert config.moe_loss_weight == 0.25
     assert [note[:22] for note in notes] == ["Muon iterates with Jor"]
     gone = {note[:22] for note in line.notes if note not in notes}
-    assert gone == {"no load-balancing loss", "Muon without Nesterov'", "steps of Muon five tim"}
+    of_muon = {"Muon without Nesterov'", "steps of Muon five tim"}
+    assert gone == {"no load-balancing loss", "one expert for a token", *of_muon}
     anew = resolve_start(parse([*script, "--finetune"])).config
     assert (anew.muon_nesterov, anew.muon_extra_scale_factor) == (False, 1.0)
 

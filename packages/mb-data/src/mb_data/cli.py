@@ -7,6 +7,7 @@ import argparse
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters: Windows' pipes
         sys.stdout.reconfigure(errors="backslashreplace")
+    if arguments is None:  # the process is this program's
+        warnings.formatwarning = _as_a_line  # ty: ignore[invalid-assignment]
     options, unknown = command_line().parse_known_args(arguments)
     if unknown:
         options.parser.refuse(unknown[0])
@@ -46,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, IndexError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(printable(f"mb-data {options.command}: {error}"), file=sys.stderr)
         return 2
+
+
+def _as_a_line(message: Warning | str, *_where: object) -> str:
+    return printable(f"mb-data: warning: {' '.join(str(message).split())}") + "\n"
 
 
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:

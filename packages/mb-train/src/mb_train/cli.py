@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -31,6 +32,8 @@ def program() -> NoReturn:
     that is complete as failed, and kills rank 0 (pytorch issue 190489).
     """
     _open_streams()
+    if not os.environ.get("MB_TRACEBACK"):
+        warnings.formatwarning = _as_a_line  # ty: ignore[invalid-assignment]
     code = main()
     if alone():
         sys.exit(code)
@@ -39,6 +42,10 @@ def program() -> NoReturn:
         with contextlib.suppress(OSError):
             print(end="", file=stream, flush=True)
     os._exit(code)
+
+
+def _as_a_line(message: Warning | str, *_where: object) -> str:
+    return f"{called()}: warning: {in_a_line(Warning(message))}\n"
 
 
 def _open_streams() -> None:

@@ -127,7 +127,8 @@ def load_or_build(
             raise
         warnings.warn(
             f"the index of {os.fspath(prefix)} stays in memory: {directory} cannot be written "
-            f"({error.strerror or error}); choose another place with cache_dir",
+            f"({error.strerror or error}); choose another place with cache_dir "
+            "(mb-train --data-cache-path)",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -9,11 +9,12 @@ Documents with a sentence of more than 512 tokens are left out: such a sentence 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain, pairwise, repeat
 from typing import Any
 
@@ -93,12 +94,13 @@ def sample_mapping(
         "num_samples": num_samples,
         "seed": seed,
     }
-    return load_or_build(
-        {"kind": "sentences", "sizes": _digest(indexed, boundaries), **settings},
-        lambda: {"mapping": build_sample_mapping(indexed.sizes, boundaries, **settings)},
-        prefix=indexed.prefix,
-        cache_dir=cache_dir,
-    )
+    key = {"kind": "sentences", "sizes": _digest(indexed, boundaries), **settings}
+
+    def build() -> dict[str, npt.NDArray]:
+        with _naming(indexed):
+            return {"mapping": build_sample_mapping(indexed.sizes, boundaries, **settings)}
+
+    return load_or_build(key, build, prefix=indexed.prefix, cache_dir=cache_dir)
 
 
 def block_mapping(
@@ -129,11 +131,21 @@ def block_mapping(
     }
 
     def build() -> dict[str, npt.NDArray]:
-        mapping = build_block_mapping(indexed.sizes, boundaries, title_sizes, **settings)
+        with _naming(indexed):
+            mapping = build_block_mapping(indexed.sizes, boundaries, title_sizes, **settings)
         mapping[:, 2] += documents.start
         return {"mapping": mapping}
 
     return load_or_build(key, build, prefix=indexed.prefix, cache_dir=cache_dir)
+
+
+@contextlib.contextmanager
+def _naming(indexed: IndexedDataset) -> Generator[None]:
+    """Errors that say which dataset they are about, of the several that a blend may have."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{indexed.prefix}: {error}") from error
 
 
 def build_sample_mapping(

@@ -9,6 +9,8 @@ import os
 import shlex
 import stat
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +71,7 @@ def find_sources(
     A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
     ``.parquet`` files, or for its ``.txt`` files if it has none of them. They may be at any depth,
     also behind symbolic links to directories; each directory is read once. Unfinished output of
-    runs is left out.
+    runs is left out. What is named several times is read as often, with a warning.
 
     Raises:
         FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
@@ -111,7 +113,21 @@ def find_sources(
         raise ValueError("no input given")
     if paths.count(STDIN) > 1:
         raise ValueError("standard input (-) can be read only once")
+    _tell_repeated(paths)
     return [_describe(path, text_unit) for path in paths]
+
+
+def _tell_repeated(paths: Sequence[str]) -> None:
+    """Two patterns, or a directory and a file in it, may name a file twice unawares."""
+    named = Counter(path if "://" in path else os.path.abspath(path) for path in paths)
+    repeated = [path for path, times in named.items() if times > 1]
+    if repeated:
+        more = f", and {len(repeated) - 1:,} more" if repeated[1:] else ""
+        warnings.warn(
+            f"named more than once, and read as often: {repeated[0]}{more}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _readable(inside: list[str]) -> list[str]:

@@ -256,8 +256,6 @@ class TrainingFields:
                 f"updates where they lie, got {self.optimizer}. Leave one out, or see --zero-stage."
             )
         self.batch_size(1)
-        if self.by_samples and self.global_batch_size is None:
-            raise ValueError("Expected --global-batch-size with --train-samples, got none.")
         if self.rampup_batch_size is not None and not self.by_samples:
             raise ValueError(
                 "Expected --train-samples with --rampup-batch-size, got --train-iters."
@@ -316,7 +314,7 @@ class PrecisionFields:
     )  # fmt: skip
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=SCALE,
-        on_load="said", needs=("fp16",),
+        on_load="said", needs=("fp16",), zero_is_none=True,
     )  # fmt: skip
     initial_loss_scale: float = flag(
         "where the loss scale begins", 2.0**32, bounds=SCALE, needs=_ADAPTS

@@ -16,6 +16,7 @@ from mb_train.flags.translated import TRANSLATED
 TOPK = "--moe-router-topk"
 BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
+_MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
@@ -46,7 +47,11 @@ _NOT_TRANSLATED = """
     --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights
 """
 # A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
-CORES = {*_NOT_TRANSLATED.split(), *(flag for flag in TRANSLATED if flag.startswith("--moe-"))}
+CORES = {
+    "--use-mcore-models",
+    *_NOT_TRANSLATED.split(),
+    *(flag for flag in TRANSLATED if flag.startswith("--moe-")),
+}
 
 
 def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,7 +64,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
       make a token visit others, as Core does since 2025.
     - A capacity factor drops an expert's least probable tokens.
     - `--num-experts` in a whole script: the balancing loss has weight 0, experts and routers have
-      biases if linear maps have them, and a token has two experts if the script is one of Core's.
+      biases if linear maps have them, and a token has two experts in a script of Core's, else one.
+    - `--moe-num-experts` in a whole script: their output has a bias if linear maps have them, as
+      that of MegaBlocks' experts, which have no others.
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
@@ -96,12 +103,17 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
+    biases = values.get("add_bias_linear", True)
+    if is_whole(values) and _MEGABLOCKS in typed:
+        found["moe_output_bias"] = biases and not values.get("moe_mlp_bias")
     if is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
-        found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
+        found["moe_mlp_bias"] = found["moe_router_bias"] = biases
     top_k = _core_top_k(typed, values)
     if top_k is not None:
         found["moe_top_k"] = top_k
+    elif is_whole(values) and _has_experts(typed, values) and "moe_top_k" not in values:
+        found["moe_top_k"] = 1
     if is_by_sinkhorn(values):
         return found | _sinkhorn_weights(typed, values)
     if top_k is None:
@@ -128,8 +140,12 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         )
     if sinkhorn and unsaid.get("moe_router_score_function") == "sigmoid":
         notes.append("an expert's weight is its sigmoid beside Sinkhorn's balance, as in Megatron")
-    if "moe_top_k" in unsaid:
+    if unsaid.get("moe_top_k") == 1:
+        notes.append(f"one expert for a token without {TOPK}, as in Megatron before Core: it has 2")
+    elif "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
+    if unsaid.get("moe_output_bias"):
+        notes.append("a bias on the experts' output without --no-moe-output-bias, as in MegaBlocks")
     if "activation" in unsaid:
         notes.append("the exact GELU, as in Megatron without its fused kernel")
     if "muon_nesterov" in unsaid:
@@ -164,7 +180,7 @@ def _has_experts(typed: Container[str], values: Mapping[str, Any]) -> bool:
 
 def _is_exact_gelu(typed: Container[str], values: Mapping[str, Any]) -> bool:
     named = any(values.get(name) for name in ("activation", "glu", "swiglu", "squared_relu"))
-    others = ["--moe-num-experts", "--openai-gelu", "--config", "--quick-geglu", _TE_ACTIVATION]
+    others = [_MEGABLOCKS, "--openai-gelu", "--config", "--quick-geglu", _TE_ACTIVATION]
     if not _has_experts(typed, values):
         others.append(_TE_FUSED_MLP)
     unfused = any(name in typed for name in (NO_BIAS, NO_FUSED_GELU))

@@ -19,6 +19,7 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.recipes import RECIPES
 from mb_train.config.toml_file import UsageError
+from mb_train.flags.refused import nearest
 from mb_train.flags.settled import SETTLED
 from mb_train.flags.translated import TRANSLATED
 
@@ -30,11 +31,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = _EXPLICIT.sub(r"\1 takes no value, got ", message)
+        if unknown := _UNKNOWN.match(message):
+            word = unknown[1]
+            near = nearest(word, self._option_string_actions) if word.startswith("-") else ""
+            message = f"unknown argument {word}.{near or ' See --help.'}"
         raise UsageError(message[:1].upper() + message[1:])
 
 
-# argparse's words for `--flag=value` where a flag stands alone.
+# argparse's words for `--flag=value` where a flag stands alone, and for what it does not know.
 _EXPLICIT = re.compile("argument (.*): ignored explicit argument ")
+_UNKNOWN = re.compile(r"unrecognized arguments: ([^\s=]+)")
 # Takes the parser of `mb-train NAME` and the words behind it, returns an exit code.
 Command = Callable[[Parser, Sequence[str]], int]
 

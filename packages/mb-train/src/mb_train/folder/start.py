@@ -48,7 +48,8 @@ class Start:
         if config.train_samples is not None:
             from mb_train.schedule import BatchSizes
 
-            sizes = BatchSizes(config, whole(config.global_batch_size))
+            batch = config.global_batch_size or self.saved.config["global_batch_size"]
+            sizes = BatchSizes(config, batch)
             done = self.saved.consumed_samples
             return done + sizes.size(done) > config.train_samples
         return self.saved.iteration >= whole(config.train_iters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -179,6 +180,8 @@ class Generator:
     ) -> Iterator[list[Completion]]:
         """The completions of the prompts so far, after every token.
 
+        The model sees as many of the last tokens as its context holds; a longer prompt is told.
+
         Args:
             max_new_tokens: of each prompt.
             stop: words that end a completion and are not part of it.
@@ -192,6 +195,13 @@ class Generator:
         if max_new_tokens < 0:
             raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
         tokens = [self.tokens_of(prompt) for prompt in prompts]
+        longest = max(map(len, tokens), default=0)
+        if longest > self.context:
+            warnings.warn(
+                f"A prompt has {longest:,} tokens, of which the model sees the last "
+                f"{self.context:,}, its context.",
+                stacklevel=2,
+            )
         rows = range(len(tokens))
 
         def steps() -> Iterator[list[Completion]]:

@@ -93,7 +93,9 @@ def test_offloaded_moments_train_as_others_and_are_saved(tokens, tmp_path, capsy
 def test_products_in_8_bits_train_as_on_the_cpu(tokens, tmp_path):
     """As they are, compiled, and in graphs; a GPU that has no such products is refused at once."""
     same = "--attention-dropout 0 --hidden-dropout 0 --moe-shared-expert-intermediate-size 48"
-    fp8 = f"{same} --fp8-format e4m3"
+    # Each device draws first weights of its own.
+    assert main(tiny_run.flags(tokens, tmp_path / "first", f"{same} --bf16 --device cpu")) == 0
+    fp8 = f"{same} --fp8-format e4m3 --load {tmp_path / 'first'} --finetune"
     here = tiny_run.flags(tokens, tmp_path / "here", f"{fp8} --device {DEVICE}")
     if current_target().float8 is None:
         assert main(here) == 2

@@ -36,8 +36,7 @@ from mb_train.untrusted import json_of
 def recover(folder: Path) -> list[str]:
     """Clean up after a run that was killed; call it with the folder's lock held.
 
-    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones and
-    the rest of half-deleted ones.
+    Finishes a move, removes half-written checkpoints and the rest of half-deleted ones.
 
     Returns:
         What was done, a line each.
@@ -56,13 +55,6 @@ def recover(folder: Path) -> list[str]:
                 f"is damaged: {error!r}. Move that by hand, and remove the file."
             ) from None
         done.append(f"finished moving an earlier run to {target}")
-    for old in sorted(folder.glob("iter_*.old")):
-        final = old.with_suffix("")
-        if final.exists():
-            shutil.rmtree(old)
-        else:
-            os.rename(old, final)
-            done.append(f"put {final} back, which was about to be replaced")
     for draft in sorted(folder.glob(f"iter_*{PARTIAL}")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")

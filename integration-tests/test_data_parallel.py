@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import tiny_run
+import torch.distributed as dist
 from mb_parallel.testing import run_ranks
 
 
@@ -178,6 +179,38 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         assert "go on from to be equal on all 2 ranks, got rank 0: written = " in start
         assert "rank 0: checkpoint = 'half/iter_0000008', ended = True, written = " in half
     assert not list(tmp_path.glob("*/not/*"))
+
+
+def _alone_in_its_trouble(rank: int, world_size: int, port: int, *lines: list[str]) -> list[str]:
+    """What each line ends with on stderr, under a launcher; `{rank}` in it is the rank's."""
+    dist.barrier()
+    dist.destroy_process_group()
+    launchers = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= launchers | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = []
+    for arguments in lines:
+        code, _, err = _main(rank, world_size, [word.format(rank=rank) for word in arguments])
+        assert code == 2, err
+        said.append(err)
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return said
+
+
+def test_what_one_rank_alone_cannot_read_ends_all_with_its_name(one_process, tmp_path):
+    """The others waited until the timeout for one that had not found what they had."""
+    (tmp_path / "run0").symlink_to(one_process)
+    (tmp_path / "0.toml").touch()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines = (
+        ["--load", f"{tmp_path}/run{{rank}}", "--device", "cpu"],
+        ["--config", f"{tmp_path}/{{rank}}.toml", "--recipe", "quickstart", "--device", "cpu"],
+    )
+    others, own = run_ranks(_alone_in_its_trouble, 2, server.port, *lines, timeout_s=60.0)
+    said = ("Expected a checkpoint in ", "Cannot read --config ")
+    for theirs, mine, what in zip(others, own, said, strict=True):
+        assert f"Rank 1 of 2 could not begin, and all end with it: {what}" in theirs
+        assert "could not begin" not in mine
 
 
 def _dies(rank: int, world_size: int, arguments: list[str]) -> None:

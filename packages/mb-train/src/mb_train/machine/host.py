@@ -39,6 +39,22 @@ def called() -> str:
     return "mb-train" if rank is None else f"mb-train, rank {rank} on {socket.gethostname()}"
 
 
+@contextlib.contextmanager
+def before_the_others() -> Generator[None]:
+    """Of a rank that fails in this block, before it joins the others, tell these, who join.
+
+    They would wait for it until their timeout.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if not alone():
+            from mb_parallel import decline
+
+            decline(str(error))
+        raise
+
+
 def prepare_host() -> None:
     """Let threads sleep while they wait, keep freed memory for the next tensor, open many files."""
     # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4

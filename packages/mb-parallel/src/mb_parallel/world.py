@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import timedelta
@@ -224,21 +224,34 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
     Raises:
         ValueError: the values differ; names the entries and who has what.
     """
+    check_same_along(value, what, [group])
+
+
+def check_same_along(
+    value: Any, what: str, groups: Sequence[dist.ProcessGroup | None], *, note: str = ""
+) -> None:
+    """`check_same` over the ranks of a grid, given this rank's row, its column and so on.
+
+    Args:
+        note: ends the error; "" tells of arguments and files.
+    """
     if world_size() == 1:
         return
-    ranks = list(range(world_size())) if group is None else dist.get_process_group_ranks(group)
-    by_rank = of_all_ranks(_lines(value), group)
-    if all(lines == by_rank[0] for lines in by_rank):
+    by_rank = {rank(): _lines(value)}
+    for group in groups:
+        parts = of_all_ranks(by_rank, group)
+        by_rank = {r: lines for part in parts for r, lines in part.items()}
+    if all(lines == by_rank[rank()] for lines in by_rank.values()):
         return
-    common = set(by_rank[0]).intersection(*by_rank)
+    common = set.intersection(*map(set, by_rank.values()))
     told = [
         f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
-        for r, theirs in zip(ranks, by_rank, strict=True)
+        for r, theirs in sorted(by_rank.items())
     ]
     raise ValueError(
-        f"Expected {what} to be equal on all {len(ranks)} ranks, got\n  "
+        f"Expected {what} to be equal on all {len(by_rank)} ranks, got\n  "
         + "\n  ".join(told)
-        + "\nStart every rank with the same arguments and files."
+        + f"\n{note or 'Start every rank with the same arguments and files.'}"
     )
 
 

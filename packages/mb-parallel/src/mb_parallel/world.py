@@ -69,7 +69,7 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
         if ranks > 1:
             error.add_note(
                 f"This is rank {here} of {ranks}. If another rank ended before it, that rank's own "
-                "error is the cause."
+                "error is the cause; if none did, ranks ran unequally many passes in a step."
             )
         raise
     finally:

@@ -135,9 +135,14 @@ def test_a_kill_while_a_run_is_set_aside_splits_nothing(tmp_path, monkeypatch, r
         _killed_after(patch, renames)
         with pytest.raises(Killed):
             set_aside(tmp_path)
-    if renames >= 3:  # the file that names the latest has moved, and what was beside it will
+    if renames == 0:  # who goes on from here finds all in its place, and it stays there
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000020"
+        assert recover(tmp_path) == []
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000020"
+        assert set_aside(tmp_path) == tmp_path / "previous-1"
+    else:  # the file that names the latest has moved, and what was beside it will
         assert find_checkpoint(tmp_path) is None
-    assert "finished moving" in recover(tmp_path)[0]
+        assert "finished moving" in recover(tmp_path)[0]
     assert tree(tmp_path / "previous-1") == whole
     assert tree(tmp_path) == [f"previous-1/{name}" for name in whole]
     assert recover(tmp_path) == []

@@ -168,10 +168,20 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         [*flags, "--save", "not/there"],
         ["--load", "run", "--data-path", "walks", "--save-interval", "0"],
         ["--load", "half", "--train-iters", "8"],
+        [*tiny_run.flags("mine"), "--tokenizer", "qwen.tiktoken"],
+        tiny_run.flags("cut"),
     )
-    for model, data, folder, start, half in run_ranks(
-        _in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0
-    ):
+    for kind in ("bin", "idx"):
+        shutil.copy(tmp_path / "0" / f"walks.{kind}", tmp_path / "0" / f"mine.{kind}")
+        for node in ("0", "1"):
+            shutil.copy(tmp_path / "0" / f"walks.{kind}", tmp_path / node / f"cut.{kind}")
+    os.truncate(tmp_path / "1" / "cut.idx", 100)
+    said = run_ranks(_in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0)
+    for *_, lost, cut in said:
+        assert "Expected mine.bin to be a file" in lost
+        assert "cut.idx: 100 bytes, but " in cut
+    assert all("Rank 1 of 2 cannot go on, and all end with it: " in one for one in said[0][-2:])
+    for model, data, folder, start, half, *_ in said:
         assert "Expected the model to be equal on all 2 ranks, got rank 0: tokenizer = " in model
         assert "Expected the data to be equal on all 2 ranks, got rank 0: begin_with = " in data
         assert "Expected --save not/there to be one folder for all ranks, got another" in folder

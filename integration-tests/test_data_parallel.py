@@ -197,11 +197,15 @@ def _alone_in_its_trouble(rank: int, world_size: int, port: int, *lines: list[st
     dist.destroy_process_group()
     launchers = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     os.environ |= launchers | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    said = []
+    said, told = [], []
     for arguments in lines:
-        code, _, err = _main(rank, world_size, [word.format(rank=rank) for word in arguments])
+        with mock.patch("atexit.register", lambda tell, *reason: told.append((tell, reason))):
+            code, _, err = _main(rank, world_size, [word.format(rank=rank) for word in arguments])
         assert code == 2, err
         said.append(err)
+        for tell, reason in told:
+            tell(*reason)
+        told.clear()
     store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     return said

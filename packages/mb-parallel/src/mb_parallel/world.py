@@ -80,8 +80,9 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
 def decline(reason: str, *, timeout_s: float = 600.0) -> None:
     """Have the other ranks end, in `distributed`, because this one cannot begin.
 
-    They would wait for it until their timeout. Call it before, and then end this rank by an error
-    of its own; it does nothing for a process alone, or in a group already.
+    They would wait for it until their timeout. Say first what is wrong: this may have to wait for
+    them. Then end this rank, which has not joined; it does nothing for a process alone, or in a
+    group already.
 
     Args:
         reason: what the others' error says of this rank, a line.

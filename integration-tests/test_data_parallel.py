@@ -90,11 +90,13 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
 
 
 def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str, str]]:
-    """Of each line; then of the last one's with another program on each rank."""
+    """Of each line; then of the last one's with another program, and environment, on each rank."""
     mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
     said = [_main(rank, world_size, arguments) for arguments in mine]
     of_rank = {"torch": "2.13", "mb-train": f"0.1.{rank}"}
     with mock.patch("mb_train.train.run.versions", return_value=of_rank):
+        said.append(_main(rank, world_size, mine[-1]))
+    with mock.patch.dict(os.environ, {"NVIDIA_TF32_OVERRIDE": "0"} if rank else {}):
         return [*said, _main(rank, world_size, mine[-1])]
 
 
@@ -106,8 +108,10 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     other = tiny_run.flags(tokens, run, "--seed 1{rank}")
     world = tiny_run.flags(tokens, run, "--tensor-model-parallel-size 3")
     lines = (batch, tiny_run.flags(truncated, run), other, world)
-    for by_batch, by_data, by_seed, by_world, by_program in run_ranks(_mains, 2, *lines):
-        assert by_batch[0] == by_data[0] == by_seed[0] == by_world[0] == by_program[0] == 2
+    for said in run_ranks(_mains, 2, *lines):
+        assert [code for code, *_ in said] == [2] * 6
+        by_batch, by_data, by_seed, by_world, by_program, by_environment = said
+        assert "got rank 0: none of these rank 1: NVIDIA_TF32_OVERRIDE = '0'" in by_environment[2]
         assert "equal on all 2 ranks, got rank 0: seed = 10 rank 1: seed = 11" in by_seed[2]
         assert "got 1 * 3 * 1 = 3 on 2 ranks" in by_world[2]
         assert (

@@ -1,7 +1,7 @@
 """Whether the ranks that hold a model together step it alike.
 
-Ranks with another rate, or another loss scale, would train replicas that part ways, or a model of
-which each shard has a rate of its own, and nothing would say so.
+Ranks with another rate or loss scale, or without some of the parameters, would train replicas that
+part ways, or a model of which each shard has a rate of its own, and nothing would say so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def check_alike(
         alike[name] = type(one).__name__
         alike |= _settings(f"{name}.defaults", one.defaults)
         for place, group in enumerate(one.param_groups):
-            alike |= _settings(f"{name}.param_groups[{place}]", group)
+            held = f"{name}.param_groups[{place}]"
+            numbers = sum(p.numel() for p in group["params"])
+            alike[f"{held}.params"] = f"{len(group['params'])} tensors, {numbers} numbers"
+            alike |= _settings(held, group)
     alike["scaler"] = scaler is not None
     if scaler is not None:
         alike |= _settings("scaler", {key.strip("_"): value for key, value in vars(scaler).items()})
@@ -54,7 +57,7 @@ def check_alike(
         alike,
         "what clip_and_step is given",
         [axis.get_group() for axis in axes],
-        note="Make the optimizer, and its loss scale, with the same arguments on every rank.",
+        note="Give the optimizer and the loss scale the same parameters and rates on every rank.",
     )
     for one in optimizers:
         setattr(one, _COMPARED, True)

@@ -518,7 +518,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replic
 
 
 def raises_in_backward(rank, world_size, zero_stage):
-    """The norms of two steps: both as they are, and the second after a backward pass that raised."""
+    """The norms of two steps as they are, and of two with a backward pass that raised between."""
     norms = []
     for drops in (None, "optimizer", "model"):
         model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")

@@ -269,7 +269,10 @@ def _declines(rank, world_size, end, port, declining):
     if rank == declining:
         decline("there is no checkpoint in x", timeout_s=20.0)
     else:
-        with pytest.raises(ValueError) as raised, distributed("cpu", timeout_s=20.0):
+        with (
+            pytest.raises(ValueError, match="could not begin") as raised,
+            distributed("cpu", timeout_s=20.0),
+        ):
             pass
         said = str(raised.value)
     store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", end, is_master=False))

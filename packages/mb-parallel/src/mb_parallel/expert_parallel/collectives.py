@@ -65,9 +65,9 @@ class Place:
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
                 f"rank {dist.get_rank()} could not {name} in {self.layer} with ranks {ranks}: "
-                f"{error}\nIf another of these ranks died, its own error is the cause. If none did, "
-                "they called the layer unequally often: let each run as many passes in a step, "
-                "those without tokens that have no micro-batch left."
+                f"{error}\nIf another of these ranks died, its own error is the cause. If none "
+                "did, they called the layer unequally often: let each run as many passes in a "
+                "step, those without tokens that have no micro-batch left."
             ) from error
 
 

@@ -3,9 +3,9 @@
 Every rank writes its shards under a temporary name and sums them up; when all are on disk, rank 0
 renames the folder and then rewrites the "latest" file, so a run that is killed leaves its previous
 checkpoint in force. One that is there is not replaced: what a run does not build on it has moved
-aside before it began (`folder.history`). A save that fails (the disk is full, there is no memory for a copy) is said,
-leaves nothing behind, and does not end the run. Weights that are not numbers are not saved: the
-latest checkpoint is always one to go on from.
+aside before it began (`folder.history`). A save that fails (the disk is full, there is no memory
+for a copy) is said, leaves nothing behind, and does not end the run. Weights that are not numbers
+are not saved: the latest checkpoint is always one to go on from.
 
 Asynchronous, the training waits only for a copy of the state (`snapshot`). A thread does the rest,
 and whatever waits for a disk: the syncs of a checkpoint take seconds on some. The loop's `poll`

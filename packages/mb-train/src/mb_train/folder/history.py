@@ -38,7 +38,8 @@ from mb_train.untrusted import json_of
 def recover(folder: Path) -> list[str]:
     """Clean up after a run that was killed; call it with the folder's lock held.
 
-    Finishes a move that has begun, removes half-written checkpoints and the rest of half-deleted ones.
+    Finishes a move that has begun, removes half-written checkpoints and the rest of half-deleted
+    ones.
 
     Returns:
         What was done, a line each.

@@ -171,12 +171,14 @@ def test_what_a_kill_left_half_written_is_removed(tmp_path):
     for name in ("latest_checkpointed_iteration.txt", "loss.png", "report.html", "config.toml"):
         for draft in (f"{name}.partial", f"{name}.0123abcd.partial"):  # an earlier release's, ours
             (tmp_path / draft).write_text("hal")
+    (tmp_path / "tokenizer" / "bytes").mkdir(parents=True)
+    (tmp_path / "tokenizer" / "bytes" / "vocab.json.0123abcd.partial").write_text("hal")
     fill(tmp_path, [5])
     assert withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
     assert not (tmp_path / "iter_0000005").exists()
     done = recover(tmp_path)
     assert [p.name for p in run_folder.checkpoints(tmp_path)] == ["iter_0000010", "iter_0000020"]
-    assert not [p for p in tmp_path.iterdir() if p.suffix in (".partial", ".surplus")]
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".partial", ".surplus")]
     assert len(done) == 1
 
 

@@ -66,7 +66,7 @@ def recover(folder: Path) -> list[str]:
         done.append(f"removed {draft}, a checkpoint that was never finished")
     for surplus in folder.glob("iter_*.surplus"):
         shutil.rmtree(surplus)
-    for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
+    for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST, f"{TOKENIZER}/**/"):
         for draft in folder.glob(f"{name}*{PARTIAL}"):
             draft.unlink(missing_ok=True)
     return done

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import tiny_run
+import torch.distributed as dist
 from mb_parallel.testing import run_ranks
 
 
@@ -89,11 +90,13 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
 
 
 def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str, str]]:
-    """Of each line; then of the last one's with another program on each rank."""
+    """Of each line; then of the last one's with another program, and environment, on each rank."""
     mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
     said = [_main(rank, world_size, arguments) for arguments in mine]
     of_rank = {"torch": "2.13", "mb-train": f"0.1.{rank}"}
     with mock.patch("mb_train.train.run.versions", return_value=of_rank):
+        said.append(_main(rank, world_size, mine[-1]))
+    with mock.patch.dict(os.environ, {"NVIDIA_TF32_OVERRIDE": "0"} if rank else {}):
         return [*said, _main(rank, world_size, mine[-1])]
 
 
@@ -105,8 +108,10 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     other = tiny_run.flags(tokens, run, "--seed 1{rank}")
     world = tiny_run.flags(tokens, run, "--tensor-model-parallel-size 3")
     lines = (batch, tiny_run.flags(truncated, run), other, world)
-    for by_batch, by_data, by_seed, by_world, by_program in run_ranks(_mains, 2, *lines):
-        assert by_batch[0] == by_data[0] == by_seed[0] == by_world[0] == by_program[0] == 2
+    for said in run_ranks(_mains, 2, *lines):
+        assert [code for code, *_ in said] == [2] * 6
+        by_batch, by_data, by_seed, by_world, by_program, by_environment = said
+        assert "got rank 0: none of these rank 1: NVIDIA_TF32_OVERRIDE = '0'" in by_environment[2]
         assert "equal on all 2 ranks, got rank 0: seed = 10 rank 1: seed = 11" in by_seed[2]
         assert "got 1 * 3 * 1 = 3 on 2 ranks" in by_world[2]
         assert (
@@ -167,10 +172,20 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         [*flags, "--save", "not/there"],
         ["--load", "run", "--data-path", "walks", "--save-interval", "0"],
         ["--load", "half", "--train-iters", "8"],
+        [*tiny_run.flags("mine"), "--tokenizer", "qwen.tiktoken"],
+        tiny_run.flags("cut"),
     )
-    for model, data, folder, start, half in run_ranks(
-        _in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0
-    ):
+    for kind in ("bin", "idx"):
+        shutil.copy(tmp_path / "0" / f"walks.{kind}", tmp_path / "0" / f"mine.{kind}")
+        for node in ("0", "1"):
+            shutil.copy(tmp_path / "0" / f"walks.{kind}", tmp_path / node / f"cut.{kind}")
+    os.truncate(tmp_path / "1" / "cut.idx", 100)
+    said = run_ranks(_in_its_own_folder, 2, tmp_path, *lines, timeout_s=30.0)
+    for *_, lost, cut in said:
+        assert "Expected mine.bin to be a file" in lost
+        assert "cut.idx: 100 bytes, but " in cut
+    assert all("Rank 1 of 2 cannot go on, and all end with it: " in one for one in said[0][-2:])
+    for model, data, folder, start, half, *_ in said:
         assert "Expected the model to be equal on all 2 ranks, got rank 0: tokenizer = " in model
         assert "Expected the data to be equal on all 2 ranks, got rank 0: begin_with = " in data
         assert "Expected --save not/there to be one folder for all ranks, got another" in folder
@@ -178,6 +193,42 @@ def test_what_differs_between_nodes_ends_all_ranks(tmp_path):
         assert "go on from to be equal on all 2 ranks, got rank 0: written = " in start
         assert "rank 0: checkpoint = 'half/iter_0000008', ended = True, written = " in half
     assert not list(tmp_path.glob("*/not/*"))
+
+
+def _alone_in_its_trouble(rank: int, world_size: int, port: int, *lines: list[str]) -> list[str]:
+    """What each line ends with on stderr, under a launcher; `{rank}` in it is the rank's."""
+    dist.barrier()
+    dist.destroy_process_group()
+    launchers = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= launchers | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said, told = [], []
+    for arguments in lines:
+        with mock.patch("atexit.register", lambda tell, *reason: told.append((tell, reason))):
+            code, _, err = _main(rank, world_size, [word.format(rank=rank) for word in arguments])
+        assert code == 2, err
+        said.append(err)
+        for tell, reason in told:
+            tell(*reason)
+        told.clear()
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return said
+
+
+def test_what_one_rank_alone_cannot_read_ends_all_with_its_name(one_process, tmp_path):
+    """The others waited until the timeout for one that had not found what they had."""
+    (tmp_path / "run0").symlink_to(one_process)
+    (tmp_path / "0.toml").touch()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines = (
+        ["--load", f"{tmp_path}/run{{rank}}", "--device", "cpu"],
+        ["--config", f"{tmp_path}/{{rank}}.toml", "--recipe", "quickstart", "--device", "cpu"],
+    )
+    others, own = run_ranks(_alone_in_its_trouble, 2, server.port, *lines, timeout_s=60.0)
+    said = ("Expected a checkpoint in ", "Cannot read --config ")
+    for theirs, mine, what in zip(others, own, said, strict=True):
+        assert f"Rank 1 of 2 could not begin, and all end with it: {what}" in theirs
+        assert "could not begin" not in mine
 
 
 def _dies(rank: int, world_size: int, arguments: list[str]) -> None:

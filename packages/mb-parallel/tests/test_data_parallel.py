@@ -517,6 +517,35 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replic
         assert after == [fresh] * 4
 
 
+def raises_in_backward(rank, world_size, zero_stage):
+    """The norms of two steps as they are, and of two with a backward pass that raised between."""
+    norms = []
+    for drops in (None, "optimizer", "model"):
+        model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+        apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+        optimizer, found = AdamW(model.parameters(), lr=0.1), []
+        for step in range(2):
+            if step and drops:
+                hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(torch.ones(2, WIDTH)).sum().backward()
+                hook.remove()
+                {"optimizer": optimizer, "model": model}[drops].zero_grad()
+            model(torch.ones(2, WIDTH)).sum().backward()
+            found.append(float(clip_and_step(optimizer, mesh=mesh).grad_norm))
+            optimizer.zero_grad()
+        norms.append(found)
+    return norms
+
+
+@pytest.mark.skipif(torch_release() < (2, 13), reason="FSDP2 has no way to begin anew")
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_zero_grad_gives_up_a_backward_pass_that_raised(zero_stage):
+    """FSDP2 reduced no more gradients, and steps were refused for those of earlier passes."""
+    for undisturbed, *after in run_ranks(raises_in_backward, 2, zero_stage):
+        assert after == [undisturbed] * 2
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     """In stage 1 the experts, which have their gradients at once, would train alone."""

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -309,6 +310,29 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
     said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
+
+
+def _passes_more_often(rank, ranks):
+    store, cpu = dist.distributed_c10d._get_default_store(), torch.device("cpu")
+    dist.group.WORLD._get_backend(cpu)._set_default_timeout(timedelta(seconds=0.5 if rank else 60))
+    layer = _layer(Case())
+    parallelize_experts(layer, ParallelDims(dp_shard=2, ep=2).build("cpu"), dispatcher="all_to_all")
+    layer(torch.ones(3 * rank, 6))  # none on rank 0
+    if rank == 1:
+        with pytest.raises(RuntimeError) as told:
+            layer(torch.ones(3, 6))
+        store.set("told", str(told.value))
+    said = store.get("told").decode()
+    dist.destroy_process_group()  # in which nothing can be sent any more
+    store = dist.PrefixStore("afterwards", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return said
+
+
+def test_a_rank_that_has_more_micro_batches_is_told_what_the_others_lack():
+    said, _ = run_ranks(_passes_more_often, 2)
+    assert "rank 1 could not exchange counts in the layer with ranks [0, 1]: [" in said
+    assert "If none did, they called the layer unequally often: let each run as many" in said
 
 
 def _out_of_memory(rank, ranks):

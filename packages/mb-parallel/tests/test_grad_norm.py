@@ -1,13 +1,16 @@
 """One norm over every way a parameter can lie on ranks, against that of the whole gradients."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from mb_parallel import ParallelDims, ParallelMesh, apply_data_parallel
 from mb_parallel.optimizer import (
     Adafactor,
     AdamW,
+    GradScaler,
     Muon,
     clip_and_step,
     clip_grad_norm,
@@ -197,3 +200,44 @@ def on_a_second_mesh(rank, world_size):
 
 def test_a_second_mesh_of_the_same_ranks():
     assert run_ranks(on_a_second_mesh, 4, timeout_s=60.0) == pytest.approx([8.0] * 4)
+
+
+def _other_settings(rank, world_size):
+    """What a first step says on this rank, of one setting after the other that rank 2 has alone."""
+    mesh = ParallelDims(dp_shard=2, tp=2).build("cpu")
+    mine = rank == 2
+    weight, other = (torch.nn.Parameter(torch.ones(size)) for size in (3, 2))
+    said = []
+    for rates, norm, scale, more in (
+        ({"lr": 0.2 if mine else 0.1}, 1.0, 8.0, []),
+        ({"betas": (torch.tensor(0.9), 0.98 if mine else 0.99)}, 1.0, 8.0, []),
+        ({}, 2.0 if mine else 1.0, 8.0, []),
+        ({}, 1.0, 16.0 if mine else 8.0, []),
+        ({}, 1.0, 8.0, [] if mine else [other]),
+        ({}, 1.0, 8.0, []),
+    ):
+        optimizer = AdamW([weight, *more], **rates)
+        weight.grad = torch.ones(3)
+        how = {"max_norm": norm, "mesh": mesh, "scaler": GradScaler(scale)}
+        try:
+            clip_and_step(optimizer, **how)
+        except ValueError as error:
+            said.append(str(error))
+    assert weight.ne(1.0).all()  # of the last
+    with mock.patch.object(dist, "all_gather_object", None):  # compared once
+        clip_and_step(optimizer, **how)
+    return said
+
+
+def test_ranks_that_step_otherwise_are_told():
+    first, *others = run_ranks(_other_settings, 4)
+    assert others == [first] * 3
+    lr, betas, norm, scale, parameters = first
+    assert "rank 0: optimizers[0].defaults.lr = 0.1, optimizers[0].param_groups[0].lr = 0.1" in lr
+    assert "rank 2: optimizers[0].defaults.lr = 0.2, " in lr
+    assert "rank 3: optimizers[0].defaults.lr = 0.1, " in lr
+    assert "param_groups[0].betas = [0.8999999761581421, 0.98]" in betas
+    assert "rank 1: max_norm = 1.0\n  rank 2: max_norm = 2.0\n" in norm
+    assert "rank 2: scaler.state = [16.0, 0.0, 2.0]\n" in scale
+    assert "rank 1: optimizers[0].param_groups[0].params = '2 tensors, 5 numbers'" in parameters
+    assert "rank 2: optimizers[0].param_groups[0].params = '1 tensors, 3 numbers'" in parameters

@@ -17,6 +17,7 @@ from mb_parallel import (
     ParallelDims,
     any_rank,
     check_same,
+    decline,
     distributed,
     parallelize_experts,
     world,
@@ -257,6 +258,41 @@ def test_a_node_that_has_lost_its_gpus_is_told_on_all_ranks():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for said in run_ranks(_joins_without_its_gpu, 2, server.port, timeout_s=60.0):
         assert "device for all 2 ranks, got cuda on rank 0, cpu on rank 1. Look" in said
+
+
+def _declines(rank, world_size, end, port, declining):
+    dist.barrier()
+    dist.destroy_process_group()
+    launchers = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or end)}
+    os.environ |= launchers | {"TORCHELASTIC_USE_AGENT_STORE": str(not port)}
+    said = ""
+    if rank == declining:
+        decline("there is no checkpoint in x", timeout_s=20.0)
+    else:
+        with (
+            pytest.raises(ValueError, match="could not begin") as raised,
+            distributed("cpu", timeout_s=20.0),
+        ):
+            pass
+        said = str(raised.value)
+    store = dist.PrefixStore("the end", dist.TCPStore("127.0.0.1", end, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    decline("of what is in the group already, nobody is told")
+    return said
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["launcher's store", "rank 0's store"])
+@pytest.mark.parametrize("declining", [0, 2])
+def test_a_rank_that_cannot_begin_ends_the_others(launched, declining):
+    """They waited for it until the timeout."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = 0 if launched else free.getsockname()[1]
+    said = run_ranks(_declines, 3, server.port, port, declining, timeout_s=60.0)
+    told = (
+        f"Rank {declining} of 3 could not begin, and all end with it: there is no checkpoint in x"
+    )
+    assert said == ["" if rank == declining else told for rank in range(3)]
 
 
 def _meshes_again(rank, world_size, port):

@@ -30,7 +30,7 @@ TINY = [
 ]  # fmt: skip
 
 
-SUFFIXES = (".partial", ".old", ".surplus")  # of what is half-written or half-deleted
+SUFFIXES = (".partial", ".surplus")  # of what is half-written or half-deleted
 
 
 def make_data(path: Path) -> None:
@@ -124,7 +124,7 @@ def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: li
             process.join()
             met.working += at_work(run) != before
             met.starting += at_work(run) == before
-            met.saving += any(run.glob("iter_*.partial")) or any(run.glob("iter_*.old"))
+            met.saving += any(run.glob("iter_*.partial"))
         else:
             assert process.exitcode == 0, output.read_text()[-3000:]
             assert losses(run) == expected

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -167,3 +168,13 @@ def test_of_several_ranks_none_takes_the_interpreter_down(ranks):
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     last = "taken down\n" if ranks == 1 else ""
     assert (done.returncode, done.stdout, done.stderr) == (3, "said, tidied up\n" + last, "")
+
+
+def test_where_no_other_rank_can_be_told_an_error_is_its_line_alone():
+    """A WORLD_SIZE that is left over names no others."""
+    environment = {key: value for key, value in os.environ.items() if key != "MASTER_ADDR"}
+    words = [sys.executable, "-m", "mb_train", "--wings", "2"]
+    alone = environment | {"WORLD_SIZE": "2", "RANK": "0"}
+    done = subprocess.run(words, capture_output=True, text=True, env=alone)
+    assert done.returncode == 2
+    assert re.fullmatch(r"mb-train, rank 0 on .*: Unknown flag --wings\..*\n", done.stderr)

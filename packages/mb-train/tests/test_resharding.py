@@ -8,6 +8,8 @@ own, and vectors that all ranks hold.
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -237,6 +239,37 @@ def _damaged(rank, world, folder):
         load_checkpoint(find_checkpoint(folder), build(Layout(), rank, world), None)
     except CheckpointError as error:
         return str(error)
+
+
+def _unreadable_here(rank, world, folder, names):
+    """What is said where the last rank's disk does not give it these files, one after the other."""
+    said, open_path = [], Path.open
+    for name, times in names:
+        left = times
+
+        def refused(path, *arguments, name=name, **keywords):
+            nonlocal left
+            if rank == world - 1 and path.name == name:
+                if left == 0:
+                    raise PermissionError(13, "Permission denied", str(path))
+                left -= 1
+            return open_path(path, *arguments, **keywords)
+
+        with mock.patch.object(Path, "open", refused):
+            said.append(_damaged(rank, world, folder))
+    return said
+
+
+def test_what_one_rank_alone_cannot_read_is_said_on_all_ranks(tmp_path):
+    """The others waited for it in the next exchange, and ended with a closed connection."""
+    save(tmp_path, Layout(), 0, 1, asynchronous=False)
+    # The first time a file may be read for its checksum.
+    names = [("SHA256SUMS", 0), (".metadata", 0), ("__0_0.distcp", 0), ("__0_0.distcp", 1)]
+    first, second = run_ranks(_unreadable_here, 2, tmp_path, names)
+    assert first == second
+    for (name, _), said in zip(names, first, strict=True):
+        assert "Permission denied" in said
+        assert f"iter_0000001/{name}" in said
 
 
 OPTIMIZERS = {

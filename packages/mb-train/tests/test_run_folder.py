@@ -135,9 +135,14 @@ def test_a_kill_while_a_run_is_set_aside_splits_nothing(tmp_path, monkeypatch, r
         _killed_after(patch, renames)
         with pytest.raises(Killed):
             set_aside(tmp_path)
-    if renames >= 3:  # the file that names the latest has moved, and what was beside it will
+    if renames == 0:  # who goes on from here finds all in its place, and it stays there
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000020"
+        assert recover(tmp_path) == []
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000020"
+        assert set_aside(tmp_path) == tmp_path / "previous-1"
+    else:  # the file that names the latest has moved, and what was beside it will
         assert find_checkpoint(tmp_path) is None
-    assert "finished moving" in recover(tmp_path)[0]
+        assert "finished moving" in recover(tmp_path)[0]
     assert tree(tmp_path / "previous-1") == whole
     assert tree(tmp_path) == [f"previous-1/{name}" for name in whole]
     assert recover(tmp_path) == []
@@ -159,24 +164,22 @@ def test_going_back_keeps_the_later_branch(tmp_path, monkeypatch, renames):
     assert set_later_aside(tmp_path, 10) is None
 
 
-def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
     fill(tmp_path, [10, 20])
-    for name in ("iter_0000030.partial", "iter_0000010.old", "iter_0000015.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(name)
+    (tmp_path / "iter_0000030.partial").mkdir()
+    (tmp_path / "iter_0000030.partial" / "run.json").write_text("old")
     for name in ("latest_checkpointed_iteration.txt", "loss.png", "report.html", "config.toml"):
         for draft in (f"{name}.partial", f"{name}.0123abcd.partial"):  # an earlier release's, ours
             (tmp_path / draft).write_text("hal")
+    (tmp_path / "tokenizer" / "bytes").mkdir(parents=True)
+    (tmp_path / "tokenizer" / "bytes" / "vocab.json.0123abcd.partial").write_text("hal")
     fill(tmp_path, [5])
     assert withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
     assert not (tmp_path / "iter_0000005").exists()
     done = recover(tmp_path)
-    assert [p.name for p in run_folder.checkpoints(tmp_path)] == [
-        "iter_0000010", "iter_0000015", "iter_0000020",
-    ]  # fmt: skip
-    assert (tmp_path / "iter_0000010" / "run.json").read_text() == "old"
-    assert not [p for p in tmp_path.iterdir() if p.suffix in (".partial", ".old", ".surplus")]
-    assert len(done) == 2
+    assert [p.name for p in run_folder.checkpoints(tmp_path)] == ["iter_0000010", "iter_0000020"]
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".partial", ".surplus")]
+    assert len(done) == 1
 
 
 def test_two_may_write_one_file_at_once(tmp_path):

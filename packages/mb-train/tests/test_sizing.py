@@ -240,6 +240,9 @@ def test_activations_are_what_autograd_keeps(kind):
     if config.recompute_granularity == "selective":  # and a core
         more, _, one = config_and_model(KINDS["states"])
         kept += (kept_bytes(one, more) - kept) / 2  # of two layers with a state
+    if config.moe_recompute:  # and the experts of a layer
+        more, _, one = config_and_model(KINDS[kind] | {"moe_recompute": False})
+        kept += (kept_bytes(one, more) - kept) / config.num_layers
     assert counted == pytest.approx(kept, rel=0.15)
 
 
@@ -852,6 +855,19 @@ def test_a_block_that_is_computed_again_takes_a_third_more():
     )  # fmt: skip
     assert one - plain == pytest.approx(both - one)
     assert plain < both < 4 / 3 * plain
+
+
+def test_experts_that_are_computed_again_take_the_time_and_memory_of_one_layer_of_them():
+    config = config_of(hidden_size=2048, num_attention_heads=16, moe_ffn_hidden_size=8192,
+                       moe_num_experts=4, moe_top_k=2, swiglu=True, num_layers=2,
+                       micro_batch_size=8, global_batch_size=64)  # fmt: skip
+    again = dataclasses.replace(config, moe_recompute=True)
+    plain, found = (sizes(each, 64, 1, "H200") for each in (config, again))
+    # Of nine products of each layer's experts, two are computed again.
+    assert plain.step_s < found.step_s < 11 / 9 * plain.step_s
+    # One layer of two keeps no gate and up of two experts, beside what the loss needs before.
+    saved = (plain.activations - found.activations) / (2 * 8 * 128)
+    assert saved == pytest.approx(2 * 2 * 8192, rel=0.02)
 
 
 @pytest.mark.parametrize("device", ["Some GPU", "NVIDIA RTX A1000", "H2000"])

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from pathlib import Path
+from unittest import mock
 
 import mb_data
 import numpy as np
@@ -120,8 +122,23 @@ def test_what_is_said_beside_a_file_is_kept(tmp_path, kind):
         train_iters=1, lr=1.0, tokenizer_type=kind, tokenizer_model=str(file),
     )  # fmt: skip
     keep_tokenizer(config, tmp_path / "run")
+    with mock.patch("shutil.copyfile", full_after_a_half):
+        keep_tokenizer(config, tmp_path / "run")  # the copies that it has stay
+        (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("of an earlier run")
+        with pytest.raises(OSError, match="No space left"):
+            keep_tokenizer(config, tmp_path / "run")
+    copies = {path.name: path for path in (tmp_path / "run" / "tokenizer").iterdir()}
+    assert sorted(copies) == ["tokenizer.json", "tokenizer_config.json"]
+    assert copies["tokenizer.json"].read_text() == "of an earlier run"
+    keep_tokenizer(config, tmp_path / "run")
     shutil.rmtree(tmp_path / "words")
     assert load_tokenizer(config, tmp_path / "run").eod == 257
+
+
+def full_after_a_half(source, target):
+    """A disk that takes no more."""
+    Path(target).write_bytes(Path(source).read_bytes()[:9])
+    raise OSError(28, "No space left on device")
 
 
 def test_a_tokenizer_goes_aside_with_its_run(tmp_path):

@@ -1,6 +1,6 @@
 """Parallelism for Mixture-of-Experts models, applied from outside on torch's own engines.
 
-- Ranks: `distributed`, `world_size`, `rank`, `any_rank`, `of_all_ranks`, `check_same`.
+- Ranks: `distributed`, `decline`, `world_size`, `rank`, `any_rank`, `of_all_ranks`, `check_same`.
 - Groups: `ParallelDims`, `ParallelMesh`.
 - Experts: `parallelize_experts`, `rebalance_experts`, `set_micro_batch`, `within_budget`.
 - Data parallelism and ZeRO: `apply_data_parallel`, `gather_rest`, `set_gradient_sync`,
@@ -35,6 +35,7 @@ from mb_parallel.mesh import ParallelMesh as ParallelMesh
 from mb_parallel.optimizer import clip_grad_norm as clip_grad_norm
 from mb_parallel.world import any_rank as any_rank
 from mb_parallel.world import check_same as check_same
+from mb_parallel.world import decline as decline
 from mb_parallel.world import distributed as distributed
 from mb_parallel.world import of_all_ranks as of_all_ranks
 from mb_parallel.world import rank as rank

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from mb_layers.model import in_backward
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -224,7 +225,14 @@ def free_gathered(module: nn.Module) -> None:
 
 
 def _drop_units(module: nn.Module) -> None:
-    """Forget what FSDP2's units in a module have not added up."""
+    """Forget what FSDP2's units in a module have not added up, and a backward pass that raised."""
+    if is_fsdp(module) and not in_backward():
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        # Torch takes the pass to be under way, and would reduce nothing at the end of another.
+        broken = state._is_root and state._state_ctx.post_backward_final_callback_queued
+        if broken and hasattr(unit, "reset_iter_state"):  # from torch 2.13 on
+            unit.reset_iter_state()
     for group in _groups(module):
         group._partial_reduce_output = None
         for held in group.fsdp_params:

@@ -1,10 +1,10 @@
-"""The world of ranks: joining it under `torchrun`, and checks that all of its ranks agree."""
+"""The world of ranks: joining it under `torchrun`, or not, and checks that all its ranks agree."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from mb_parallel.arguments import above_0, device_type_name
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
 # Thirty years: no longer one overflows the clocks of torch, which count nanoseconds in 64 bits.
 _LONGEST_S = 1e9
+_DECLINED = "declined: "  # before a rank's reason, where others say their type of device
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
 
     Raises:
         ValueError: another device type, on this rank or on others, more ranks on this host than
-            devices, or an environment that names no rank.
+            devices, an environment that names no rank, or a rank that has said why it does not come
+            (`decline`).
         ConnectionError: the other ranks were not reached.
     """
     device_type_name(device_type)
@@ -67,12 +69,37 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
         if ranks > 1:
             error.add_note(
                 f"This is rank {here} of {ranks}. If another rank ended before it, that rank's own "
-                "error is the cause."
+                "error is the cause; if none did, ranks ran unequally many passes in a step."
             )
         raise
     finally:
         if ranks > 1 and not joined:
             dist.destroy_process_group()
+
+
+def decline(reason: str, *, timeout_s: float = 600.0) -> None:
+    """Have the other ranks end, in `distributed`, because this one cannot begin.
+
+    They would wait for it until their timeout. Say first what is wrong: this may have to wait for
+    them. Then end this rank, which has not joined; it does nothing for a process alone, or in a
+    group already.
+
+    Args:
+        reason: what the others' error says of this rank, a line.
+        timeout_s: how long to look for them. Rank 0, if the others meet at it and not at a
+            launcher's, waits until they have been told; no other rank does.
+
+    Raises:
+        ValueError: an environment that names no rank.
+    """
+    above_0(timeout_s=timeout_s)
+    ranks, here, _ = (1, 0, 0) if dist.is_initialized() else _launched()
+    if ranks == 1:
+        return
+    with suppress(RuntimeError, OSError):  # nobody came who could be told
+        store = _store(ranks, here, timedelta(seconds=min(timeout_s, _LONGEST_S)))
+        store.set(f"device/{here}", f"{_DECLINED}{reason}")
+        _leave(store, ranks, here)
 
 
 def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None:
@@ -81,13 +108,8 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
     try:
-        store, _, _ = next(dist.rendezvous("env://", here, ranks, timeout=timeout))
-        store.set_timeout(timeout)
-        # torchrun's store outlives a group: one that is made later by the same processes must not
-        # find where the ranks of the one before listened, and wait for them there.
-        joined = store.add(f"mb_parallel/joined_by_{here}", 1)
-        store = dist.PrefixStore(f"mb_parallel/{joined}", store)
-        _check_device_types(store, ranks, here, device.type)
+        store = _store(ranks, here, timeout)
+        _meet(store, ranks, here, device.type)
         dist.init_process_group(
             store=store, rank=here, world_size=ranks, timeout=timeout, **options
         )
@@ -101,17 +123,45 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
         ) from error
 
 
-def _check_device_types(store: dist.Store, ranks: int, here: int, mine: str) -> None:
-    """Raise ValueError on all ranks if some are on GPUs and some are not: they would never meet."""
+def _store(ranks: int, here: int, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet, for one time that they do."""
+    store, _, _ = next(dist.rendezvous("env://", here, ranks, timeout=timeout))
+    store.set_timeout(timeout)
+    # torchrun's store outlives a group: one that is made later by the same processes must not
+    # find where the ranks of the one before listened, and wait for them there.
+    joined = store.add(f"mb_parallel/joined_by_{here}", 1)
+    return dist.PrefixStore(f"mb_parallel/{joined}", store)
+
+
+def _meet(store: dist.Store, ranks: int, here: int, mine: str) -> None:
+    """Raise ValueError on all ranks if one has declined, or if they are on devices of two types.
+
+    They would never meet.
+    """
     store.set(f"device/{here}", mine)
-    by_rank = store.multi_get([f"device/{r}" for r in range(ranks)])
-    first = {kind.decode(): by_rank.index(kind) for kind in by_rank}
-    if len(first) > 1:
-        told = ", ".join(f"{kind} on rank {r}" for kind, r in first.items())
-        raise ValueError(
-            f"Expected one type of device for all {ranks} ranks, got {told}. Look for the GPUs of "
-            "that rank's node with nvidia-smi or rocm-smi, or ask for the CPU on all."
-        )
+    by_rank = [said.decode() for said in store.multi_get([f"device/{r}" for r in range(ranks)])]
+    first = {kind: by_rank.index(kind) for kind in by_rank}
+    if len(first) == 1:
+        return
+    with suppress(RuntimeError):  # one that was lost meanwhile hides not what is said here
+        _leave(store, ranks, here)
+    for kind, r in first.items():
+        if kind.startswith(_DECLINED):
+            reason = kind.removeprefix(_DECLINED)
+            raise ValueError(f"Rank {r} of {ranks} could not begin, and all end with it: {reason}")
+    told = ", ".join(f"{kind} on rank {r}" for kind, r in first.items())
+    raise ValueError(
+        f"Expected one type of device for all {ranks} ranks, got {told}. Look for the GPUs of "
+        "that rank's node with nvidia-smi or rocm-smi, or ask for the CPU on all."
+    )
+
+
+def _leave(store: dist.Store, ranks: int, here: int) -> None:
+    """Let a rank go that has said, or heard, why they do not meet."""
+    store.set(f"left/{here}", "")
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if here == 0 and not launchers:  # the store ends with this process
+        store.wait([f"left/{r}" for r in range(ranks)])
 
 
 def _launched() -> tuple[int, int, int]:
@@ -175,21 +225,34 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
     Raises:
         ValueError: the values differ; names the entries and who has what.
     """
+    check_same_along(value, what, [group])
+
+
+def check_same_along(
+    value: Any, what: str, groups: Sequence[dist.ProcessGroup | None], *, note: str = ""
+) -> None:
+    """`check_same` over the ranks of a grid, given this rank's row, its column and so on.
+
+    Args:
+        note: ends the error; "" tells of arguments and files.
+    """
     if world_size() == 1:
         return
-    ranks = list(range(world_size())) if group is None else dist.get_process_group_ranks(group)
-    by_rank = of_all_ranks(_lines(value), group)
-    if all(lines == by_rank[0] for lines in by_rank):
+    by_rank = {rank(): _lines(value)}
+    for group in groups:
+        parts = of_all_ranks(by_rank, group)
+        by_rank = {r: lines for part in parts for r, lines in part.items()}
+    if all(lines == by_rank[rank()] for lines in by_rank.values()):
         return
-    common = set(by_rank[0]).intersection(*by_rank)
+    common = set.intersection(*map(set, by_rank.values()))
     told = [
         f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
-        for r, theirs in zip(ranks, by_rank, strict=True)
+        for r, theirs in sorted(by_rank.items())
     ]
     raise ValueError(
-        f"Expected {what} to be equal on all {len(ranks)} ranks, got\n  "
+        f"Expected {what} to be equal on all {len(by_rank)} ranks, got\n  "
         + "\n  ".join(told)
-        + "\nStart every rank with the same arguments and files."
+        + f"\n{note or 'Start every rank with the same arguments and files.'}"
     )
 
 

@@ -20,7 +20,7 @@ from mb_train.commands.train import train
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import run_command
 from mb_train.logs.console import in_a_line, out_of_memory
-from mb_train.machine.host import alone, called
+from mb_train.machine.host import alone, before_the_others, called
 
 
 def program() -> NoReturn:
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in COMMANDS:
             code = run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])
         else:
-            code = train(parse(arguments, COMMANDS))
+            with before_the_others():
+                command = parse(arguments, COMMANDS)
+            code = train(command)
         print(end="", flush=True)
         return code
     except KeyboardInterrupt:

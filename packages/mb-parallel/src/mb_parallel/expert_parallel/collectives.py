@@ -65,7 +65,9 @@ class Place:
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
                 f"rank {dist.get_rank()} could not {name} in {self.layer} with ranks {ranks}: "
-                f"{error}\nIf another of these ranks died, its own error is the cause."
+                f"{error}\nIf another of these ranks died, its own error is the cause. If none "
+                "did, they called the layer unequally often: let each run as many passes in a "
+                "step, those without tokens that have no micro-batch left."
             ) from error
 
 
@@ -111,7 +113,7 @@ def join_rows(x_RD: Tensor, place: Place) -> Tensor:
 def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
     """Integers [n] of every rank, on the host: the one place where it waits for the device."""
     with place.step("exchange counts"):
-        return gathered(counts[None], place).tolist()
+        return rows_of_ranks(counts[None], place.group).tolist()
 
 
 def longest_of_ranks(tokens: int, place: Place, device: torch.device) -> int:

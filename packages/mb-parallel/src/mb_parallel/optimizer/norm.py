@@ -21,6 +21,7 @@ from torch import Tensor
 from mb_parallel.arguments import at_least_0, several_optimizers, tensors
 from mb_parallel.gradient_sync import refuse_apart, refuse_replaced
 from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.optimizer.alike import check_alike
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.shards import (
     all_reduce_together,
@@ -200,6 +201,7 @@ def clip_and_step(
 
     Every rank calls this. What one alone refuses the others do not hear of, for which they would
     have to wait for each other in every step: they wait for it, until the process group's timeout.
+    At the first step of an optimizer they do, and compare what they step with.
 
     Args:
         optimizer: of this package, or torch's with `fused=True`; one, or several that share the
@@ -211,7 +213,8 @@ def clip_and_step(
     Raises:
         ValueError: no optimizer, or one that cannot skip a step on the device; a parameter of two,
             or one that was replaced; parameters of which none has a gradient; another scaler;
-            `max_norm` is below 0 or no number.
+            `max_norm` is below 0 or no number; rates, `max_norm` or scales that differ between the
+            ranks of a stage at an optimizer's first step.
     """
     at_least_0(max_norm=max_norm)
     if not isinstance(scaler, GradScaler | None):
@@ -243,6 +246,7 @@ def clip_and_step(
             "and make the optimizer after what replaces parameters (swap_blocks, load_state_dict "
             "with assign=True)."
         )
+    check_alike(optimizers, mesh, max_norm=max_norm, scaler=scaler)
     norm = _joint_norm(_grads(parameters), mesh, uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)
     if scale is not None:

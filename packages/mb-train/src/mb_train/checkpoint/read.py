@@ -119,7 +119,7 @@ def opened(
     with _removal_told(path):
         _check_sums(path, alone=alone)
         reader = SafeReader(path)
-        shapes = _saved_shapes(path, reader.read_metadata())
+        shapes = _saved_shapes(path, _metadata(reader, alone=alone))
     return reader, {n: size for n, size in shapes.items() if not n.startswith(left_out)}
 
 
@@ -150,6 +150,22 @@ def _removal_told(path: Path) -> Generator[None]:
             f"{path} was removed while it was read, as a run with --keep-checkpoints does."
             f"{others(path.parent)}"
         ) from error
+
+
+def _metadata(reader: SafeReader, *, alone: bool) -> Metadata:
+    """What the reader reads on all ranks, or an error on all."""
+    metadata = problem = None
+    try:
+        metadata = reader.read_metadata()
+    except CheckpointError as error:
+        problem = error
+    told = [] if alone else of_all_ranks(problem and str(problem))
+    if problem is not None:
+        raise problem
+    for other in filter(None, told):
+        raise CheckpointError(other)
+    assert metadata is not None
+    return metadata
 
 
 def _saved_shapes(path: Path, saved: Metadata) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,10 @@
 
 Every rank writes its shards under a temporary name and sums them up; when all are on disk, rank 0
 renames the folder and then rewrites the "latest" file, so a run that is killed leaves its previous
-checkpoint in force. A save that fails (the disk is full, there is no memory for a copy) is said,
-leaves nothing behind, and does not end the run. Weights that are not numbers are not saved: the
-latest checkpoint is always one to go on from.
+checkpoint in force. One that is there is not replaced: what a run does not build on it has moved
+aside before it began (`folder.history`). A save that fails (the disk is full, there is no memory
+for a copy) is said, leaves nothing behind, and does not end the run. Weights that are not numbers
+are not saved: the latest checkpoint is always one to go on from.
 
 Asynchronous, the training waits only for a copy of the state (`snapshot`). A thread does the rest,
 and whatever waits for a disk: the syncs of a checkpoint take seconds on some. The loop's `poll`
@@ -14,6 +15,7 @@ tells when every rank is done.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import shutil
 import time
@@ -200,6 +202,9 @@ class Saver:
         return self._folder / (iteration_folder(iteration) + PARTIAL)
 
     def _begin(self, iteration: int) -> None:
+        final = self._folder / iteration_folder(iteration)
+        if final.exists():
+            raise FileExistsError(errno.EEXIST, "A checkpoint of this iteration is there", final)
         draft = self._draft(iteration)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)

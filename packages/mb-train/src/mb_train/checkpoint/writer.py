@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -122,7 +121,10 @@ class Writer(dcp.FileSystemWriter):
         }
         sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
         write_text(folder / SUMS_FILE, format_sums(sums))
-        _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
+        sync_directory(folder)
+        # Never onto an earlier checkpoint: a kill between two renames would leave neither.
+        os.rename(folder, folder.with_name(iteration_folder(self._run.iteration)))
+        sync_directory(folder.parent)
         write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
 
 
@@ -143,15 +145,3 @@ def _files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:
 def _bytes_of(item: WriteItem) -> int:
     data = item.tensor_data
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be (`folder.history.recover`)."""
-    aside = final.with_name(final.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        os.rename(final, aside)
-    sync_directory(draft)
-    os.rename(draft, final)
-    sync_directory(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)

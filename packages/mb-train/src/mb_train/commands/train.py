@@ -20,7 +20,7 @@ from mb_train.flags.starting import resolve_start
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
 from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
-from mb_train.machine.host import alone, first_import, leads, prepare_host
+from mb_train.machine.host import alone, before_the_others, first_import, leads, prepare_host
 from mb_train.machine.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def train(command: CommandLine) -> int:
     """Train; the exit code is `Result.exit_code`'s."""
-    started = resolve_start(command)
+    with before_the_others():
+        started = resolve_start(command)
     config = started.config
     if command.print_config:
         return print_config(config)

@@ -7,6 +7,7 @@ longer there the copy takes its place.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mb_train.config import TrainConfig
 from mb_train.folder.run_folder import TOKENIZER, checkpoint_in
+from mb_train.folder.whole_files import replaced
 
 if TYPE_CHECKING:
     from mb_train.folder.start import Start
@@ -105,6 +107,8 @@ def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -
             there = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
             copies = [(file, copies[0][1] / file.name) for file in there]
         for file, copy in copies:
-            if not copy.exists() or not copy.samefile(file):
+            # A run that goes on leaves the copy that it has, the only one perhaps before long.
+            if not copy.exists() or not filecmp.cmp(file, copy, shallow=False):
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
+                with replaced(copy) as draft:
+                    shutil.copyfile(file, draft)

@@ -3,11 +3,13 @@
 The checkpoints of a folder are one line of history: a run that begins anew, or goes back to an
 earlier iteration, first moves what it does not build on into `previous-N`. Such a move is many
 renames, so `.moving.json` notes it before it begins: if the run is killed in the middle, the next
-one finishes the move (`recover`).
+one finishes the move (`recover`). The file that names the latest checkpoint goes first: while it is
+there a run has not begun to move, and stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,8 +38,8 @@ from mb_train.untrusted import json_of
 def recover(folder: Path) -> list[str]:
     """Clean up after a run that was killed; call it with the folder's lock held.
 
-    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones and
-    the rest of half-deleted ones.
+    Finishes a move that has begun, removes half-written checkpoints and the rest of half-deleted
+    ones.
 
     Returns:
         What was done, a line each.
@@ -49,26 +51,22 @@ def recover(folder: Path) -> list[str]:
     journal = folder / MOVING
     if journal.is_file():
         try:
-            target = _finish_move(folder, json_of(journal.read_text()))
+            move = json_of(journal.read_text())
+            if LATEST in move["names"] and (folder / LATEST).exists():
+                _give_up_move(folder, move)
+            else:
+                done.append(f"finished moving an earlier run to {_finish_move(folder, move)}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{journal}, which says what of an earlier run was on its way into a previous-N, "
                 f"is damaged: {error!r}. Move that by hand, and remove the file."
             ) from None
-        done.append(f"finished moving an earlier run to {target}")
-    for old in sorted(folder.glob("iter_*.old")):
-        final = old.with_suffix("")
-        if final.exists():
-            shutil.rmtree(old)
-        else:
-            os.rename(old, final)
-            done.append(f"put {final} back, which was about to be replaced")
     for draft in sorted(folder.glob(f"iter_*{PARTIAL}")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
     for surplus in folder.glob("iter_*.surplus"):
         shutil.rmtree(surplus)
-    for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
+    for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST, f"{TOKENIZER}/**/"):
         for draft in folder.glob(f"{name}*{PARTIAL}"):
             draft.unlink(missing_ok=True)
     return done
@@ -87,7 +85,7 @@ def withdraw(checkpoint: Path) -> Path:
 
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
-    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, TOKENIZER, LATEST]
+    names = [LATEST, CONFIG_FILE, LOG_FILE, PICTURE, PAGE, TOKENIZER]
     found = [name for name in names if (folder / name).exists()]
     found += [path.name for path in checkpoints(folder)]
     return _move(folder, found) if found else None
@@ -115,12 +113,24 @@ def _move(folder: Path, names: list[str], *, branch: int | None = None) -> Path:
     return _finish_move(folder, move)
 
 
-def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
-    # The folder may be a stranger's: nothing moves but within it.
+def _give_up_move(folder: Path, move: Mapping[str, Any]) -> None:
+    """Of a move before its first rename."""
+    with contextlib.suppress(OSError):  # it was not made yet, or is not empty
+        _target(folder, move).rmdir()
+    (folder / MOVING).unlink()
+    sync_directory(folder)
+
+
+def _target(folder: Path, move: Mapping[str, Any]) -> Path:
+    """Where a move goes. The folder may be a stranger's: nothing moves but within it."""
     for name in (move["target"], *move["names"]):
         if name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{name!r} is no name of something in this folder")
-    target = folder / move["target"]
+    return folder / move["target"]
+
+
+def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
+    target = _target(folder, move)
     target.mkdir(exist_ok=True)
     for name in move["names"]:
         if (folder / name).exists() and not (target / name).exists():

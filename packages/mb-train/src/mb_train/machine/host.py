@@ -5,6 +5,7 @@ No torch: some of it has to be set before that is imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -16,6 +17,8 @@ from collections.abc import Generator
 # malloc.h of glibc. Memory up to the first size comes from the heap, and the heap gives none of it
 # back; beyond it every allocation asks the kernel.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
+# How long a rank that cannot begin looks for the others, which may import torch from slow disks.
+_STARTING_S = 120.0
 
 
 def alone() -> bool:
@@ -37,6 +40,28 @@ def called() -> str:
     """What errors begin with: of one rank alone they may be."""
     rank = _rank()
     return "mb-train" if rank is None else f"mb-train, rank {rank} on {socket.gethostname()}"
+
+
+@contextlib.contextmanager
+def before_the_others() -> Generator[None]:
+    """Of a rank that fails in this block, before it joins the others, tell these, who join.
+
+    They would wait for it until their timeout. It is done when this process ends, for it may have
+    to wait for them, and what is wrong is to be said first.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if not alone():
+            atexit.register(_decline, str(error))
+        raise
+
+
+def _decline(reason: str) -> None:
+    from mb_parallel import decline
+
+    with contextlib.suppress(ValueError):  # the environment names no others
+        decline(reason, timeout_s=_STARTING_S)
 
 
 def prepare_host() -> None:

@@ -1,4 +1,4 @@
-"""What one rank does for all: a failure of it is everybody's, or the others would wait for it."""
+"""What ranks do for all: a failure of one is everybody's, or the others would wait for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
-from mb_parallel import rank, world_size
+from mb_parallel import of_all_ranks, rank, world_size
 
 T = TypeVar("T")
 
@@ -36,6 +36,28 @@ def on_rank_zero(act: Callable[[], T]) -> T | None:
 
 
 def on_rank_zero_first(make: Callable[[], T]) -> T:
-    """Rank 0 makes the files, the others find them made; raises as `on_rank_zero`."""
+    """Rank 0 makes the files, the others find them made; raises as the other two."""
     result = on_rank_zero(make)
-    return make() if result is None else result
+    return on_all_ranks(lambda: make() if result is None else result)
+
+
+def on_all_ranks(act: Callable[[], T]) -> T:
+    """What `act`, in which no rank waits for others, returns; all wait for its end.
+
+    Raises:
+        ValueError, OSError: what it raises here; a ValueError that says so, if on another rank.
+    """
+    failure = None
+    try:
+        result = act()
+    except (ValueError, OSError) as error:
+        failure = error
+    told = of_all_ranks(failure and str(failure))
+    if failure is not None:
+        raise failure
+    for other, said in enumerate(told):
+        if said is not None:
+            raise ValueError(
+                f"Rank {other} of {len(told)} cannot go on, and all end with it: {said}"
+            )
+    return result

@@ -60,6 +60,20 @@ def flops(work: Workload) -> Flops:
     return Flops(blocks, attention, float(on_top))
 
 
+def flops_again(work: Workload) -> float:
+    """Those of a sample that experts compute a second time, with --moe-recompute."""
+    found = 0.0
+    for each in (*work.passes, *work.behind):
+        config, moe = each.blocks, each.blocks.moe
+        if moe is None or not moe.recompute:
+            continue
+        layers = sum(map(config.has_experts, range(config.num_layers)))
+        chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
+        up = chosen * moe.ffn_hidden_size * (2 if is_glu(config.activation) else 1)
+        found += 2 * each.tokens * layers * config.hidden_size * up
+    return found
+
+
 def flops_in_fp8(work: Workload) -> float:
     """Those of `flops(work).blocks` that are of layers in FP8."""
     return sum(

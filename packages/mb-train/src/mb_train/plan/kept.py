@@ -29,13 +29,14 @@ _LOGITS, _LOGIT_ROWS = 2**29, 8192
 class Kept(NamedTuple):
     """Numbers of a sample that a layer leaves: all of them, and among them its input.
 
-    core: those that it leaves for a while, when its core with a state is computed again.
+    again: those that it leaves for a while, when a part of it is computed again: its core with a
+        state, or its experts, whichever leaves more.
     modules: of all, those of modules, by the names of --offload-modules.
     """
 
     all: float
     input: float
-    core: float
+    again: float
     modules: Mapping[str, float]
 
 
@@ -70,7 +71,7 @@ def activations_bytes(
     # Of blocks that compute again the input is kept.
     inside = [layer.all - layer.input for layer in again]
     kept = sum(layer.all for layer in layers) - sum(inside)
-    core = max(layer.core for layer in layers)
+    part = max(layer.again for layer in layers)
     away = away_by_layer(config, layers) if on_gpu else []
     # A block's are on the way, there or back, and still or already here; two blocks' where nothing
     # else is let go of in between.
@@ -87,8 +88,8 @@ def activations_bytes(
     return Activations(
         here=each * (kept * in_flight + travelling) + ends,
         there=each * sum(away) * in_flight,
-        again=each * (max(inside, default=0) + core),
-        block=each * (max(layer.all for layer in layers) + core),
+        again=each * (max(inside, default=0) + part),
+        block=each * (max(layer.all for layer in layers) + part),
     )
 
 
@@ -141,7 +142,7 @@ def kept_by_layer(
     found = []
     behind = work.behind if dims.pp == 1 else ()
     for number, each in enumerate((*work.passes, *behind)):
-        around, dense, experts = _of_token(each, width, rows)
+        around, dense, experts, remade = _of_token(each, width, rows)
         if number >= len(work.passes):  # two hidden states with their norms, and side by side
             around += 6 * each.blocks.hidden_size
         moe = each.blocks.moe
@@ -152,6 +153,7 @@ def kept_by_layer(
             core = _in_core(each.blocks, layer, width, chunks=pairs)
             if not selective:
                 attention, core = attention + core, 0.0
+            remade_here = remade / split * each.blocks.has_experts(layer)
             ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
             ffn *= each.blocks.has_feed_forward(layer)
             token = (around + latents) / split + attention / dims.tp + ffn
@@ -167,13 +169,15 @@ def kept_by_layer(
                 "moe_act": (experts / split + hidden) * each.blocks.has_experts(layer),
             }
             of_modules = {name: tokens * numbers for name, numbers in modules.items()}
-            own = (tokens * numbers for numbers in (token, hidden, core / dims.tp))
+            again = max(core / dims.tp, remade_here)
+            own = (tokens * numbers for numbers in (token, hidden, again))
             found.append(Kept(*own, of_modules))
     return found[: -(-len(found) // dims.pp)]
 
 
-def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]:
-    """Numbers of a token: around the parts of a block, in a dense ffn, in experts."""
+def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float, float]:
+    """Numbers of a token: around the parts of a block, in a dense ffn, in experts; and of those
+    that they drop, and compute again."""
     config, moe, hidden = each.blocks, each.blocks.moe, each.blocks.hidden_size
     parts = 3 if each.source else 2  # of a block, each with a norm
     if config.pattern is not None:
@@ -187,9 +191,10 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
     gated = is_glu(config.activation)
     dense = (4 if gated else 2) * config.ffn_size
     if moe is None:
-        return around, dense, 0.0
+        return around, dense, 0.0, 0.0
     up = 2 if gated else 1
     experts = moe.top_k * up * moe.ffn_hidden_size * rows
+    remade = experts if moe.recompute else 0.0
     if moe.recompute:
         experts = 0.0
     elif moe.saved_activation_bits is not None:
@@ -200,7 +205,7 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float]
     if config.router == "sparsemixer":
         scores += 1 + moe.top_k  # logits, and shares of those near each choice's best
     experts += (4 * moe.num_choices * scores) // width
-    return around, dense, experts
+    return around, dense, experts, remade
 
 
 def _in_attention(

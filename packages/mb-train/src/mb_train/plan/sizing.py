@@ -25,7 +25,7 @@ from mb_train.machine.device import compute_dtype
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet
-from mb_train.plan.flops import flops, flops_in_fp8, visited
+from mb_train.plan.flops import flops, flops_again, flops_in_fp8, visited
 from mb_train.plan.kept import (
     activations_bytes,
     away_by_layer,
@@ -304,13 +304,14 @@ def _step_s(
     blocks, attention, heads = flops(work)
     # In FP8 all but the gradients of weights, a third, take half the time.
     halved = flops_in_fp8(work) * (again - 1 / 3)
+    products = blocks * again + flops_again(work) - halved / 2
     logits = sum(head.places * head.outputs for head in work.heads)
     ranks = dims.cp_tp * dims.pp
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
-    kept, sentences = 2 * sum(layer.all + layer.core for layer in layers) * samples, not of_gpt
+    kept, sentences = 2 * sum(layer.all + layer.again for layer in layers) * samples, not of_gpt
     in_blocks = [
-        Demand(products=(blocks * again - halved / 2) * samples / ranks),
+        Demand(products=products * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(kept, 0, sentences=sentences),
     ]

@@ -34,7 +34,7 @@ from mb_train.folder.start import Start, find_start
 from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
-from mb_train.machine.host import leave_out_of_collections
+from mb_train.machine.host import before_the_others, leave_out_of_collections
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
 from mb_train.plan.words import LESS_MEMORY
@@ -94,7 +94,8 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     started = time.monotonic()  # setting up is part of the time that a run has
     notes: tuple[str, ...] = ()
     if start is None:
-        found = find_start(config)
+        with before_the_others():
+            found = find_start(config)
         config, start, notes = found.config, found.start, found.notes
     with (
         _less_memory_named(),

@@ -49,7 +49,7 @@ from mb_train.logs.megatron_lines import (
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
 from mb_train.machine.device import check_fp8, compute_dtype, device_name
-from mb_train.machine.rank_zero import on_rank_zero
+from mb_train.machine.rank_zero import on_all_ranks, on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
 from mb_train.models.mtp import names_of_modules
@@ -140,8 +140,13 @@ class Run:
     def _choose_task(self, start: Start | None) -> Tokenizer:
         """What is learned, from what text; gives the tokenizer of that."""
         config, device = self.config, self.device
-        check_files(config, "." if start is None else start.saved.state.get("directory", "."))
-        tokenizer, self.vocab_size = vocabulary_of(config, start, ranks=self.mesh.tp_size)
+
+        def read() -> tuple[Tokenizer, int]:
+            directory = "." if start is None else start.saved.state.get("directory", ".")
+            check_files(config, directory)
+            return vocabulary_of(config, start, ranks=self.mesh.tp_size)
+
+        tokenizer, self.vocab_size = on_all_ranks(read)
         self.identity = config.model_identity(
             vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
         )

@@ -17,7 +17,8 @@ import torch
 import triton
 
 BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
-ON_REQUEST = ("timeline", "energy", "tiles", "share", "contraction", "decode", "first_call")
+ON_REQUEST = ("timeline", "energy", "tiles", "share", "contraction", "decode", "first_call",
+              "state_space")  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:

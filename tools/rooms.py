@@ -105,7 +105,8 @@ def draw() -> str:
         for i, row in enumerate(ROWS)
         for name, (first, last) in row.items()
     }
-    width, base = 2 * LEFT + 13 * COLUMN - 10, TOP + 4 * ROW
+    columns = 1 + max(last for row in ROWS for _, last in row.values())
+    width, base = 2 * LEFT + columns * COLUMN - 10, TOP + 4 * ROW
     height = base + 2 * ROW + 14
     line = 'stroke="#555" stroke-width="1.3" fill="none" marker-end="url(#tip)"'
     parts = [

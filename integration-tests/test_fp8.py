@@ -98,4 +98,4 @@ def test_the_loss_falls_beside_that_of_fp32(tmp_path, monkeypatch):
 
     monkeypatch.setattr(float8, "to_float8", half)
     wrong = (_losses(tmp_path, "wrong", FP8) - unrounded).abs()
-    assert wrong[-10:].mean() > 0.08
+    assert wrong[-10:].mean() > 4 * off[-10:].mean()

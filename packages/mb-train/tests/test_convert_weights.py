@@ -171,7 +171,8 @@ def test_a_model_without_a_head_has_no_prefix(tmp_path, kind):
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     model = theirs(kind)
     model.save_pretrained(tmp_path, save_original_format=False)
-    stacked = re.compile(r"model\.layers\.1\.(mlp|block_sparse_moe)\.experts\.gate_up_proj")
+    block = "(mlp|block_sparse_moe|feed_forward)"
+    stacked = re.compile(rf"model\.layers\.1\.{block}\.experts\.gate_up_proj")
     assert any(map(stacked.fullmatch, TensorFolder(tmp_path)))
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 

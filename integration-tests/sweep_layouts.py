@@ -21,8 +21,8 @@ compared. What the configuration refuses is said with its message.
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
 to be that of all ranks. A bias of keys shifts all scores of a query alike, so its gradient is
-rounding alone; Adafactor, which scales each number by its own size, makes steps of it that differ
-and change nothing: attention's biases are not compared then, but by the losses they go on with.
+rounding alone: that of their norm is not compared, and no bias of attention with Adafactor, which
+scales each number by its own size and makes steps that differ and change nothing.
 """
 
 from __future__ import annotations
@@ -386,7 +386,8 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         worst = _ict_deviations(pair.spread, pair.alone)
     else:
         scaled = "adafactor" in pair.model
-        biases = r"^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else "$^"
+        biases = r"attention\.norm_k\.bias"
+        biases += r"|^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else ""
         worst = _deviations(pair.spread, pair.alone, biases)
     # Rounding decides who is chosen of two experts that score alike, and which code of 8 bits a
     # number between two gets.

@@ -58,7 +58,10 @@ STATES = (
     "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
 )
 # In place of all layers: of a model with experts, and of one without.
-HYBRIDS = {True: ("MEM*", "ME*E", "*MEM"), False: ("M-M*", "M*-M", "MM-M")}
+HYBRIDS = {
+    True: ("MEM*", "ME*E", "*MEM", "SE*M", "ESE*"),
+    False: ("M-M*", "M*-M", "MM-M", "S-*S"),
+}
 MAMBA = (
     "--mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 5 --mamba-state-dim 6 "
     "--position-embedding-type none"
@@ -188,7 +191,8 @@ def attention(rng: random.Random, tp: int) -> list[str]:
         model += [LATENTS, rng.choice(["", "--q-lora-rank 10"])]
         return [*model, rng.choice(norms)]
     model += [rng.choice(["", "", "", "--use-mup --mup-base-hidden-size 8"])]
-    norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head"]
+    norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head", "--qk-l2-norm"]
+    model += [rng.choice(["", "", "", "--clip-qkv 0.2"])]
     model += [rng.choice(norms)]
     model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
     model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
@@ -240,7 +244,7 @@ def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout:
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--moe-balance-by scores --moe-router-enable-expert-bias",
-        "--moe-weights-on-input", "--moe-num-zero-experts 1",
+        "--moe-weights-on-input", "--moe-num-zero-experts 1", "--moe-latent-size 16",
         "--moe-router-topk-scaling-factor 2.0", "--moe-shared-expert-intermediate-size 16 "
         "--moe-shared-expert-weighted-sum",
     ):  # fmt: skip

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from mb_kernels import reference, state_space_scan
+from mb_kernels.runtime.plan import plan_for
+from mb_kernels.state_space import has_state_space_kernels
+from mb_kernels.targets.table import TARGETS
 from mb_kernels.testing import assert_close
 
 NAMES = ("x", "b", "c", "dt", "A", "D", "state")
@@ -135,6 +138,24 @@ def test_what_does_not_fit_is_refused(change, message):
     state = given.pop("state", None)
     with pytest.raises(ValueError, match=message):
         state_space_scan(*given.values(), state_BHNP=state)
+
+
+def test_who_computes_by_kernels(monkeypatch):
+    """bf16, and widths whose states fit; no RDNA3, and no CPU."""
+    pytest.importorskip("triton")
+    gpu = torch.device("cuda")
+
+    def found(chip, dtype=torch.bfloat16, P=64, N=128):
+        plan = plan_for(TARGETS[chip], dtype, 1, hopper=False)
+        monkeypatch.setattr("mb_kernels.runtime.plan.plan_on", lambda *_: plan)
+        return has_state_space_kernels(gpu, dtype, P, N)
+
+    assert all(found(chip) == (not chip.startswith("gfx11")) for chip in TARGETS)
+    assert found("sm90", P=8, N=16)
+    assert not any(found("sm90", **change) for change in (
+        {"P": 65}, {"N": 129}, {"dtype": torch.float16}, {"dtype": torch.float32},
+    ))  # fmt: skip
+    assert not has_state_space_kernels(torch.device("cpu"), torch.bfloat16, 64, 128)
 
 
 @pytest.mark.gpu

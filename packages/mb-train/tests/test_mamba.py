@@ -8,7 +8,7 @@ from mb_train.config import TrainConfig
 from mb_train.models.attention import BlockContext
 from mb_train.models.config import MambaSizes, TransformerConfig
 from mb_train.models.gpt import GPT
-from mb_train.models.mamba import Mamba2
+from mb_train.models.mamba import Mamba2, scan_note
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
 from state_checks import with_gradients
@@ -79,6 +79,15 @@ def test_a_layer_is_its_parts(groups):
     leaves = [u, *module.parameters()]
     found = with_gradients([module(u, BlockContext())], leaves)
     torch.testing.assert_close(found, with_gradients([want], leaves), rtol=1e-9, atol=1e-10)
+
+
+def test_a_note_says_how_the_scan_is_computed(monkeypatch):
+    assert scan_note(SIZES, torch.device("cpu"), torch.bfloat16).endswith("in plain PyTorch")
+    for there, end in ((True, "kernels"), (False, "states of 128 at most")):
+        monkeypatch.setattr(
+            "mb_train.models.mamba.has_state_space_kernels", lambda *_, there=there: there
+        )
+        assert scan_note(SIZES, torch.device("cuda"), torch.bfloat16).endswith(end)
 
 
 def test_what_it_begins_with():

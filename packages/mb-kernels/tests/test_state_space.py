@@ -69,6 +69,7 @@ SIZES = [  # sequences, tokens, heads, groups, N, P
     pytest.param((2, 64, 2, 2, 1, 1), id="whole chunks"),
     pytest.param((1, 1, 6, 3, 2, 2), id="a token"),
     pytest.param((2, 0, 2, 1, 2, 3), id="no tokens"),
+    pytest.param((2, 3, 2, 1, 0, 3), id="no keys"),
 ]
 
 

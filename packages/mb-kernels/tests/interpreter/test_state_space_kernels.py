@@ -14,6 +14,7 @@ CASES = [  # sequences, tokens, heads, groups, N, P; documents; dtype
     pytest.param((1, 40, 20, 2, 16, 16), False, torch.float32, id="heads in two parts"),
     pytest.param((2, 1, 2, 2, 3, 5), True, torch.float32, id="a token"),
     pytest.param((2, 0, 2, 1, 4, 4), True, torch.float32, id="no tokens"),
+    pytest.param((2, 3, 2, 1, 0, 4), True, torch.float32, id="no keys"),
     pytest.param((1, 40, 2, 1, 16, 48), True, torch.float16, id="fp16"),
 ]
 

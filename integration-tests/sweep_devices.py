@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, experts, sentences
+from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, experts, hybrid, sentences
 from sweep_layouts import write_tokens as short_documents
 from test_parallel import _deviations
 
@@ -50,6 +50,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
     activations = ["gelu", "squared_relu", "relu", "silu", "geglu", "reglu", "swiglu(limit=7)"]
     model += [rng.choice(["--swiglu", f"--activation {rng.choice(activations)}"])]
     if kind == "gpt":
+        model = hybrid(rng, model) if rng.random() < 0.15 else model
         model += [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
     model += [rng.choice(["", "", "--recompute-granularity full", "--recompute-granularity "
                           "selective"])]  # fmt: skip

@@ -152,8 +152,7 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     if rng.random() < 0.8:
         experts(rng, ranks // pp, cp * tp, model, layout)
     if kind == "gpt" and rng.random() < 0.15:
-        pattern = rng.choice(HYBRIDS["--moe-num-experts" in " ".join(model)])
-        model = [f"--hybrid-layer-pattern {pattern} {MAMBA}", *hybrid(model)]
+        model = hybrid(rng, model)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
@@ -177,10 +176,12 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
     return [*model, rng.choice(["", "", "--disable-bias-linear"])]
 
 
-def hybrid(model: list[str]) -> list[str]:
-    """The flags of a GPT that a pattern of layers leaves room for."""
+def hybrid(rng: random.Random, model: list[str]) -> list[str]:
+    """A pattern of layers behind those flags of a GPT that it leaves room for."""
+    pattern = rng.choice(HYBRIDS["--moe-num-experts" in " ".join(model)])
     without = "linear-|latent|moe-layer|moe-first|mtp-|window|rope|position-embedding"
-    return [flags for flags in model if not re.search(without, flags)]
+    kept = [flags for flags in model if not re.search(without, flags)]
+    return [*kept, f"--num-layers 4 --hybrid-layer-pattern {pattern} {MAMBA}"]
 
 
 def attention(rng: random.Random, tp: int) -> list[str]:

@@ -70,8 +70,3 @@ def remains(
         onward = onward.masked_fill(begun != begun[..., -1:], -torch.inf)
     between = between.masked_fill(apart, -torch.inf)
     return Remains(*(x.exp() for x in (between, into, onward, through)))
-
-
-def computed_in(x: Tensor) -> torch.dtype:
-    """The dtype of states: fp32, or fp64 of fp64."""
-    return torch.promote_types(x.dtype, torch.float32)

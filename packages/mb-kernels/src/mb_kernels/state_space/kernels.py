@@ -252,7 +252,7 @@ def state_space_scan(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op's implementation, see `reference.forward`."""
-    if not (x.numel() and b.numel() and serves(plan_of(x), x.shape[3], b.shape[3])):
+    if not _by_kernels(x, b):
         return reference.forward(x, b, c, dt, A, D, begins, state)
     y = torch.empty_like(x)
     chunks, options = _how(x, b, begins)
@@ -268,7 +268,7 @@ def state_space_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients, see `reference.backward`."""
     (B, S, H, _), G = x.shape, b.shape[2]
-    if not (x.numel() and b.numel() and serves(plan_of(x), x.shape[3], b.shape[3])):
+    if not _by_kernels(x, b):
         return reference.backward(dy, d_state, x, b, c, dt, A, D, begins, state)
     dx, d_dt = torch.empty_like(x), torch.empty_like(dt)
     chunks, options = _how(x, b, begins)
@@ -305,6 +305,11 @@ def _states(
     launch(states_kernel, grid, values, keys, dt, A, _some(begins, dt), _some(first, dt), states,
            last, S, chunks, GIVEN=first is not None, BACKWARD=backward, **options)  # fmt: skip
     return states, last
+
+
+def _by_kernels(x: Tensor, b: Tensor) -> bool:
+    some = x.numel() > 0 and b.numel() > 0
+    return some and serves(plan_of(x), x.shape[3], b.shape[3])
 
 
 def serves(plan: Plan, P: int, N: int) -> bool:

@@ -62,7 +62,7 @@ def forward(
     """y_BSHP in x's dtype, and the state behind the last tokens in fp32 (fp64 if x is)."""
     of = _chunks(x_BSHP, b_BSGN, c_BSGN, dt_BSH, A_H, begins_BS, state_BHNP)
     y = (of.c @ of.b.mT * of.between) @ of.written + of.into * (of.c @ of.before)
-    y_BSHP = joined(y.flatten(1, 2), x_BSHP.shape[1]) + D_H[:, None] * wide(x_BSHP)
+    y_BSHP = _joined(y, x_BSHP.shape[1]) + D_H[:, None] * wide(x_BSHP)
     return y_BSHP.to(x_BSHP.dtype), of.state
 
 

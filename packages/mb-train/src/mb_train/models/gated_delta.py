@@ -28,7 +28,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from mb_kernels.chunks import chunk_length, computed_in, cut, joined, remains
+from mb_kernels.chunks import chunk_length, cut, joined, remains
+from mb_kernels.runtime.precision import wide, wide_dtype
 from mb_kernels.uncompiled import uncompiled
 from torch import Tensor
 
@@ -103,8 +104,8 @@ def _triton_release() -> tuple[int, ...]:
 
 def unit_length(x: Tensor) -> Tensor:
     """x / sqrt(x x + epsilon) over the last dimension, computed in fp32, in x's dtype."""
-    wide = x.to(computed_in(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)).to(x.dtype)
+    y = wide(x)
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _EPSILON)).to(x.dtype)
 
 
 def gated_delta_rule(
@@ -162,7 +163,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     B, S, H, V = v_BSHV.shape
     G, C = k_BSGC.shape[2:]
-    L, numbers = chunk_length(S), computed_in(v_BSHV)
+    L, numbers = chunk_length(S), wide_dtype(v_BSHV)
     q, k = (x.repeat_interleave(H // G, dim=2) for x in (q_BSGC, k_BSGC))
     # Filled up behind with tokens of 0, which change no state.
     q, k, v, beta = (cut(x.to(numbers), L) for x in (q, k, v_BSHV, beta_BSH))

@@ -50,7 +50,10 @@ ROOMS = {
     "muon/kernels.py": ("interpreter/test_adamw_kernels.py", "muon"),
     "symmetric_matmul/kernels.py": ("interpreter/test_symmetric_matmul_kernels.py", ""),
     "relative_attention/kernels.py": ("interpreter/test_relative_attention_kernels.py", ""),
-    "state_space/kernels.py": ("interpreter/test_state_space_kernels.py", ""),
+    **dict.fromkeys(
+        ("state_space/kernels.py", "state_space/steps.py"),
+        ("interpreter/test_state_space_kernels.py", ""),
+    ),
     **dict.fromkeys(
         (
             *("grouped_gemm/schedule.py", "grouped_gemm/forward.py", "grouped_gemm/weight_grad.py"),

@@ -153,8 +153,9 @@ def test_who_computes_by_kernels(monkeypatch):
 
     assert all(found(chip) == (not chip.startswith("gfx11")) for chip in TARGETS)
     assert found("sm90", P=8, N=16)
+    assert all(found("sm90", P=wide) for wide in (80, 128))
     assert not any(found("sm90", **change) for change in (
-        {"P": 65}, {"N": 129}, {"dtype": torch.float16}, {"dtype": torch.float32},
+        {"P": 65}, {"P": 130}, {"N": 129}, {"dtype": torch.float16}, {"dtype": torch.float32},
     ))  # fmt: skip
     assert not has_state_space_kernels(torch.device("cpu"), torch.bfloat16, 64, 128)
 
@@ -172,6 +173,7 @@ def test_who_computes_by_kernels(monkeypatch):
         ((1, 100, 6, 3, 40, 24), True),
         ((1, 100, 4, 2, 128, 16), True),
         ((1, 200, 2, 1, 128, 128), False),
+        ((2, 150, 6, 2, 128, 80), True),
     ],
 )
 def test_the_kernels_on_a_gpu(sizes, documents, dtype):

@@ -12,6 +12,7 @@ CASES = [  # sequences, tokens, heads, groups, N, P; documents; dtype
     pytest.param((2, 70, 4, 2, 16, 8), True, torch.float32, id="documents"),
     pytest.param((1, 33, 3, 1, 24, 40), False, torch.float32, id="odd"),
     pytest.param((1, 40, 20, 2, 16, 16), False, torch.float32, id="heads in two parts"),
+    pytest.param((2, 70, 4, 2, 8, 80), True, torch.float32, id="wide heads"),
     pytest.param((2, 1, 2, 2, 3, 5), True, torch.float32, id="a token"),
     pytest.param((2, 0, 2, 1, 4, 4), True, torch.float32, id="no tokens"),
     pytest.param((2, 3, 2, 1, 0, 4), True, torch.float32, id="no keys"),

@@ -42,8 +42,8 @@ def state_space_scan(
     """The scan over sequences, and the state behind their last tokens; differentiable in all.
 
     Heads g R to (g + 1) R - 1 share group g. Sums are in a fixed order, so results are the same bit
-    for bit each time. On a GPU there are kernels for bf16, P up to 64 and N up to 128, which
-    multiply in it. All else is plain PyTorch, in fp32.
+    for bit each time. On a GPU there are kernels for bf16, P up to 64 (an even one up to 128) and N
+    up to 128, which multiply in it. All else is plain PyTorch, in fp32.
 
     Args:
         x_BSHP: [B, S, H, P].
@@ -97,7 +97,7 @@ def has_state_space_kernels(device: torch.device, dtype: torch.dtype, P: int, N:
     if device.type != "cuda":
         return False
     from mb_kernels.runtime.plan import plan_on
-    from mb_kernels.state_space.kernels import serves
+    from mb_kernels.state_space.steps import serves
 
     return serves(plan_on(device, dtype), P, N)
 
@@ -132,7 +132,7 @@ registration.register(
     "state_space_scan(Tensor x, Tensor b, Tensor c, Tensor dt, Tensor A, Tensor D, Tensor? begins, "
     "Tensor? state) -> (Tensor, Tensor)",
     reference=reference.forward,
-    kernels="mb_kernels.state_space.kernels",
+    kernels="mb_kernels.state_space.steps",
     fake=_fake,
     flops=_flops,
     setup_context=_setup,
@@ -143,7 +143,7 @@ registration.register(
     "Tensor A, Tensor D, Tensor? begins, Tensor? state) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.backward,
-    kernels="mb_kernels.state_space.kernels",
+    kernels="mb_kernels.state_space.steps",
     fake=_backward_fake,
     flops=lambda dy, d_state, x, b, *_, **__: 2 * _flops(x, b),
 )

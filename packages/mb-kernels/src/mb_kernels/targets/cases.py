@@ -31,7 +31,7 @@ from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.relative_attention import kernels as attention
-from mb_kernels.state_space import kernels as state_space
+from mb_kernels.state_space import steps as state_space
 from mb_kernels.sum_of_squares import kernels as squares
 from mb_kernels.symmetric_matmul import kernels as symmetric
 from mb_kernels.targets.cover import cover

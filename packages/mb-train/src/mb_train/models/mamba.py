@@ -63,7 +63,7 @@ def scan_note(sizes: MambaSizes, device: torch.device, dtype: torch.dtype) -> st
     """What is said of how a run computes the scan."""
     if has_state_space_kernels(device, dtype, sizes.width, sizes.state):
         return "state spaces of Mamba layers: kernels"
-    slow = ", which is slow; kernels take bf16, heads of 64 and states of 128 at most"
+    slow = ", which is slow; kernels take bf16, heads and states of 128 at most"
     return f"state spaces of Mamba layers: in plain PyTorch{slow * (device.type == 'cuda')}"
 
 

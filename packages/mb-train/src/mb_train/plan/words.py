@@ -56,8 +56,8 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             )
         if config.mamba_sizes is not None:
             lines.append(
-                "              of Mamba layers by kernels, which are of bf16, heads of up to 64 "
-                "and states of up to 128; plain PyTorch takes longer"
+                "              of Mamba layers by kernels, which are of bf16, heads and states of "
+                "up to 128; plain PyTorch takes longer"
             )
         if config.fp8_format is not None:
             lines.append(

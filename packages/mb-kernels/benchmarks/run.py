@@ -18,7 +18,7 @@ import triton
 
 BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
 ON_REQUEST = ("timeline", "energy", "tiles", "share", "contraction", "decode", "first_call",
-              "state_space")  # fmt: skip
+              "state_space", "peers")  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -246,6 +246,24 @@ def test_activations_are_what_autograd_keeps(kind):
     assert counted == pytest.approx(kept, rel=0.15)
 
 
+@pytest.mark.parametrize("letter", ["M", "S"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_what_a_compiler_makes_again_is_not_counted(letter, bf16):
+    sizes = {"mamba_head_dim": 64, "mamba_num_groups": 2, "mamba_state_dim": 32}
+    fields = MODERN | MAMBA | sizes | {"compile": True, "bf16": bf16}
+    kept, planned = [], []
+    for layers in (1, 2):
+        pattern = {"num_layers": layers, "hybrid_layer_pattern": letter * layers}
+        config, work, model = config_and_model(fields | pattern)
+        for block in model.stack.blocks.values():
+            block.compile(backend="aot_eager_decomp_partition")  # keeps what Inductor keeps
+        weights = sum(p.numel() for p in model.stack.blocks.parameters() if p.ndim > 1)
+        kept.append(kept_bytes(model, config) - 2 * bf16 * weights)
+        width = 2 if bf16 else 4
+        planned.append(activations_bytes(work, config, ParallelDims(), width, on_gpu=True).here)
+    assert planned[1] - planned[0] == pytest.approx(kept[1] - kept[0], rel=0.1)
+
+
 def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
     kept = []
     for capacity in (0.0, 1.0):

@@ -18,7 +18,7 @@ from mb_parallel.expert_parallel import choose_dispatcher
 from mb_train.assembly.offloading import layers_on_host
 from mb_train.config import TrainConfig, whole
 from mb_train.config.offloading import LAYER_INPUT
-from mb_train.models.config import MambaSizes, TransformerConfig
+from mb_train.models.config import TransformerConfig
 from mb_train.models.workload import Pass, Workload
 from mb_train.plan.flops import delta_widths, mamba_widths
 
@@ -139,6 +139,7 @@ def kept_by_layer(
     """
     split = dims.tp if config.sequence_parallel else 1
     selective = config.recompute_granularity == "selective"
+    compiled = config.compile and not pairs
     found = []
     behind = work.behind if dims.pp == 1 else ()
     for number, each in enumerate((*work.passes, *behind)):
@@ -149,8 +150,10 @@ def kept_by_layer(
         experts += 0 if moe is None else moe.experts_hidden_size * tokens_here
         for layer in range(each.blocks.num_layers):
             some = pairs and not selective
-            latents, attention = _in_attention(each, layer, dims, width, pairs=some)
-            core = _in_core(each.blocks, layer, width, chunks=pairs)
+            latents, attention = _in_attention(
+                each, layer, dims, width, pairs=some, compiled=compiled
+            )
+            core = _in_core(each.blocks, layer, width, chunks=pairs, compiled=compiled)
             if not selective:
                 attention, core = attention + core, 0.0
             remade_here = remade / split * each.blocks.has_experts(layer)
@@ -209,9 +212,14 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
 
 
 def _in_attention(
-    each: Pass, layer: int, dims: ParallelDims, width: int, *, pairs: bool
+    each: Pass, layer: int, dims: ParallelDims, width: int, *, pairs: bool, compiled: bool
 ) -> tuple[float, float]:
-    """Numbers of a token in a layer's attention: of its latents, and of its heads."""
+    """Numbers of a token in a layer's attention: of its latents, and of its heads.
+
+    Args:
+        compiled: what the compiler makes again from what is kept anyway is left out, of layers in
+            which that is much.
+    """
     config = each.blocks
     if not config.has_mixer(layer):
         return 0.0, 0.0
@@ -220,9 +228,10 @@ def _in_attention(
     if config.mamba is not None and config.has_mamba(layer):
         (values, common), heads = mamba_widths(config.mamba), config.mamba.heads
         # Channels in front of the convolution, and the gate; sums of which steps are made, and
-        # these; in fp32 the gate, its SiLU, what the state returned, both together, and that
-        # behind the norm; in front of the map out.
-        return 0.0, 2 * values + common + (2 * heads + 5 * values) * 4 / width + values
+        # these; what the scan returned, or the map out takes.
+        found = 2 * values + common + 2 * heads * 4 / width + values
+        # In fp32 the gate, its SiLU, what the scan returned, both together, and behind the norm.
+        return 0.0, found if compiled else found + 5 * values * 4 / width
     if config.delta is not None and config.has_state(layer):
         keys, values = delta_widths(config.delta)
         # In front of the convolution; what the state returned, behind its norm, and gated; the gate
@@ -233,16 +242,20 @@ def _in_attention(
     return latents, inside + (_pairs(each) if pairs else 0)
 
 
-def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool) -> float:
+def _in_core(
+    config: TransformerConfig, layer: int, width: int, *, chunks: bool, compiled: bool
+) -> float:
     """Numbers of a token in a layer's convolution and rule, or scan, if it has a state.
 
     Args:
         chunks: the rule in plain PyTorch leaves its own, see `models.gated_delta`.
+        compiled: see `_in_attention`.
     """
     if config.has_convolution(layer):  # two behind zeros, their product, and the sums
-        return 4 * config.hidden_size
+        return (2 if compiled else 4) * config.hidden_size
     if config.mamba is not None and config.has_mamba(layer):
-        return _in_scan(config.mamba, width)
+        # Behind zeros, and behind SiLU; sums of the convolution in fp32.
+        return (2 if compiled else 2 + 4 / width) * sum(mamba_widths(config.mamba))
     if config.delta is None or not config.has_state(layer):
         return 0.0
     wide, heads = 4 / width, config.delta.value_heads
@@ -258,13 +271,6 @@ def _in_core(config: TransformerConfig, layer: int, width: int, *, chunks: bool)
     own = 5 * of_heads + 2 * (of_heads + values) + 2 * values
     states = 2 * of_heads * config.delta.value / CHUNK
     return found + wide * (own + 5 * heads * CHUNK + states)
-
-
-def _in_scan(mamba: MambaSizes, width: int) -> float:
-    """Numbers of a token in the convolution and the scan of a layer of Mamba-2."""
-    wide, (values, common) = 4 / width, mamba_widths(mamba)
-    # Behind zeros; sums of the convolution in fp32; behind SiLU.
-    return (2 + wide) * (values + common)
 
 
 def _heads_width(config: TransformerConfig, layer: int) -> int:

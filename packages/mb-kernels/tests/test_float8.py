@@ -221,7 +221,7 @@ def test_a_fake_tensor_has_the_format_too(kind):
     [
         ("gfx942:sramecc+:xnack-", True),
         ("gfx950:sramecc+:xnack-", True),
-        *(("gfx90a:sramecc+:xnack-", False), ("gfx1100", False), ("gfx1201", False)),
+        *(("gfx90a:sramecc+:xnack-", False), ("gfx1100", False), ("gfx1201", True)),
         *(((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)),
     ],
     ids=str,

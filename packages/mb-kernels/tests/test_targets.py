@@ -232,7 +232,8 @@ def test_a_hook_of_triton_is_told_every_constant() -> None:
         ("gfx941", "gfx942"),
         ("gfx908", "gfx90a"),
         ("gfx1101", "gfx1101"),
-        ("gfx1201", "gfx1100"),
+        ("gfx1151", "gfx1100"),
+        ("gfx1200", "gfx1201"),
     ],
 )
 def test_amd_neighbours(arch_name: str, expected: str) -> None:
@@ -242,13 +243,13 @@ def test_amd_neighbours(arch_name: str, expected: str) -> None:
 def test_the_format_of_8_bit_floats_is_the_chips() -> None:
     ocp, fnuz = torch.float8_e4m3fn, torch.float8_e4m3fnuz
     formats = {name: target.float8 for name, target in TARGETS.items() if target.float8}
-    assert formats == {**dict.fromkeys(("sm89", "sm90", "sm100", "sm120", "gfx950"), ocp),
-                       "gfx942": fnuz}  # fmt: skip
+    all_ocp = ("sm89", "sm90", "sm100", "sm120", "gfx950", "gfx1201")
+    assert formats == {**dict.fromkeys(all_ocp, ocp), "gfx942": fnuz}
     # RTX 30 and Orin have the tiles of RTX 40, and not its matrix units.
     capabilities = ((8, 0), (8, 6), (8, 7), (8, 9), (10, 3), (12, 1))
     assert [_nvidia_target(*c).float8 for c in capabilities] == [None] * 3 + [ocp] * 3
     chips = ("gfx90a", "gfx908", "gfx942:sramecc+:xnack-", "gfx950", "gfx1101", "gfx1201")
-    assert [_amd_target(name).float8 for name in chips] == [None, None, fnuz, ocp, None, None]
+    assert [_amd_target(name).float8 for name in chips] == [None, None, fnuz, ocp, None, ocp]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def test_a_plan_counts_two_of_three_products_as_half():
     assert "in FP8 at twice the peak" in lines[1]
     assert "FP8" not in lines[0]
     for device in ("A100", "MI250X", "7900 XTX"):
-        with pytest.raises(ValueError, match=rf"MI350, for --fp8-format, got {device}\. Leave it"):
+        with pytest.raises(ValueError, match=rf"9070, for --fp8-format, got {device}\. Leave it"):
             sizes(TrainConfig(**dense | FP8), 64, 1, device)
-    mi300, rounded = (sizes(TrainConfig(**dense | c), 64, 1, "MI300X").step_s for c in ({}, FP8))
-    assert rounded < mi300
+    for device in ("MI300X", "R9700"):
+        wide, rounded = (sizes(TrainConfig(**dense | c), 64, 1, device).step_s for c in ({}, FP8))
+        assert rounded < wide

@@ -104,7 +104,8 @@ class MoEConfig:
         fp8: the experts, the shared one too, multiply rows and weights in 8-bit floats, each row
             and each output channel with a scale of its own (`mb_kernels.expert_mlp`). Weights,
             their gradients and everything else stay as they are. On a GPU for bf16 alone, on
-            NVIDIA's from Ada and Hopper on and AMD's MI300 and MI350; it has run on Hopper alone.
+            NVIDIA's from Ada and Hopper on and AMD's MI300, MI350 and RX 9070; it has run on
+            Hopper alone.
 
     Raises:
         ValueError: a field out of its range, or fields that contradict each other.

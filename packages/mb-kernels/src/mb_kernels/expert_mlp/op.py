@@ -72,7 +72,8 @@ def expert_mlp(
         fp8: compute the products of rows and weights, four of the six, in 8-bit floats: both
             operands are rounded by ``to_float8``, with a scale for each row and for each output
             channel. Gradients of weights, two of the six, are products of what was not rounded.
-            On a GPU for bf16 alone, on NVIDIA's from Ada and Hopper on, AMD's MI300 and MI350.
+            On a GPU for bf16 alone, on NVIDIA's from Ada and Hopper on, AMD's MI300, MI350 and
+            RX 9070.
         x_stays: False if something else is written to the memory of x_TD before the backward pass,
             as to a buffer for what other ranks send. Then x_TD is copied, unless the op keeps a
             copy anyway (on a GPU, with one expert a token and without ``recompute``).

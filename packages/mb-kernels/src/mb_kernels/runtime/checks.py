@@ -96,8 +96,8 @@ def require_float8_codes(x: Tensor) -> None:
     if x.is_cuda and use_triton(x) and current_target(x.device).float8 is None:
         raise ValueError(
             f"fp8: expected a GPU that multiplies 8-bit floats, NVIDIA's from Ada and Hopper on "
-            f"(compute capability 8.9) or AMD's MI300 and MI350 series (gfx942, gfx950); got "
-            f"{torch.cuda.get_device_name(x.device)}. Leave fp8 out."
+            f"(compute capability 8.9) or AMD's MI300, MI350 and RX 9070 (gfx942, gfx950, gfx12); "
+            f"got {torch.cuda.get_device_name(x.device)}. Leave fp8 out."
         )
 
 

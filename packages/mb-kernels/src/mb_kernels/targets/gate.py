@@ -45,7 +45,9 @@ _MATRIX_INSTRUCTION = re.compile(
     r"(tcgen05\.mma)|wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
     r"|v_(mfma_\w+|smfmac_\w+|wmma_\w+)"
 )
-_OF_FLOAT8 = re.compile(r"mma\S*\.(?:e4m3\.e4m3|kind::f8f6f4)|v_mfma_\w+_(?:fp8_fp8|f8f6f4)")
+_OF_FLOAT8 = re.compile(
+    r"mma\S*\.(?:e4m3\.e4m3|kind::f8f6f4)|v_(?:mfma|wmma)_\w+_(?:fp8_fp8|f8f6f4)"
+)
 _CUOBJDUMP_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 

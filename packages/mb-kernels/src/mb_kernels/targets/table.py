@@ -49,12 +49,13 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             Target("sm90", "cuda", 90, 32, 232_448, descriptors=True, float8=_OCP),
             Target("sm100", "cuda", 100, 32, 232_448, descriptors=True, float8=_OCP),
             Target("sm120", "cuda", 120, 32, 101_376, float8=_OCP),
-            # MI300; MI200; MI350; RX 7900; RX 7800 XT.
+            # MI300; MI200; MI350; RX 7900; RX 7800 XT; RX 9070.
             Target("gfx942", "hip", "gfx942", 64, 65_536, xcds=8, float8=_FNUZ),
             Target("gfx90a", "hip", "gfx90a", 64, 65_536),
             Target("gfx950", "hip", "gfx950", 64, 163_840, xcds=8, float8=_OCP),
             Target("gfx1100", "hip", "gfx1100", 32, 65_536),
             Target("gfx1101", "hip", "gfx1101", 32, 65_536),
+            Target("gfx1201", "hip", "gfx1201", 32, 65_536, float8=_OCP),
         )
     }
 )
@@ -88,6 +89,8 @@ def _amd_target(arch_name: str) -> Target:
         return TARGETS[arch]
     if arch.startswith("gfx94"):
         return TARGETS["gfx942"]
+    if arch.startswith("gfx12"):
+        return TARGETS["gfx1201"]
     return TARGETS["gfx90a" if arch.startswith("gfx9") else "gfx1100"]
 
 
@@ -128,12 +131,12 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 
-_CDNA, _RDNA3 = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1101")
+_CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1101", "gfx1201")
 # 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
 _MFMA = {"matrix_instr_nonkdim": 16}
 # Chips that take a neighbour's tiles: the matrix instructions are the same, and so is what the gate
 # finds.
-NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
+NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100", "gfx1201": "gfx1100"}
 Shape = tuple[int, int, int]  # block_m, block_n, block_k
 
 
@@ -282,7 +285,7 @@ TILES: dict[str, dict[str, Tile]] = {
     # 16 rows of 128 columns of four operands fill all 256 registers.
     "attention": _attention((64, 64), sm80=(64, 32))
     | {"sm120": Tile(64, 32, 128, num_warps=4, num_stages=1)}
-    | dict.fromkeys(_RDNA3, Tile(32, 32, 128, num_warps=4, num_stages=1)),
+    | dict.fromkeys(_RDNA, Tile(32, 32, 128, num_warps=4, num_stages=1)),
     "attention_dkv": _attention((64, 32), gfx1100=(16, 16))
     | dict.fromkeys(
         ("sm80", "sm89", "sm100", "sm120"), Tile(64, 32, 128, num_warps=4, num_stages=1)
@@ -290,13 +293,13 @@ TILES: dict[str, dict[str, Tile]] = {
     "attention_dbias": _attention((64, 64), gfx1100=(32, 32))
     | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 128, num_warps=8, num_stages=2)),
     "attention_wide": _attention((32, 32))
-    | dict.fromkeys(_RDNA3, Tile(16, 16, 64, num_warps=8, num_stages=2)),
+    | dict.fromkeys(_RDNA, Tile(16, 16, 64, num_warps=8, num_stages=2)),
     # Without matrix units a thread holds the rows it multiplies, so heads are taken in parts where
     # whole ones of 128 spill: up to 16 bytes on sm80, sm89 and sm100, 2760 on gfx1100.
     "attention_fp32": dict.fromkeys(TARGETS, Tile(16, 16, 128, num_warps=4, num_stages=2))
     | dict.fromkeys(("sm80", "sm89"), Tile(16, 16, 64, num_warps=4, num_stages=2))
     | {"sm100": Tile(16, 16, 32, num_warps=4, num_stages=2)}
-    | dict.fromkeys(_RDNA3, Tile(16, 16, 32, num_warps=8, num_stages=2)),
+    | dict.fromkeys(_RDNA, Tile(16, 16, 32, num_warps=8, num_stages=2)),
     # The scan of a state space: block_m tokens of a chunk, elsewhere the largest of 64, 32 and 16
     # that do not spill. sm90, ms forward and backward (16,384 tokens, 64 heads of 64, states of
     # 128 x 64): 2.1; in 8 warps 3.7; of 32 tokens 3.1, of 128 in 8 warps 2.7. RDNA3 has none: of 16
@@ -304,13 +307,13 @@ TILES: dict[str, dict[str, Tile]] = {
     "state_space": dict.fromkeys(_CDNA, Tile(32, 64, 64, num_warps=4, num_stages=1))
     | {"sm90": Tile(64, 64, 64, num_warps=4, num_stages=2)}
     | {"sm100": Tile(64, 64, 64, num_warps=8, num_stages=1)}
-    | dict.fromkeys(("sm80", "sm89"), Tile(32, 64, 64, num_warps=8, num_stages=1))
+    | dict.fromkeys(("sm80", "sm89", "gfx1201"), Tile(32, 64, 64, num_warps=8, num_stages=1))
     | {"sm120": Tile(16, 64, 64, num_warps=8, num_stages=1)},
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, 32 x 32 x 32 with a bias 56.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
     | dict.fromkeys(_CDNA, Tile(64, 32, 32, num_warps=4, num_stages=2, flatten=False))
-    | dict.fromkeys(_RDNA3, Tile(32, 32, 16, num_warps=4, num_stages=2, flatten=False)),
+    | dict.fromkeys(_RDNA, Tile(32, 32, 16, num_warps=4, num_stages=2, flatten=False)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
     # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
     # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,
@@ -344,5 +347,5 @@ TILES: dict[str, dict[str, Tile]] = {
     # fp32 products run on the ordinary units, which want registers more than reuse.
     "sdd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
     "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2))
-    | dict.fromkeys(_RDNA3, Tile(128, 32, 16, num_warps=8, num_stages=2)),
+    | dict.fromkeys(_RDNA, Tile(128, 32, 16, num_warps=8, num_stages=2)),
 }

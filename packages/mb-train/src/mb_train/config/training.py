@@ -297,7 +297,7 @@ class PrecisionFields:
     )
     fp8_format: str | None = flag(
         "multiply by the weights of blocks in 8-bit floats, all of them E4M3; needs a GPU from Ada "
-        "or Hopper on, or an MI300 or MI350", choices=("e4m3", "hybrid"), on_load="said",
+        "or Hopper on, or an MI300, MI350 or RX 9070", choices=("e4m3", "hybrid"), on_load="said",
         in_force="fp8_spares",
     )  # fmt: skip
     first_last_layers_bf16: bool = flag(

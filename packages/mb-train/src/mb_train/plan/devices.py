@@ -45,6 +45,8 @@ _SHEETS = {
     "MI250": DataSheet(181.0, 1.64, 64.0, link_gb=32.0),
     "MI210": DataSheet(181.0, 1.64, 64.0, link_gb=32.0),
     "7900 XTX": DataSheet(123.0, 0.96, 24.0, link_gb=32.0),
+    "9070 XT": DataSheet(195.0, 0.64, 16.0, fp8=True),
+    "R9700": DataSheet(191.0, 0.64, 32.0, fp8=True),
 }
 
 

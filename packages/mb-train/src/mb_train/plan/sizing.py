@@ -107,8 +107,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     sheet = data_sheet(device)
     if config.fp8_format is not None and sheet is not None and not sheet.fp8:
         raise ValueError(
-            f"Expected a GPU from Ada or Hopper on, or an MI300 or MI350, for --fp8-format, got "
-            f"{device}. Leave it out."
+            f"Expected a GPU from Ada or Hopper on, or an MI300, MI350 or RX 9070, for "
+            f"--fp8-format, got {device}. Leave it out."
         )
     if config.cuda_graph:
         check_capturable(config, torch.device("cuda"), dims)

@@ -182,6 +182,10 @@ def test_what_has_no_effect_is_said():
         "no effect without --pipeline-model-parallel-size above 1: --pipeline-schedule",
         "no effect without --profile: --profile-step-end",
     ]
+    command = parse([*RUN, "--moe-router-topk", "2", "--moe-expert-capacity-factor", "0"])
+    assert without_effect(command, resolve(command)) == [  # not of defaults that these bring
+        "no effect without --moe-num-experts: --moe-top-k",
+    ]
     words = "--save a --save-interval 0 --async-save --log-timers-to-tensorboard"
     command = parse([*RUN, *words.split(), "--no-log-loss-scale-to-tensorboard"])
     assert without_effect(command, resolve(command)) == [

@@ -74,7 +74,7 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--fp4-format e2m1 --enable-gpt-oss --tomorrow --mtp-use-repeated-layer "
             "--relative-attention-num-buckets 16",
             r"--fp4-format cannot .*--enable-gpt-oss cannot .*--recipe gpt-oss-20b.*Unknown flag "
-            r"--tomorrow.*-num-buckets to be 32, got '16'",
+            r"--tomorrow.*-num-buckets 16 cannot be honoured: T5 tells 32 distances",
         ),
         ("--mtp-use-repeated-layer", r"cannot be honoured: each module of --mtp-num-layers is a"),
         (
@@ -166,8 +166,16 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--enable-shared-expert --num-shared-experts 2",
             r"--enable-shared-expert, --num-shared-experts cannot be honoured: say --moe-shared-",
         ),
-        ("--extra-vocab-size 256", r"--extra-vocab-size to be 0, got '256'\. A tokenizer says"),
-        ("--dataset MMAP --attention-sink-k 4", r"--attention-sink-k to be 0, got '4'.*--softmax"),
+        ("--extra-vocab-size 256", r"--extra-vocab-size 256 cannot be honoured: a tokenizer says"),
+        ("--dataset MMAP --attention-sink-k 4", r"-sink-k 4 cannot be honoured: say --softmax"),
+        ("--head-lr-mult 10", r"--head-lr-mult 10 cannot be honoured: say --decoupled-lr\."),
+        ("--most-recent-k x", r"--most-recent-k to be a number, got x"),
+        ("--mid-level-dataset-surplus 0.01", r"surplus 0\.01 cannot be .* 0\.5 % more samples"),
+        (
+            "--tensor-model-parallel-size 2 --muon-tp-mode blockwise",
+            r"--muon-tp-mode duplicated with --tensor-model-parallel-size 2, got blockwise",
+        ),
+        ("--muon-tp-mode rowwise", r"--muon-tp-mode to be one of duplicated, .*, got 'rowwise'"),
         (
             "--tokenizer-library tiktoken",
             r"--tokenizer-library to be one of .* See --tokenizer-typ",
@@ -190,7 +198,7 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--xielu --ademamix-alpha 8 --goldfish-k 50 --ap-sft-pack-samples --lr-scale-gate 0.25",
             r"--xielu cannot .* no xIELU\. --ademamix-alpha cannot .*: say --optimizer adam.* "
             r"--goldfish-k cannot .* --ap-sft-pack-samples cannot .*: mb-data chats writes .* "
-            r"--lr-scale-gate cannot be honoured: say --moe-router-lr-mult",
+            r"--lr-scale-gate 0\.25 cannot be honoured: say --moe-router-lr-mult",
         ),
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
@@ -239,6 +247,28 @@ def test_what_core_turns_off_has_both_of_its_spellings():
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
     with pytest.raises(ValueError, match=said):
         resolve(parse([*RUN, *typed.split()]))
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--head-lr-mult 1.0 --lr-scale-gate 1 --mlp-chunks-for-training 1 --most-recent-k -1",
+        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-n-hash-layers 0",
+        "--moe-upcycling-granularity 1 --num-residual-streams 1 --mid-level-dataset-surplus 0.005",
+        "--encoder-tensor-model-parallel-size 0 --relative-attention-max-distance 128",
+        "--wandb-project= --wandb-exp-name= --wandb-entity= --wandb-save-dir=",
+        "--rotary-seq-len-interpolation-factor 1",
+        "--muon-tp-mode blockwise --tensor-model-parallel-size 1",
+        # One group of one: every expert can be chosen.
+        "--num-experts 4 --moe-router-topk 2 --moe-loss-weight 0.01 --moe-router-num-groups 1 "
+        "--moe-router-group-topk 1",
+    ],
+)
+def test_what_asks_for_nothing_is_accepted_in_silence(typed):
+    command = parse([*RUN, *typed.split()])
+    config = resolve(command)
+    assert (*command.notes, *without_effect(command, config)) == ()
+    assert config.wandb_project is config.wandb_save_dir is None
 
 
 def test_what_is_done_in_another_way_is_said():
@@ -662,6 +692,8 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
         ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
          "simple --position-embedding-type rope --multi-latent-attention --muon-no-split-qkv",
          True, 0.2, ()),
+        ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
+         "simple --tensor-model-parallel-size 2", True, 0.2, ("whole matrices",)),
         ("--optimizer muon --recipe dense-46m", True, 0.2, ()),
         ("--optimizer adam", True, 0.2, ()),
     ],

@@ -64,8 +64,9 @@ class Spec:
             fields; runs are compared by it.
         also: further spellings of its flag.
         said_as: further spellings of its values, on the command line.
-        zero_is_none: 0 means None on the command line, and among the arguments that Megatron has
-            saved, as it means it where it asks whether a number is there at all.
+        falsy_is_none: 0, or a text of nothing, means None on the command line, and among the
+            arguments that Megatron has saved, as it means it where it asks whether a value is
+            there at all.
         off: Megatron's flag that turns it off, where it is on by default.
         count: number of values of a list, where that is fixed.
         layer: the argument of `mb_layers.MoEConfig` that it is.
@@ -86,7 +87,7 @@ class Spec:
     in_force: str | None = None
     also: tuple[str, ...] = ()
     said_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    zero_is_none: bool = False
+    falsy_is_none: bool = False
     off: tuple[str, ...] = ()
     count: int | None = None
     layer: str | None = None

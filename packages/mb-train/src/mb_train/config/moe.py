@@ -15,7 +15,7 @@ class MoEFields:
 
     moe_num_experts: int | None = flag(
         "experts of a feed-forward; default a dense model", bounds=POSITIVE, on_load="model",
-        layer="num_experts", also=("--num-experts",), zero_is_none=True,
+        layer="num_experts", also=("--num-experts",), falsy_is_none=True,
     )  # fmt: skip
     moe_top_k: int = flag(
         "experts per token", 1, bounds=POSITIVE, on_load="said", layer="top_k",
@@ -45,7 +45,7 @@ class MoEFields:
     moe_latent_size: int | None = flag(
         "width of a latent in which the experts compute, between two maps that all of a layer "
         "share; default none: the hidden state",
-        bounds=POSITIVE, on_load="model", layer="latent_size", zero_is_none=True,
+        bounds=POSITIVE, on_load="model", layer="latent_size", falsy_is_none=True,
     )  # fmt: skip
     moe_layer_freq: int = flag(
         "every n-th layer has experts, the first of them too", 1, bounds=POSITIVE,
@@ -162,7 +162,7 @@ class MoEFields:
     )  # fmt: skip
     moe_shared_expert_intermediate_size: int | None = flag(
         "width of an expert that every token visits; default none", bounds=POSITIVE,
-        on_load="model", layer="shared_expert_hidden_size", zero_is_none=True,
+        on_load="model", layer="shared_expert_hidden_size", falsy_is_none=True,
     )  # fmt: skip
     moe_shared_expert_gate: bool = flag(
         "weight the shared expert by a learned gate", False, on_load="model",

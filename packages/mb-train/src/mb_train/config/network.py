@@ -466,7 +466,7 @@ def _check_slowing(config: Network) -> None:
             f"Expected --rope-type yarn with --rotary-scaling-factor {by_yarn}, got "
             f"{config.rope_type}, whose rotations it does not slow. Leave one of the two out."
         )
-    if config.rope_scaling is None:
+    if config.rope_scaling in (None, ("linear", 1)):
         return
     if config.position_embedding_type != "rope":
         raise ValueError(

@@ -140,12 +140,19 @@ class LoggingFields:
     )
     log_memory_to_tensorboard: bool = flag("write the memory in use", False, needs=_BOARD)
     log_world_size_to_tensorboard: bool = flag("write the number of ranks", False, needs=_BOARD)
-    wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
-    wandb_exp_name: str | None = flag(
-        "name of the run there", needs=("wandb_project",), also=("--wandb-name",)
+    wandb_project: str | None = flag(
+        "log to this Weights & Biases project (needs wandb)", falsy_is_none=True
     )
-    wandb_entity: str | None = flag("who the project belongs to there", needs=("wandb_project",))
-    wandb_save_dir: str | None = flag("folder of its files", needs=("wandb_project",))
+    wandb_exp_name: str | None = flag(
+        "name of the run there", needs=("wandb_project",), also=("--wandb-name",),
+        falsy_is_none=True,
+    )  # fmt: skip
+    wandb_entity: str | None = flag(
+        "who the project belongs to there", needs=("wandb_project",), falsy_is_none=True
+    )
+    wandb_save_dir: str | None = flag(
+        "folder of its files", needs=("wandb_project",), falsy_is_none=True
+    )
 
     def check_logging(self) -> None:
         """Raise ValueError for a profile of no step."""

@@ -182,11 +182,11 @@ class TrainingFields:
     )  # fmt: skip
     exit_interval: int | None = flag(
         "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own",
-        zero_is_none=True,
+        falsy_is_none=True,
     )  # fmt: skip
     exit_duration_in_mins: float | None = flag(
         "save and stop this many minutes after the start", bounds=POSITIVE, on_load="own",
-        zero_is_none=True,
+        falsy_is_none=True,
     )  # fmt: skip
     nan_limit: int = flag(
         "stop after this many steps in a row without finite loss and gradients; 0: never (ours)",
@@ -314,7 +314,7 @@ class PrecisionFields:
     )  # fmt: skip
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=SCALE,
-        on_load="said", needs=("fp16",), zero_is_none=True,
+        on_load="said", needs=("fp16",), falsy_is_none=True,
     )  # fmt: skip
     initial_loss_scale: float = flag(
         "where the loss scale begins", 2.0**32, bounds=SCALE, needs=_ADAPTS

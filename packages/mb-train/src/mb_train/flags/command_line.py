@@ -186,7 +186,8 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     """
     idle: dict[str, list[str]] = {}
     for f in (f for members in GROUPS.values() for f in fields(members)):
-        said = command.values.get(f.name, f.default) != f.default
+        said = f.name not in command.unsaid and f.name in command.values
+        said = said and command.values[f.name] != f.default
         if said and (way := config.lacking(f.name, said=command.values)):
             idle.setdefault(way, []).append(flag_name(f.name))
     remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]

@@ -247,6 +247,11 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
             "Muon iterates with Jordan's coefficients, as Megatron does with "
             "--muon-coefficient-type simple; without it today's has others"
         )
+    if values.get("tensor_model_parallel_size", 1) > 1 and "--muon-tp-mode" not in typed:
+        found.append(
+            "Muon iterates on whole matrices, as Megatron does with --muon-tp-mode duplicated; "
+            "without it each tensor-parallel rank takes its part there"
+        )
     if values.get("multi_latent_attention") and values.get("muon_split_qkv", True):
         found.append(
             "Muon takes apart what one map of latent attention makes, keys and values for one, "
@@ -276,7 +281,8 @@ def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]
         or values.get("moe_router_score_function") == "sigmoid"
         or "moe_router_group_score_top" in values
     )
-    if top_k is None or not groups or top_k // groups < 2 or scores:
+    all_groups = groups == values.get("moe_router_num_groups")  # whatever their scores
+    if top_k is None or not groups or top_k // groups < 2 or scores or all_groups:
         return []
     return [
         f"Expected --moe-router-pre-softmax with {TOPK} {top_k} and --moe-router-group-topk "

@@ -186,7 +186,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
         if about.choices and f.default is None and word == NONE:
             return word
         value = kind(about.said_as.get(word, word))
-        return None if about.zero_is_none and value == 0 else value
+        return None if about.falsy_is_none and not value else value
 
     read.__name__ = getattr(kind, "__name__", "value")  # as argparse names it
     group.add_argument(*names, type=read, dest=f.name, help=text, **extra)

@@ -1,6 +1,7 @@
 """Flags that are unknown, or of Megatron and its forks for what does not exist here.
 
-The latter are errors with a reason, because a model trained without one would be another one.
+The latter are errors with a reason, because a model trained without one would be another one; a
+few are accepted with a number that asks for nothing, see `translated`.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
 BigScience), Alibaba's (Pai-Megatron-Patch) and Huawei's (MindSpeed), those of other forks (EPFL's,
 Swiss AI's, LLM-jp's), and what transformers, torchtitan, nanoGPT and torchrun call what is called
@@ -52,6 +53,16 @@ _REASONS: Mapping[str, str] = {
     "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,
+    "T5's encoder lies on the ranks of its decoder": """
+        --encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size
+    """,
+    "T5 tells 32 distances apart, up to 128 tokens": """
+        --relative-attention-num-buckets --relative-attention-max-distance
+    """,
+    "say --softmax-type learnable, which gives each head a sink": "--attention-sink-k",
+    "a tokenizer says its own size, and --make-vocab-size-divisible-by pads it": """
+        --extra-vocab-size
+    """,
     "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
     "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
         --mtp-*
@@ -99,6 +110,8 @@ _REASONS: Mapping[str, str] = {
     "weights stay on the GPUs, and activations go as --cpu-offloading-num-layers says": """
         --cpu-offloading-weights --no-cpu-offloading-activations
     """,
+    "say --cpu-offloading-num-layers, of which layers": "--activation-offload-fraction",
+    "all stages offload alike": "--delta-offload-bytes-across-pp-ranks",
     "copies to the host are not captured in CUDA graphs": "--delay-offload-until-cuda-graph",
     "say --cpu-offloading-num-layers beside --recompute-granularity full": "--checkpoint-in-cpu",
     "say --offload-modules core_attn": "--swap-attention",
@@ -163,6 +176,9 @@ _REASONS: Mapping[str, str] = {
     "say --num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
     "say --eod-token": "--null-tokenizer-eod-id",
     "say --swiglu, or --activation": "--gated-linear-unit",
+    "a blend asks each data set for 0.5 % more samples than its share": """
+        --mid-level-dataset-surplus
+    """,
     "one blend of data holds for the whole run": "--phase-transition-iterations",
     "all micro-batches are computed alike: see --recompute-granularity": """
         --num-microbatches-with-partial-activation-checkpoints

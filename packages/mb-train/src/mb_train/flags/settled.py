@@ -132,9 +132,6 @@ _ANSWERS: Mapping[str, str] = {
         --num-dataset-builder-threads=1 --dataloader-fast-cache-load --object-storage-cache-path=1
         --per-dataset-sequences-path=1
     """,
-    "a blend asks each data set for 0.5 % more samples than its share, Megatron's default": """
-        --mid-level-dataset-surplus=1
-    """,
     "--dataloader-type cyclic always shuffles all samples together, not each rank its part": """
         --no-data-sharding
     """,

@@ -11,6 +11,7 @@
     --offload-modules core_attn
 --cpu-offloading --cpu-offloading-num-layers 4           --cpu-offloading-num-layers 4
 --use-mup and --mup-embedding-mult 10                    --use-mup --embedding-multiplier 10
+--muon-tp-mode blockwise, of one tensor-parallel rank    --muon-tp-mode duplicated
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _BASES = {
     "--scaling-base-hidden-size": "mup_base_hidden_size",
     "--scaling-base-head-dim": "mup_base_head_dim",
 }
+_MUON_PARTS = "--muon-tp-mode"
 # Modules whose activations Megatron can compute anew one by one, and which here are kept.
 KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
 
@@ -159,6 +161,18 @@ def _mup(said: Mapping[str, Any]) -> dict[str, Any]:
     return found if output == 1 else found | {"logits_scaling": 1 / output}
 
 
+def _muon_parts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's default, which is of each rank's part of a matrix: alone it has the whole."""
+    if said.get(_MUON_PARTS) != "blockwise":
+        return {name: said[name] for name in (_MUON_PARTS,) if name in said}
+    if (ranks := said.get("tensor_model_parallel_size", 1)) > 1:
+        raise ValueError(
+            f"Expected {_MUON_PARTS} duplicated with --tensor-model-parallel-size {ranks}, got "
+            "blockwise: Muon iterates on whole matrices."
+        )
+    return {_MUON_PARTS: "duplicated"}
+
+
 # What flags are read together, and by what: the fields, or flags, that they set.
 _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = (
     ((QUICK_GEGLU, *_NUMBERS), _gate),
@@ -167,6 +181,7 @@ _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[st
     (_SHARED, _shared_experts),
     (tuple(_OFFLOADING), _offloading),
     ((*_MUP, _RECIPE, *_BASES), _mup),
+    ((_MUON_PARTS,), _muon_parts),
 )
 # Those that nothing else reads, and whether a value follows.
 TOGETHER: Mapping[str, bool] = {

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mb_train.config import TrainConfig, flag_name
+from mb_train.flags.refused import refusal
 from mb_train.flags.settled import OVERRIDING, SETTLED, settled_note
 from mb_train.flags.together import (
     KEPT,
@@ -84,15 +85,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # Here there is only this choice, which a script may name.
     "--outer-dp-sharding-strategy": {"no_shard": {}},
     "--expert-outer-dp-sharding-strategy": {"no_shard": {}},
-    "--encoder-tensor-model-parallel-size": {"0": {}},
-    "--encoder-pipeline-model-parallel-size": {"0": {}},
-    "--activation-offload-fraction": {"1.0": {}, "1": {}},
-    "--delta-offload-bytes-across-pp-ranks": {"0": {}},
-    "--relative-attention-num-buckets": {"32": {}},
-    "--relative-attention-max-distance": {"128": {}},
     "--train-mode": {"pretrain": {}},
-    "--attention-sink-k": {"0": {}},
-    "--extra-vocab-size": {"0": {}},
     # Megatron's own files, in AMD's port and in Alibaba's.
     "--dataset": {"LLama-Pretrain-Idxmap": {}, "MMAP": {}},
     "--tokenizer-library": {
@@ -104,18 +97,34 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
     "--muon-scalar-optimizer": {"adam": {}},
 }
+# Flag -> the number that it asks for nothing with, mostly Megatron's default. Why no other can be
+# honoured is said in `refused`.
+_IDLE: Mapping[str, float] = {
+    "--encoder-tensor-model-parallel-size": 0,
+    "--encoder-pipeline-model-parallel-size": 0,
+    "--activation-offload-fraction": 1,
+    "--delta-offload-bytes-across-pp-ranks": 0,
+    "--relative-attention-num-buckets": 32,
+    "--relative-attention-max-distance": 128,
+    "--attention-sink-k": 0,
+    "--extra-vocab-size": 0,
+    "--head-lr-mult": 1,
+    "--lr-scale-gate": 1,
+    "--mid-level-dataset-surplus": 0.005,
+    "--mlp-chunks-for-training": 1,
+    "--moe-n-hash-layers": 0,
+    "--moe-upcycling-granularity": 1,
+    "--most-recent-k": -1,
+    "--num-residual-streams": 1,
+}
 _NOTHING_SHARED = (
     " Replicas share nothing: leave --num-distributed-optimizer-instances out for none."
 )
 _INSTEAD: Mapping[str, str] = {
     "--outer-dp-sharding-strategy": _NOTHING_SHARED,
     "--expert-outer-dp-sharding-strategy": _NOTHING_SHARED,
-    "--attention-sink-k": " --softmax-type learnable gives each head a sink.",
-    "--extra-vocab-size": " A tokenizer says its own size, --make-vocab-size-divisible-by pads it.",
     "--dataset": " --data-path reads the files of mb-data preprocess, and Megatron's.",
     "--tokenizer-library": " See --tokenizer-type.",
-    "--activation-offload-fraction": " Say --cpu-offloading-num-layers, of which layers.",
-    "--delta-offload-bytes-across-pp-ranks": " All stages offload alike.",
     "--muon-scale-mode": " Muon does not know which side of a matrix is its input's.",
     "--muon-tp-mode": " Muon iterates on whole matrices.",
 }
@@ -127,6 +136,12 @@ def _one_of(flag: str, said: str | Sequence[str]) -> Mapping[str, Any]:
         known = f"one of {', '.join(values)}" if len(values) > 1 else next(iter(values))
         raise ValueError(f"Expected {flag} to be {known}, got {value!r}.{_INSTEAD.get(flag, '')}")
     return values[value]
+
+
+def _nothing(flag: str, word: str) -> Mapping[str, Any]:
+    if number(flag, word) != _IDLE[flag]:
+        raise ValueError(f"{flag} {word} cannot be honoured: {refusal(flag)}.")
+    return {}
 
 
 def _alone(flag: str, said: str | Sequence[str]) -> str:
@@ -174,6 +189,7 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
     **{flag: (_SEVERAL.get(flag, True), partial(_one_of, flag)) for flag in _VALUES},
     **{flag: (_SEVERAL.get(flag, True), partial(_weight, flag)) for flag in OF_EVERY_LAYER},
+    **{flag: (True, partial(_nothing, flag)) for flag in _IDLE},
     "--moe-router-pre-softmax": (False, lambda _: {}),
     QUICK_GEGLU: (False, _gate),
     **{flag: (valued, lambda _: {}) for flag, valued in TOGETHER.items()},

@@ -82,7 +82,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
         flags = (flag_name(f.name), *spec(f).also)
         known = [given[name] for name in map(_argument, flags) if name in given]
         for value in known[:1]:
-            said[f.name] = (value or None) if spec(f).zero_is_none else value
+            said[f.name] = (value or None) if spec(f).falsy_is_none else value
             if isinstance(value, str):
                 said[f.name] = spec(f).said_as.get(value, value)
     said |= _of_layers(given)

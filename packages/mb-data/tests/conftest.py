@@ -1,8 +1,10 @@
 """What several test files look at, and what makes them independent of each other."""
 
+import contextlib
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,22 @@ def indexed(tmp_path: Path) -> IndexedDataset:
     from sentence_helpers import random_documents, write
 
     return write(tmp_path / "d", random_documents(0))
+
+
+@pytest.fixture
+def may_open() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Within `may_open(n)` this process may have only so many more files open."""
+    resource = pytest.importorskip("resource")  # which Windows has not
+
+    @contextlib.contextmanager
+    def limited(more: int) -> Generator[None]:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)  # the next file gets the lowest number that is free
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    return limited

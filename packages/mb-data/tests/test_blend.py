@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 
@@ -12,6 +13,7 @@ from mb_data.samples import blend, reference
 from mb_data.samples.blend import BlendedDataset, blend_order, normalize
 from mb_data.samples.gpt import GPTDataset, build_gpt_datasets
 from mb_data.samples.parts import build_parts, parse_blend
+from mb_data.system import MAP_ALONE
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "whole"])
@@ -241,3 +243,17 @@ def test_source_without_documents_for_a_part_is_left_out(prefixes, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_gpt_datasets(paths, **{**SETTINGS, "num_samples": (50, 0, 0)})
+
+
+def test_a_blend_of_more_files_than_may_be_open(tmp_path, may_open):
+    words = [str(tmp_path / f"d{number}") for number in range(12)]
+    for prefix in words:
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            builder.add_document(np.arange(40))
+    refused = pytest.raises(OSError, match=r"d\d\.(bin|idx)'?$") if not MAP_ALONE else None
+    with may_open(9), refused or contextlib.nullcontext() as error:
+        built = build_gpt_datasets(
+            words, seq_length=4, seed=1, split="100,0,0", num_samples=(12, None, None)
+        )
+        assert len(built[0]) == 12
+    assert not error or "ulimit -n" in str(error.value)

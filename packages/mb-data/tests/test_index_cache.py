@@ -144,6 +144,11 @@ def test_full_disk_keeps_the_index_in_memory(tmp_path, monkeypatch):
         build(tmp_path, cache_dir=tmp_path / "chosen")
 
 
+def test_an_index_that_may_not_be_opened_too_is_no_matter_of_its_disk(tmp_path, may_open):
+    with may_open(0), pytest.raises(OSError, match=r"allow more with `ulimit -n .*mbindex"):
+        build(tmp_path)
+
+
 def test_chosen_directory(tmp_path):
     index, _ = build(tmp_path, cache_dir=tmp_path / "x" / "y")
     assert index.path.parent == tmp_path / "x" / "y"

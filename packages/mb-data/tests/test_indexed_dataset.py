@@ -411,7 +411,7 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
 
     build(tmp_path / "a")
-    monkeypatch.setattr("mb_data.indexed_dataset.mmap.mmap", refuse)
+    monkeypatch.setattr("mb_data.system.mmap.mmap", refuse)
     with pytest.raises(OSError, match=r"a\.idx"):
         IndexedDataset(tmp_path / "a")
     with pytest.raises(OSError, match=r"a\.bin"):

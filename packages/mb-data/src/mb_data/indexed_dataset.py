@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.system import naming
+from mb_data.system import mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -126,7 +126,7 @@ class IndexedDataset:
                 f"{path}: {have:,} bytes, but its index needs {want:,}; the file is cut off or "
                 "its index damaged, preprocess again or copy it again"
             )
-        self._buffer = _map(path)
+        self._buffer = mapped(path)
         self._random: mmap.mmap | None = None  # the same, once random access is expected
         self.tokens: npt.NDArray[Any] = np.frombuffer(
             self._buffer, dtype=self.dtype, count=have // self.dtype.itemsize
@@ -266,7 +266,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         elif similar := similar_prefixes(prefix):
             hint = f"; there is {', '.join(similar)}"
         raise FileNotFoundError(f"{path}: no such file{hint}")
-    buffer = _map(path)
+    buffer = mapped(path)
     if bytes(buffer[: len(LEGACY_MAGIC)]) == LEGACY_MAGIC:
         raise ValueError(f"{path}: the old TNTIDX format; run `mb-data convert` on it once")
     if len(buffer) < HEADER.size:
@@ -313,11 +313,3 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         if step and step == 8 * int(sizes[longest]):
             dtype = np.dtype("<f8")
     return Index(dtype, sizes, pointers, documents, modes)
-
-
-def _map(path: Path) -> memoryview:
-    """The file as read-only memory; an empty file, which cannot be mapped, as no bytes."""
-    if path.stat().st_size == 0:
-        return memoryview(b"")
-    with naming(path), open(path, "rb") as file:  # a file system that maps nothing names none
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

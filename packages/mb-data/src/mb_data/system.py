@@ -1,20 +1,25 @@
-"""What lies between this package and the system: files that appear whole, errors that name their
-file, locks, syncing, counting cores, the memory of a process and its end."""
+"""What lies between this package and the system: files that appear whole or as memory, errors that
+name their file, locks, syncing, counting cores, the memory of a process and its end."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import secrets
 import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 WINDOWS = os.name == "nt"
 LOCKED_BYTE = 1 << 30  # Windows keeps what is locked from being read: this, far behind the content
+
+# A blend maps two files of each source and an index for each part. Before Python 3.13 a map keeps
+# its file open.
+MAP_ALONE: dict[str, Any] = {} if WINDOWS or sys.version_info < (3, 13) else {"trackfd": False}
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # what `docker run --cpus` and Kubernetes' limits set
 
@@ -66,13 +71,26 @@ def lock(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Generator[None]:
-    """Let errors of writing `path` name it: that of a full disk comes without a name."""
+    """Let errors of reading or writing `path` name it: that of a full disk comes without a name."""
     try:
         yield
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
+        if error.errno == errno.EMFILE:
+            error.strerror = (
+                "more open files than this process may have; allow more with `ulimit -n 65536` "
+                "before it starts, or join data sets with `mb-data merge`"
+            )
         raise
+
+
+def mapped(path: Path) -> memoryview:
+    """A file as read-only memory; an empty one, which cannot be mapped, as no bytes."""
+    with naming(path), open(path, "rb") as file:  # a file system that maps nothing names none
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_ALONE))
 
 
 @contextlib.contextmanager

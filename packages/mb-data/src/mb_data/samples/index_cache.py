@@ -22,9 +22,9 @@ Layout, little endian:
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
-import mmap
 import operator
 import os
 import struct
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.system import lock, naming, written_whole
+from mb_data.system import lock, mapped, naming, written_whole
 
 MAGIC = b"MBINDEX\x00"
 FIXED = struct.Struct("<8sQI")
@@ -123,7 +123,7 @@ def load_or_build(
             write_index_file(path, key, built)
             return read_index_file(path, key)
     except OSError as error:
-        if cache_dir is not None:
+        if cache_dir is not None or error.errno == errno.EMFILE:
             raise
         warnings.warn(
             f"the index of {os.fspath(prefix)} stays in memory: {directory} cannot be written "
@@ -173,10 +173,8 @@ def read_index_file(path: Path, key: Key | None = None, *, verify: bool = True) 
         FileNotFoundError: there is none.
         DamagedIndexError: it is cut off, altered, or belongs to another key.
     """
-    with naming(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    if size < FIXED.size:
+    buffer = mapped(path)
+    if (size := len(buffer)) < FIXED.size:
         raise DamagedIndexError(f"{path}: damaged index: {size} bytes, the header is missing")
     magic, length, checksum = FIXED.unpack_from(buffer)
     if magic != MAGIC:
@@ -225,7 +223,7 @@ def _bytes_of(array: npt.NDArray) -> memoryview:
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Generator[None]:
     """Hold a lock that ends with the process, however it ends."""
-    with open(path, "ab") as file:
+    with naming(path), open(path, "ab") as file:
         # Some network file systems refuse locks; then everyone builds.
         with contextlib.suppress(OSError):
             lock(file.fileno())

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -781,6 +782,12 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run]) == 2
     assert "Expected a tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    # What no tokenizer would mend is said before.
+    shutil.copytree(tmp_path / "hf", tmp_path / "bloom")
+    about = json.loads((tmp_path / "bloom" / "config.json").read_text())
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps({**about, "model_type": "bloom"}))
+    assert main(["convert", str(tmp_path / "bloom"), run]) == 2
+    assert "got 'bloom'" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
     assert main(["convert", run, back, "--dtype", "bf16"]) == 0
     assert "no files of its tokenizer, null:76, are in it" in capsys.readouterr().out

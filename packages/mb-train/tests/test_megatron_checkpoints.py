@@ -223,6 +223,10 @@ def test_a_tokenizer_that_is_not_there_is_asked_for(tmp_path):
     with pytest.raises(ValueError, match=r"Expected --tokenizer, .* a SentencePieceTokenizer"):
         read_megatron(folder)
     assert read_megatron(folder, tokenizer="null:90")[0].tokenizer == "null:90"
+    # But not for what cannot be read.
+    kind = {"tokenizer_type": "Llama2Tokenizer", "position_embedding_type": "alibi"}
+    with pytest.raises(ValueError, match="with learned positions, got alibi"):
+        read_megatron(write(tmp_path / "other", model, **kind))
 
 
 def test_a_missing_rank_is_named(tmp_path):

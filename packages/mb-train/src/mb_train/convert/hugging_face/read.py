@@ -297,11 +297,12 @@ def import_model(
         raise ValueError(
             f"Expected --make-vocab-size-divisible-by of at least 1, got {divisible_by}."
         )
+    config, weights = read_model(source, say=say, mtp_num_layers=mtp_num_layers)
     if tokenizer is None:
         fields, own = find_tokenizer(source)
     else:
         fields, own = named_tokenizer(tokenizer), []
-    config, weights = read_model(source, say=say, mtp_num_layers=mtp_num_layers, **fields)
+    config = dataclasses.replace(config, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
     if wanted > rows:

@@ -74,12 +74,6 @@ def _read(
     version = saved.common.get("checkpoint_version", 0)  # as Megatron takes one that does not say
     if version < 2 and not (layout is fork.LAYOUT and version in fork.OLDER):
         raise ValueError(f"Expected {folder} of checkpoint version 2 or later, got {version}.")
-    kind = getattr(args, "tokenizer_type", None) or _GPT2
-    if tokenizer is None and kind != _GPT2:
-        raise ValueError(
-            f"Expected --tokenizer, for {folder} was trained with a {kind}, whose files it does "
-            "not hold. Give their name or folder."
-        )
     try:
         config = layout.config(args, saved.names, tokenizer or "gpt2")
     except ValueError as error:
@@ -98,7 +92,14 @@ def _read(
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
     if getattr(args, "apply_layernorm_1p", False):
         weights = _around_one(weights, config.hybrid_layer_pattern or "")
-    return config, in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
+    weights = in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
+    kind = getattr(args, "tokenizer_type", None) or _GPT2
+    if tokenizer is None and kind != _GPT2:  # of a model that can be read
+        raise ValueError(
+            f"Expected --tokenizer, for {folder} was trained with a {kind}, whose files it does "
+            "not hold. Give their name or folder."
+        )
+    return config, weights
 
 
 def _around_one(weights: Mapping[str, Tensor], pattern: str) -> Mapping[str, Tensor]:

@@ -97,7 +97,7 @@ def test_no_blend_without_a_weight_for_each_source():
     with pytest.raises(ValueError, match="at least 0, got -1"):
         BlendedDataset([[1]], [1], -1)
     one_of_two = BlendedDataset([[1], [2]], [3, 1], 1)
-    assert repr(one_of_two) == "BlendedDataset(1 samples: 1 of [1], 0 of [2])"
+    assert repr(one_of_two) == "BlendedDataset(1 sample: 1 of [1], 0 of [2])"
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_bad_lines(folder, tmp_path, line, said):
     preprocess_chats(source, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out_skipped.txt").exists()
     source.write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"no conversation under 'messages'.*1 bad lines: "):
+    with pytest.raises(ValueError, match=r"no conversation under 'messages'.*1 bad line: "):
         preprocess_chats(source, tmp_path / "none", tokenizer=folder, on_error="skip")
 
 
@@ -513,6 +513,6 @@ def test_command(folder, tmp_path):
     assert "in.jsonl, line 2: no message of the role" in failed.stderr
     done = run("--on-error", "skip", "--template-variables", '{"a": 1}', "--turns", "last")
     assert done.returncode == 0, done.stderr
-    assert "1 conversations in 1 documents" in done.stdout
-    assert "1 bad lines" in done.stdout
+    assert "1 conversation in 1 document, " in done.stdout
+    assert "1 bad line skipped" in done.stdout
     assert run("--template-variables", "[1]").returncode == 2

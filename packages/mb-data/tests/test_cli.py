@@ -35,7 +35,7 @@ def command(source, tmp_path):
 def test_preprocess(command, tmp_path, capsys):
     assert main([*command, "--append-eod"]) == 0
     out = capsys.readouterr().out
-    assert "2 documents, 6 tokens, 14 bytes of text; 1 empty documents left out, 0 bad" in out
+    assert "2 documents, 6 tokens, 14 bytes of text; 1 empty document left out, 0 bad" in out
     assert "MB/s" in out
     assert f"{tmp_path}/out_text_document.bin and .idx" in out
     dataset = IndexedDataset(tmp_path / "out_text_document")
@@ -133,7 +133,7 @@ def test_skipped_lines_are_told(command, source, tmp_path, capsys):
         file.write("oops\n")
     assert main([*command, "--on-error", "skip"]) == 0
     out = capsys.readouterr().out
-    assert "1 bad lines skipped" in out
+    assert "1 bad line skipped" in out
     assert f"bad lines are listed in {tmp_path}/out_skipped.txt" in out
 
 

@@ -157,7 +157,7 @@ class TestICT:
             self.dataset(tmp_path, seed=-1)
         with pytest.raises(ValueError, match="seq_length 3 has no room"):
             self.dataset(tmp_path, seq_length=3)
-        with pytest.raises(ValueError, match=r"has 1 titles, .* 20 documents; .* same lines"):
+        with pytest.raises(ValueError, match=r"has 1 title, .* 20 documents; .* same lines"):
             ICTDataset(
                 write(tmp_path / "d", self.documents()),
                 range(20),

@@ -167,7 +167,7 @@ def kept(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(6, 200))
     with open(source, "ab") as file:
         file.write(b"bad\n")
-    with pytest.raises(ValueError, match=r"line 201: .*\n[1-9]\d* documents are kept in .*partial"):
+    with pytest.raises(ValueError, match=r"line 201: .*\n.*partial keeps [1-9]\d* documents: the"):
         preprocess(source, tmp_path / "out", workers=1, block_bytes=5000)
     return source
 

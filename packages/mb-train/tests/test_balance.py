@@ -118,6 +118,6 @@ def _change_places(rank, world_size):
 
 def test_every_stage_hears_of_experts_that_change_places_on_another():
     for said, orders in run_ranks(_change_places, 2):
-        assert "experts of 1 layers changed places after step 1" in said
+        assert "experts of 1 layer changed places after step 1" in said
         assert "had 1.50 times an even share, as they are now 1.25" in said
         assert orders == {1: (1, 0, 2, 3)}

@@ -981,6 +981,12 @@ def test_a_launcher_that_says_no_number_of_ranks_is_taken_for_one_rank(monkeypat
     assert memory_warning(config_of(), 64, 1, torch.device("cpu"), "CPU") is None
 
 
+TINY = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+    "--train-iters 1 --lr 1e-3 --bf16 --tokenizer null:1000"
+)
+
+
 def test_the_command(capsys):
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
@@ -992,7 +998,13 @@ def test_the_command(capsys):
         assert main(["plan", *words]) == 0
         training = capsys.readouterr().out.splitlines()[-1]
         assert training.startswith(f"training      {steps} steps, ")
-        assert training.endswith(" 3 seconds")
+        assert re.search(r" [23]\.\d seconds$", training)
+    assert main(["plan", *TINY.split(), "--gpu", "H100"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^memory +0\.00\d+ GiB per rank: weights 0\.00", out, re.M)
+    assert re.search(r"^step +32 tokens, 0\.0+\d\d TFLOP on 1 rank$", out, re.M)
+    assert re.search(r"^time +0\.00\d\d ms a step on H100", out, re.M)
+    assert re.search(r"^training +1 step, 0\.0+\d\d seconds$", out, re.M)
     assert main(["plan", "--recipe", "dmoe-125m", "--print-config"]) == 0
     assert capsys.readouterr().out.startswith("[model]")
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2

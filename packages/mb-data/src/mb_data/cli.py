@@ -16,6 +16,7 @@ from mb_data.corpora.sample import write_sample_corpus
 from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.megatron import MADE_FROM
 from mb_data.untrusted import printable
+from mb_data.words import counted
 
 INTERRUPTED = 130
 NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that every machine has:
@@ -124,10 +125,11 @@ def _preprocess(options: argparse.Namespace) -> None:
         show.close()
     megabytes = (summary.text_bytes - summary.resumed_text_bytes) / 1e6
     print(
-        f"{summary.documents:,} documents, {summary.tokens:,} tokens, "
-        f"{summary.text_bytes:,} bytes of text; {summary.empty:,} empty documents "
+        f"{counted(summary.documents, 'document')}, {counted(summary.tokens, 'token')}, "
+        f"{counted(summary.text_bytes, 'byte')} of text; "
+        f"{counted(summary.empty, 'empty document')} "
         f"{'kept' if options.keep_empty else 'left out'}, "
-        f"{summary.bad_lines:,} bad lines skipped"
+        f"{counted(summary.bad_lines, 'bad line')} skipped"
     )
     if summary.empty and len(summary.outputs) > 1 and not options.keep_empty:
         print(
@@ -135,7 +137,8 @@ def _preprocess(options: argparse.Namespace) -> None:
             "keeps them side by side, as titles and their texts have to be"
         )
     if summary.careful:
-        print(f"{summary.careful:,} documents with letters new to Unicode took the readable way")
+        careful = counted(summary.careful, "document")
+        print(f"{careful} with letters new to Unicode took the readable way")
     print(f"{summary.seconds:.1f} s, {megabytes / summary.seconds:.1f} MB/s of text", end="")
     if summary.resumed_text_bytes:
         print(f", after {summary.resumed_text_bytes / 1e6:,.1f} MB done before", end="")
@@ -150,7 +153,7 @@ def _chats(options: argparse.Namespace) -> None:
     from mb_data.chat.preprocess import preprocess_chats
 
     def show(conversations: int) -> None:
-        print(f"\r{conversations:,} conversations", end="", file=sys.stderr, flush=True)
+        print(f"\r{counted(conversations, 'conversation')}", end="", file=sys.stderr, flush=True)
 
     shown = not options.quiet and sys.stderr is not None and sys.stderr.isatty()
     summary = preprocess_chats(
@@ -167,9 +170,10 @@ def _chats(options: argparse.Namespace) -> None:
     if shown:
         print(file=sys.stderr)
     print(
-        f"{summary.conversations:,} conversations in {summary.documents:,} documents, "
-        f"{summary.tokens:,} tokens, {summary.learned:,} of them learned; the longest document has "
-        f"{summary.longest:,}; {summary.bad_lines:,} bad lines skipped"
+        f"{counted(summary.conversations, 'conversation')} in "
+        f"{counted(summary.documents, 'document')}, {counted(summary.tokens, 'token')}, "
+        f"{summary.learned:,} of them learned; the longest document has {summary.longest:,}; "
+        f"{counted(summary.bad_lines, 'bad line')} skipped"
     )
     print(f"{summary.seconds:.1f} s\n{summary.output}.bin and .idx")
     if summary.bad_lines_file:
@@ -182,8 +186,9 @@ def _inspect(options: argparse.Namespace) -> None:
     for prefix in options.prefix:
         found = inspect(prefix)
         print(
-            f"{prefix}: {found.documents:,} documents, {found.sequences:,} sequences, "
-            f"{found.tokens:,} tokens, {found.dtype}\n"
+            f"{prefix}: {counted(found.documents, 'document')}, "
+            f"{counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}, "
+            f"{found.dtype}\n"
             f"  tokens of a sequence: {found.shortest:,} to {found.longest:,}, "
             f"mean {found.mean:,.1f}; {found.empty_sequences:,} empty\n"
             f"  .bin {found.bin_bytes:,} bytes, .idx {found.idx_bytes:,} bytes"
@@ -211,14 +216,14 @@ def _merge(options: argparse.Namespace) -> None:
     from mb_data.maintenance import merge
 
     count = merge(options.input, options.output_prefix)
-    print(f"{options.output_prefix}: {count} datasets joined")
+    print(f"{options.output_prefix}: {counted(count, 'dataset')} joined")
 
 
 def _shuffle(options: argparse.Namespace) -> None:
     from mb_data.maintenance import shuffle
 
     count = shuffle(options.input, options.output_prefix, seed=options.seed)
-    print(f"{options.output_prefix}: {count:,} documents")
+    print(f"{options.output_prefix}: {counted(count, 'document')}")
 
 
 def _decode(options: argparse.Namespace) -> None:
@@ -233,7 +238,8 @@ def _decode(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from mb_data.maintenance import convert
 
-    print(f"{options.output_prefix}: {convert(options.input, options.output_prefix):,} sequences")
+    count = convert(options.input, options.output_prefix)
+    print(f"{options.output_prefix}: {counted(count, 'sequence')}")
 
 
 def _sample_corpus(options: argparse.Namespace) -> None:
@@ -261,7 +267,8 @@ def _machine_corpus(options: argparse.Namespace) -> None:
         seed=options.seed,
         workers=options.workers,
     )
-    print(f"{options.output}: {facts.documents:,} documents, {facts.text_bytes:,} bytes of text")
+    documents = counted(facts.documents, "document")
+    print(f"{options.output}: {documents}, {facts.text_bytes:,} bytes of text")
     for name, size in sorted(facts.origins.items(), key=lambda item: -item[1]):
         print(f"  {name}: {size:,} bytes, {100 * size / facts.text_bytes:.1f} %")
     print(f"  left out: {facts.copies:,} copies and near copies, {facts.unfit:,} that are no text")

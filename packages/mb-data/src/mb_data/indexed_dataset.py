@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.system import mapped
+from mb_data.words import counted
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -163,7 +164,7 @@ class IndexedDataset:
             length = size - offset
         if offset < 0 or length < 0 or offset + length > size:
             raise ValueError(
-                f"{self.prefix}: sequence {index} has {size} tokens, "
+                f"{self.prefix}: sequence {index} has {counted(size, 'token')}, "
                 f"asked for {length} from {offset}"
             )
         first = int(self.pointers[index])
@@ -205,7 +206,8 @@ class IndexedDataset:
         damaged index, or documents that it has not."""
         if not 0 <= documents.start < documents.stop <= self.num_documents or documents.step != 1:
             raise ValueError(
-                f"{self.prefix}: {documents} is no part of its {self.num_documents:,} documents"
+                f"{self.prefix}: {documents} is no part of its "
+                f"{counted(self.num_documents, 'document')}"
             )
         found = self.document_indices[documents.start : documents.stop + 1]
         wrong = np.flatnonzero(
@@ -229,8 +231,8 @@ class IndexedDataset:
 
     def __repr__(self) -> str:
         return (
-            f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
-            f"{len(self):,} sequences, {self.dtype.name})"
+            f"IndexedDataset({self.prefix!r}: {counted(self.num_documents, 'document')}, "
+            f"{counted(len(self), 'sequence')}, {self.dtype.name})"
         )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mb_data.mersenne import check_seed
+from mb_data.words import counted
 
 
 class SequentialSampler:
@@ -118,16 +119,16 @@ class CyclicSampler:
     ) -> None:
         _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
         seed = check_seed(seed)
-        step = micro_batch_size * world_size
+        step, ranks = micro_batch_size * world_size, counted(world_size, "rank")
         if data_sharding and total_samples < step:
             raise ValueError(
                 f"{total_samples} samples do not fill one step of {micro_batch_size} samples on "
-                f"{world_size} ranks; use a smaller micro-batch or data_sharding=False"
+                f"{ranks}; use a smaller micro-batch or data_sharding=False"
             )
         if data_sharding and consumed_samples % step:
             raise ValueError(
                 f"{consumed_samples} consumed samples lie inside a step of {micro_batch_size} "
-                f"samples on {world_size} ranks; with data_sharding resume on whole steps"
+                f"samples on {ranks}; with data_sharding resume on whole steps"
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples

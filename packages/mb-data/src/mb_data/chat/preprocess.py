@@ -31,6 +31,7 @@ from mb_data.text.reading import Block, blocks, read_lines
 from mb_data.text.sources import find_sources
 from mb_data.tokenizer import load_tokenizer
 from mb_data.untrusted import json_of
+from mb_data.words import counted
 
 BLOCK_BYTES, MAX_LINE_BYTES = 4 << 20, 64 << 20
 TOGETHER = 256  # conversations that the library encodes at once, on all cores
@@ -140,7 +141,7 @@ def preprocess_chats(
         if not documents:
             raise ValueError(
                 f"no conversation under {key!r} in {', '.join(map(str, inputs))} "
-                f"({len(bad)} bad lines{': ' + bad[0] if bad else ''})"
+                f"({counted(len(bad), 'bad line')}{': ' + bad[0] if bad else ''})"
             )
     if endless:
         warnings.warn(

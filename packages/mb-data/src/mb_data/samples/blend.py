@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.samples.index_cache import IndexArrays, load_or_build
+from mb_data.words import counted
 
 WINDOW = 1 << 22  # samples ordered at a time: bounds the temporaries to some 40 MB
 WARM_UP = 256  # samples after which two orders of 20 even sources nearly always agree
@@ -122,7 +123,7 @@ class BlendedDataset(Generic[T_co]):
     def __repr__(self) -> str:
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
         parts = (f"{n:,} of {d!r}" for n, d in zip(taken, self.datasets, strict=True))
-        return f"BlendedDataset({len(self):,} samples: {', '.join(parts)})"
+        return f"BlendedDataset({counted(len(self), 'sample')}: {', '.join(parts)})"
 
 
 def normalize(weights: Sequence[float]) -> npt.NDArray[np.float64]:

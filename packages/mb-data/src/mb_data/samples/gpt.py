@@ -33,6 +33,7 @@ from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
 from mb_data.samples.index_cache import digest, load_or_build
 from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
+from mb_data.words import counted
 
 # Documents located at once: keeps every temporary in a core's L2 cache. 10**7 documents took 0.17 s
 # in blocks of 2**15, 0.23 s of 2**12, 0.22 s of 2**18 and 0.29 s in one, on one core.
@@ -147,8 +148,9 @@ class GPTDataset:
 
     def __repr__(self) -> str:
         return (
-            f"GPTDataset({self.indexed.prefix!r}, {self.documents}: {len(self):,} samples of "
-            f"{self.seq_length} + 1 tokens, {self.num_epochs} epochs)"
+            f"GPTDataset({self.indexed.prefix!r}, {self.documents}: "
+            f"{counted(len(self), 'sample')} of {self.seq_length} + 1 tokens, "
+            f"{counted(self.num_epochs, 'epoch')})"
         )
 
 
@@ -193,7 +195,7 @@ def check_part(
         )
     if not 0 <= documents.start < documents.stop <= len(indexed) or documents.step != 1:
         raise ValueError(
-            f"{indexed.prefix}: {documents} is no part of its {len(indexed):,} documents"
+            f"{indexed.prefix}: {documents} is no part of its {counted(len(indexed), 'document')}"
         )
     sizes = indexed.sizes[documents.start : documents.stop]
     if not sizes.any():

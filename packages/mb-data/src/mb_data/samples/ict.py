@@ -26,6 +26,7 @@ from mb_data.mersenne import check_seed
 from mb_data.samples.masking import MaskingTokenizer, ones, pad_to
 from mb_data.samples.parts import Parts, PartsOptions, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, block_mapping, count_documents
+from mb_data.words import counted
 
 
 class ICTDataset(SentenceSamples):
@@ -66,9 +67,9 @@ class ICTDataset(SentenceSamples):
             )
         if titles is not None and titles.num_documents != indexed.num_documents:
             raise ValueError(
-                f"{titles.prefix} has {titles.num_documents:,} titles, {indexed.prefix} "
-                f"{indexed.num_documents:,} documents; they must be made from the same lines, with "
-                "`mb-data preprocess --keep-empty` where some have no title or no text"
+                f"{titles.prefix} has {counted(titles.num_documents, 'title')}, {indexed.prefix} "
+                f"{counted(indexed.num_documents, 'document')}; they must be made from the same "
+                "lines, with `mb-data preprocess --keep-empty` where some have no title or no text"
             )
         special = 2 if titles is None else 3
         if seq_length <= special:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from mb_data.dataset_builder import name_files, write_index
 from mb_data.system import naming, sync_directory, sync_file, try_lock
 from mb_data.untrusted import json_of
+from mb_data.words import counted
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
 
@@ -228,8 +229,8 @@ class PartialOutput:
                 names = {*settings, *self._settings}
                 other = [n for n in sorted(names) if settings.get(n) != self._settings.get(n)]
                 raise ValueError(
-                    f"{self.directory} keeps {state.documents:,} documents of a run that was "
-                    f"interrupted, with other settings ({', '.join(other)}); give that command "
+                    f"{self.directory} keeps {counted(state.documents, 'document')} of a run that "
+                    f"was interrupted, with other settings ({', '.join(other)}); give that command "
                     "again to go on, or --restart to drop them"
                 )
             for key, (place, sums) in enumerate(zip(state.places, state.sums, strict=True)):

@@ -13,6 +13,7 @@ from mb_data.text.pipeline import run_workers
 from mb_data.text.progress import Progress
 from mb_data.text.reading import Block, blocks
 from mb_data.text.sources import Source
+from mb_data.words import counted
 
 
 def encode_sources(
@@ -70,7 +71,7 @@ def encode_sources(
         if not (partial.kept and partial.resume):
             raise
         raise ValueError(
-            f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
+            f"{error}\n{partial.directory} keeps {counted(run.saved.documents, 'document')}: the "
             "same command goes on from there, and so does one with --on-error skip"
         ) from error
     return run.saved

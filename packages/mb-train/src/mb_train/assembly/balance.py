@@ -19,6 +19,7 @@ from mb_parallel import ParallelMesh, of_all_ranks, rebalance_experts
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig, whole
+from mb_train.words import counted
 
 
 class Changed(NamedTuple):
@@ -88,8 +89,8 @@ class LoadBalance:
         before = max(layer.before for layer in moved.values())
         after = max(layer.after for layer in moved.values())
         return Changed(
-            f" experts of {len(moved)} layers changed places after step {step}: the fullest rank "
-            f"had {before:.2f} times an even share, as they are now {after:.2f}",
+            f" experts of {counted(len(moved), 'layer')} changed places after step {step}: the "
+            f"fullest rank had {before:.2f} times an even share, as they are now {after:.2f}",
             {at: layer.order for row, layer in moved.items() for at in range(row, rows, apart)},
         )
 

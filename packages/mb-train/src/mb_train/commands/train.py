@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train import __version__
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.flags.command_line import CommandLine
 from mb_train.flags.starting import resolve_start
 from mb_train.folder.run_folder import LOG_FILE, PICTURE
@@ -22,6 +22,7 @@ from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import alone, before_the_others, first_import, leads, prepare_host
 from mb_train.machine.signals import stop_signals
+from mb_train.words import counted
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -108,9 +109,10 @@ def _complete(start: Start, config: TrainConfig) -> None:
 
 def _headline(config: TrainConfig) -> str:
     kind = "a dense" if config.moe_num_experts is None else "a Mixture-of-Experts"
-    length = f"{config.train_samples} samples"
+    unit, number = "sample", config.train_samples
     if not config.by_samples:
-        length = f"{config.train_iters} steps"
+        unit, number = "step", config.train_iters
+    length = counted(whole(number), unit)
     return f"{kind} {config.model.upper()}, {length}, to {config.save or 'nowhere'}"
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, flag_name, whole
+from mb_train.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,8 @@ class ParallelFields:
         if world_size % together:
             raise ValueError(
                 f"Expected {' x '.join(map(flag_name, names))} = {' x '.join(map(str, sizes))} to "
-                f"divide the {world_size} ranks. Start a multiple of {together}, or lower one."
+                f"divide the {counted(world_size, 'rank')}. Start a multiple of {together}, or "
+                "lower one."
             )
         return world_size // together
 

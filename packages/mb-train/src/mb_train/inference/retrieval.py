@@ -34,6 +34,7 @@ from mb_train.loading import Trained, load_trained
 from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 from mb_train.untrusted import json_of
+from mb_train.words import counted
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -99,7 +100,7 @@ def build_index(
     trained = load_trained(run, device, kinds=("ict",))
     dataset = _every_block(trained.config, trained.tokenizer, corpus, titles)
     rows_AX = np.unique(np.asarray(dataset.mapping, np.int64), axis=0)
-    say(f"{len(rows_AX)} blocks of {corpus}")
+    say(f"{counted(len(rows_AX), 'block')} of {corpus}")
     vectors = _searchable(np.concatenate(list(_embedded(trained, dataset, rows_AX))), kind)
     about = {
         "checkpoint": str(trained.checkpoint.resolve()),

@@ -20,6 +20,7 @@ from mb_data.system import cores
 from mb_train.machine.environment import explain
 from mb_train.machine.memory import memory_limit
 from mb_train.machine.versions import PACKAGES
+from mb_train.words import counted
 
 _MIN_TORCH = (2, 11)
 # A run of the published size: 3.7 B parameters, 51 GB a checkpoint, two of them kept.
@@ -64,7 +65,8 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
         build = f"ROCm {torch.version.hip}"
     elif torch.version.cuda:
         build = f"CUDA {torch.version.cuda}"
-    facts.append(f"torch       {torch.__version__}, {build}, {torch.get_num_threads()} threads")
+    threads = counted(torch.get_num_threads(), "thread")
+    facts.append(f"torch       {torch.__version__}, {build}, {threads}")
     if (int(major), int(minor)) < _MIN_TORCH:
         problems.append(f"torch {torch.__version__} is too old: expected 2.11 or later.")
     collectives = "RCCL" if torch.version.hip else "NCCL"

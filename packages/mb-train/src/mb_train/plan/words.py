@@ -11,6 +11,7 @@ from mb_train.plan.devices import data_sheet, known_devices
 from mb_train.plan.sizing import Sizes, sizes
 from mb_train.plan.step_time import MEASURED
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
+from mb_train.words import counted, figure
 
 GIB = 2**30
 # What takes less, for whoever has too little.
@@ -25,13 +26,14 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
     batch, tokens = config.batch_size(config.data_parallel_size(ranks)), found.step_tokens
     lines = [
         f"parameters    {found.parameters:,} ({found.active:,} active)",
-        f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
-        f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
-        f"activations {found.activations / GIB:.1f}",
+        f"memory        {_gib(found.memory)} GiB per rank: weights {_gib(found.weights)}, "
+        f"gradients {_gib(found.gradients)}, optimizer {_gib(found.optimizer)}, "
+        f"activations {_gib(found.activations)}",
         *_too_much(found.memory / GIB, device),
         *_of_the_host(found),
-        f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
-        f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
+        f"checkpoint    {_gib(found.checkpoint)} GiB",
+        f"step          {counted(tokens, 'token')}, {figure(found.step_flops / 1e12, 1)} TFLOP on "
+        f"{counted(ranks, 'rank')}",
     ]
     if config.bf16 is False and not config.fp16:
         lines.append("time          not known in fp32: --bf16 or --fp16 have one")
@@ -41,7 +43,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         )
     else:
         lines.append(
-            f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
+            f"time          {figure(1000 * found.step_s)} ms a step on {device}, "
             f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
         )
         if config.model not in MEASURED:
@@ -67,7 +69,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.
         long = _duration(train_samples(config, batch) / batch * found.step_s)
-        lines.append(f"training      {steps:,} steps, {long}")
+        lines.append(f"training      {counted(steps, 'step')}, {long}")
     return lines
 
 
@@ -82,19 +84,23 @@ def _too_much(needed_gib: float, device: str) -> list[str]:
 def _of_the_host(found: Sizes) -> list[str]:
     """A line of what the host holds of the optimizer and of activations, if anything."""
     parts = {"optimizer": found.offloaded, "activations": found.kept_on_host}
-    told = [f"{what} {nbytes / GIB:.1f}" for what, nbytes in parts.items() if nbytes]
+    told = [f"{what} {_gib(nbytes)}" for what, nbytes in parts.items() if nbytes]
     if not told:
         return []
     # torch pins memory in sizes that are powers of two.
     return [
-        f"host memory   {found.on_host / GIB:.1f} GiB per rank, pinned: {', '.join(told)}; up to "
+        f"host memory   {_gib(found.on_host)} GiB per rank, pinned: {', '.join(told)}; up to "
         "twice as much where tensors have other sizes than powers of two"
     ]
 
 
+def _gib(nbytes: float) -> str:
+    return figure(nbytes / GIB, 1)
+
+
 def _duration(seconds: float) -> str:
     if seconds < 600:
-        return f"{seconds:,.0f} seconds"
+        return f"{figure(seconds)} seconds"
     return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mb_train.data.documents import documents_of
+from mb_train.words import counted
 
 
 class DivergenceGuard:
@@ -59,7 +60,7 @@ class DivergenceGuard:
         what = "the loss is not a number" if self._no_loss else "no gradient norm is finite"
         named = documents_of(dataset, samples)
         reason = (
-            f"{what} since iteration {self.since} ({self.bad} steps in a row). "
+            f"{what} since iteration {self.since} ({counted(self.bad, 'step')} in a row). "
             f"Documents of that batch: {named}"
         )
         if self._no_loss:

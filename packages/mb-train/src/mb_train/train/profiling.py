@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mb_train.config import TrainConfig
 from mb_train.folder.whole_files import replaced
+from mb_train.words import counted
 
 EXCHANGE, SHARDING = "expert exchange", "data-parallel communication"
 
@@ -104,8 +105,8 @@ class Profile:
     def lines(self, kernels: int = 12) -> str:
         """As a table, with so many of the longest kernels below it."""
         rows = [
-            f" profile of {self.steps} steps, rank 0: {self.step_ms:.2f} ms a step, of which the "
-            f"GPU is idle for {self.idle_ms:.2f}",
+            f" profile of {counted(self.steps, 'step')}, rank 0: {self.step_ms:.2f} ms a step, of "
+            f"which the GPU is idle for {self.idle_ms:.2f}",
             f"  {'kind':32}{'ms':>9}{'share':>8}{'alone ms':>10}{'share':>8}{'calls':>8}",
         ]
         for kind, share in self.kinds.items():

@@ -24,6 +24,7 @@ from mb_train.convert.megatron.ranks import read_ranks
 from mb_train.convert.megatron.torch_dist import format_of, is_distributed, read_distributed
 from mb_train.convert.new_run import in_fp32, refuse_run, shapes_of, write_run
 from mb_train.folder.run_folder import LATEST, iteration_folder
+from mb_train.words import counted
 
 _GPT2 = "GPT2BPETokenizer"
 _NORM = re.compile(r".*norm(_\w+)?\.weight")  # by our names
@@ -86,7 +87,8 @@ def _read(
     _check_modules(config)
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
-        raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
+        wanted = counted(args.num_layers, "layer")
+        raise ValueError(f"Expected {wanted} in {folder}, got {len(layers)}.")
     if version < 2:
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)

@@ -1,0 +1,17 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+import math
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `1,024 ranks`. mb-data has the same, but NumPy comes with it."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def figure(number: float, digits: int = 0) -> str:
+    """With so many digits behind the point, and two that count at least: `1,234`, `0.027`."""
+    if number > 0:
+        digits = max(digits, 1 - math.floor(math.log10(number)))
+    return f"{number:,.{digits}f}"

@@ -362,7 +362,10 @@ def test_a_port_that_is_taken_and_ranks_that_do_not_come_are_told(monkeypatch):
         error = told()
     assert f"rank 0 of 2 could not join the others at 127.0.0.1:{port}: " in error
     assert "MASTER_PORT is taken" in error
-    error = told()
+    monkeypatch.setattr("mb_parallel.world._PATIENCE_S", 0.2)
+    waits = rf"rank 0 of 2 has waited .* 127\.0\.0\.1:{port}, and does so for 1 s"
+    with pytest.warns(RuntimeWarning, match=waits):
+        error = told()
     assert "1/2 clients joined" in error
     assert "a rank did not start within the timeout" in error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
@@ -17,6 +19,7 @@ from mb_parallel.arguments import above_0, device_type_name
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
 # Thirty years: no longer one overflows the clocks of torch, which count nanoseconds in 64 bits.
 _LONGEST_S = 1e9
+_PATIENCE_S = 30.0  # that ranks may need to import torch from a slow disk
 _DECLINED = "declined: "  # before a rank's reason, where others say their type of device
 
 
@@ -37,7 +40,8 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
         timeout_s: a collective that takes longer, for instance because another rank died, fails.
-            Infinite: it never does.
+            Infinite: it never does. Of ranks that do not come to join the group at all, the first
+            rank of each host warns before.
 
     Raises:
         ValueError: another device type, on this rank or on others, more ranks on this host than
@@ -108,19 +112,46 @@ def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
     try:
-        store = _store(ranks, here, timeout)
-        _meet(store, ranks, here, device.type)
-        dist.init_process_group(
-            store=store, rank=here, world_size=ranks, timeout=timeout, **options
-        )
+        with _waiting_told(ranks, here, timeout_s):
+            store = _store(ranks, here, timeout)
+            _meet(store, ranks, here, device.type)
+            dist.init_process_group(
+                store=store, rank=here, world_size=ranks, timeout=timeout, **options
+            )
     except (RuntimeError, OSError) as error:
-        at = ":".join(os.environ[name] for name in _WHERE)
         raise ConnectionError(
-            f"rank {here} of {ranks} could not join the others at {at}: {error}\n"
+            f"rank {here} of {ranks} could not join the others at {_meeting_point()}: {error}\n"
             "Either a rank did not start within the timeout (its own error is the cause), or "
             "MASTER_ADDR is not the first node's, or MASTER_PORT is taken: give torchrun another "
             "--master_port."
         ) from error
+
+
+@contextmanager
+def _waiting_told(ranks: int, here: int, timeout_s: float) -> Generator[None]:
+    """Within it this rank waits for the others, which may have ended: warn if that is long."""
+
+    def tell() -> None:
+        warnings.warn(
+            f"rank {here} of {ranks} has waited {_PATIENCE_S:g} s for the others to come to "
+            f"{_meeting_point()}, and does so for {timeout_s:g} s at most: look for ranks that "
+            "ended, or were not started",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    timer = threading.Timer(_PATIENCE_S, tell)
+    timer.daemon = True
+    if _number("LOCAL_RANK") == 0:  # one of those on a host
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _meeting_point() -> str:
+    return ":".join(os.environ[name] for name in _WHERE)
 
 
 def _store(ranks: int, here: int, timeout: timedelta) -> dist.Store:

@@ -401,6 +401,9 @@ def test_missing_files(tmp_path):
     build(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"without \.bin or \.idx"):
         IndexedDataset(tmp_path / "a.bin")
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(FileNotFoundError, match=r"preprocess` makes .* such as t\.jsonl"):
+        IndexedDataset(tmp_path / "t.jsonl")
     (tmp_path / "a.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.bin: no such file"):
         IndexedDataset(tmp_path / "a")

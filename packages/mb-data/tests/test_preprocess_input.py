@@ -321,6 +321,8 @@ def test_an_object_store(tmp_path):
         )
     with pytest.raises(FileNotFoundError, match="memory://nothing: no such file"):
         preprocess("memory://nothing", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"^'': no such file"):
+        preprocess("", tmp_path / "out")
     if importlib.util.find_spec("s3fs") is None:
         with pytest.raises(ModuleNotFoundError, match=r"s3://a/b: Install s3fs"):
             preprocess("s3://a/b", tmp_path / "out")

@@ -286,7 +286,7 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
     assert (config.lr, config.min_lr, config.clip_grad) == (0.5, 0.1, 3.0)
     longer = ["--train-iters", "200", "--weight-decay", "0.3"]
     del loaded["min_lr"]
-    for length, decay in ({}, "100 steps"), ({"lr_decay_iters": 70}, "70 steps"):
+    for length, decay in ({}, "100 steps"), ({"lr_decay_iters": 1}, "1 step"):
         started = {**loaded, "train_iters": 100, "weight_decay": 0.2, **length}
         line = parse([*RUN, *longer, "--use-checkpoint-opt_param-scheduler"])
         config = resolve(line, started)
@@ -339,7 +339,7 @@ def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():
 @pytest.mark.parametrize("recipe", ["quickstart", "bert-110m", "t5-220m"])
 def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for(recipe):
     config = resolve(parse(["--recipe", recipe, "--train-iters", "1000"]))
-    assert config.decay_length == "1000 steps"
+    assert config.decay_length == "1,000 steps"
     warmup = 1000 * 8 * config.lr_warmup_fraction
     assert build_schedule(config, 8).warmup == pytest.approx(warmup)
     typed = ["--recipe", recipe, "--train-iters", "1000", "--lr-decay-iters", "900"]

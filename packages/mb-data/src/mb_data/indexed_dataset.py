@@ -267,6 +267,8 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
             hint = "; give the path without .bin or .idx"
         elif similar := similar_prefixes(prefix):
             hint = f"; there is {', '.join(similar)}"
+        elif Path(prefix).is_file():
+            hint = f"; `mb-data preprocess` makes a dataset of a text such as {Path(prefix).name}"
         raise FileNotFoundError(f"{path}: no such file{hint}")
     buffer = mapped(path)
     if bytes(buffer[: len(LEGACY_MAGIC)]) == LEGACY_MAGIC:

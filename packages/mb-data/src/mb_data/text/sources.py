@@ -107,7 +107,7 @@ def find_sources(
             )
             if not matches:
                 kind = "no file matches" if glob.has_magic(item) else "no such file"
-                raise FileNotFoundError(f"{item}: {kind}")
+                raise FileNotFoundError(f"{item or repr(item)}: {kind}")
             paths += matches
     if not paths:
         raise ValueError("no input given")

@@ -13,6 +13,7 @@ from mb_train.untrusted import printable
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
     """Text from a checkpoint."""
+    parser.of_a_word = "A text to continue stands behind --prompt."
     add_run(parser)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several times for several texts"

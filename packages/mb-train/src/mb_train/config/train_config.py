@@ -43,6 +43,7 @@ from mb_train.config.training import (
     TrainingFields,
 )
 from mb_train.config.width import WidthFields
+from mb_train.words import counted
 
 # Headings of --help, and tables of a TOML file, in this order.
 GROUPS: dict[str, type[Any]] = {
@@ -186,8 +187,8 @@ class TrainConfig(
     def decay_length(self) -> str:
         """Length of the learning rate's decay, with its unit."""
         if self.by_samples:
-            return f"{self.lr_decay_samples or self.train_samples} samples"
-        return f"{self.lr_decay_iters or self.train_iters} steps"
+            return counted(self.lr_decay_samples or whole(self.train_samples), "sample")
+        return counted(self.lr_decay_iters or whole(self.train_iters), "step")
 
     @property
     def weight_decay_length(self) -> str | None:
@@ -195,8 +196,8 @@ class TrainConfig(
         if self.weight_decay_incr_style == "constant":
             return None
         if self.by_samples:
-            return f"{self.weight_decay_incr_samples or self.train_samples} samples"
-        return f"{self.weight_decay_incr_iters or self.train_iters} steps"
+            return counted(self.weight_decay_incr_samples or whole(self.train_samples), "sample")
+        return counted(self.weight_decay_incr_iters or whole(self.train_iters), "step")
 
     def model_identity(self, *, vocab_size: int, tokenizer: str) -> dict[str, Any]:
         """The values that a checkpoint must share with this run, by name.

@@ -27,20 +27,28 @@ _TYPES = value_types(TrainConfig)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are exceptions."""
+    """A parser whose complaints are exceptions.
+
+    Attributes:
+        of_a_word: what is said of one that belongs to no flag.
+    """
+
+    of_a_word = "See --help."
 
     def error(self, message: str) -> NoReturn:
         message = _EXPLICIT.sub(r"\1 takes no value, got ", message)
         if unknown := _UNKNOWN.match(message):
             word = unknown[1]
-            near = nearest(word, self._option_string_actions) if word.startswith("-") else ""
-            message = f"unknown argument {word}.{near or ' See --help.'}"
+            near = f" {self.of_a_word}"
+            if word.startswith("-"):
+                near = nearest(word, self._option_string_actions)
+            message = f"unknown argument {word or repr(word)}.{near}"
         raise UsageError(message[:1].upper() + message[1:])
 
 
 # argparse's words for `--flag=value` where a flag stands alone, and for what it does not know.
 _EXPLICIT = re.compile("argument (.*): ignored explicit argument ")
-_UNKNOWN = re.compile(r"unrecognized arguments: ([^\s=]+)")
+_UNKNOWN = re.compile(r"unrecognized arguments: ([^\s=]*)")
 # Takes the parser of `mb-train NAME` and the words behind it, returns an exit code.
 Command = Callable[[Parser, Sequence[str]], int]
 

@@ -20,6 +20,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
+from mb_data.system import cores
 from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, experts, hybrid, sentences
 from sweep_layouts import write_tokens as short_documents
 from test_parallel import _deviations
@@ -96,7 +98,11 @@ def main(arguments: argparse.Namespace) -> int:
         folder = Path(made)
         gpt = [*SAME.split(), "--data-path", short_documents(folder)]
         of_sentences = [*SENTENCES.split(), *_write_data(folder)]
-        with ProcessPoolExecutor(arguments.workers, context, max_tasks_per_child=8) as pool:
+        threads = max(cores() // arguments.workers, 1)  # or they wait for each other
+        begin = {"initializer": torch.set_num_threads, "initargs": (threads,)}
+        with ProcessPoolExecutor(
+            arguments.workers, context, max_tasks_per_child=8, **begin
+        ) as pool:
             waiting = []
             for n in range(arguments.draws):
                 model, more = draw(random.Random(f"{arguments.seed} {n}"))

@@ -176,6 +176,21 @@ def test_an_optimizer_gets_what_is_said_of_it_and_vectors_do_not_decay(kind, fla
         assert {group["weight_decay"]} == {0.0 if p in vectors else 0.1 for p in group["params"]}
 
 
+def test_adafactor_moves_by_the_rate_however_large_weights_are():
+    config, model = make(optimizer="adafactor", lr=1e-3, lr_decay_style="constant")
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.ndim == 1}
+    optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+    apply_schedule(optimizer, build_schedule(config, 2), 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    sizes = {float(values.abs().max()) for values in before.values()}
+    assert sizes == {0.0, 1.0}  # biases, norms
+    for name, values in before.items():
+        moved = (model.get_parameter(name) - values).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=1e-3, atol=0)
+
+
 def test_a_loss_scale_moves_as_the_flags_say():
     change = {"initial_loss_scale": 16.0, "min_loss_scale": 4.0, "loss_scale_window": 3}
     scaler = build_scaler(make(fp16=True, hysteresis=1, **change)[0])

@@ -37,7 +37,9 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> ShardedOptimizer:
     if config.optimizer == "sgd":
         return SGD(groups, momentum=config.sgd_momentum)
     if config.optimizer == "adafactor":
-        return Adafactor(groups)
+        # Scripts of MegaBlocks' fork give it Adam's rate, its 760M script for example: steps are
+        # not to be scaled by the weights once more, which are a hundredth.
+        return Adafactor(groups, scale_parameter=False)
     rates: dict[str, Any] = {
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,

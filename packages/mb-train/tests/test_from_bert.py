@@ -34,6 +34,13 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
         for name, tensor in tower.bert.state_dict().items():
             assert torch.equal(tensor, bert.state_dict()[name]), name
     assert (model.query is model.block) == shared
+    # The same text lies in the same place, whichever tower reads it.
+    tokens_BS = torch.randint(V, (3, S))
+    model.eval()
+    query_BD, block_BD = (
+        tower(tokens_BS, torch.ones_like(tokens_BS))[0] for tower in (model.query, model.block)
+    )
+    assert torch.equal(query_BD, block_BD)
     for change, says in (
         ({"num_layers": 1}, "--num-layers 1, moe_layers .* got --num-layers 2, moe_layers"),
         ({"moe_num_experts": None}, "--moe-num-experts None in .* got --moe-num-experts 4.$"),

@@ -84,7 +84,9 @@ class ICT(nn.Module):
 
     @torch.no_grad()
     def begin_from(self, bert: Bert) -> None:
-        """Take the encoder's weights of a BERT for both towers.
+        """Take the encoder's weights of a BERT for both towers, which begin alike.
+
+        Their projections too, as in Megatron-LM: two of them would lay the same text in two places.
 
         Raises:
             RuntimeError: a BERT of other sizes.
@@ -93,6 +95,8 @@ class ICT(nn.Module):
         weights = {n: t for n, t in bert.state_dict().items() if not n.startswith(heads)}
         for tower in (self.query, self.block):
             tower.bert.load_state_dict(weights)
+        if self.query.projection is not None and self.block.projection is not None:
+            self.block.projection.load_state_dict(self.query.projection.state_dict())
 
     def forward(
         self, x: Tensor, *, query_valid_BS: Tensor, block_BS: Tensor, block_valid_BS: Tensor,

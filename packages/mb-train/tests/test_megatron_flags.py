@@ -779,6 +779,27 @@ def test_megablocks_experts_have_a_bias_on_their_output(typed, biased):
     assert not resolve(line.going_on(), {"moe_output_bias": False}).moe_output_bias
 
 
+@pytest.mark.parametrize(
+    ("typed", "biased"),
+    [
+        ([*RUN, "--model", "t5", "--position-embedding-type", "rope"], True),
+        ([*RUN, "--model", "t5", "--use-rotary-position-embeddings"], True),
+        (
+            [*RUN, *("--model", "t5"), "--use-rotary-position-embeddings",
+             "--untie-embeddings-and-output-weights"], False,
+        ),
+        ([*RUN, "--model", "t5", "--position-embedding-type", "rope", "--no-head-bias"], False),
+        ([*RUN, "--model", "t5", "--position-embedding-type", "relative"], False),
+        ([*RUN, "--position-embedding-type", "rope"], False),
+        (["--recipe", "t5-220m", "--position-embedding-type", "rope"], False),
+    ],
+)  # fmt: skip
+def test_scores_of_a_t5_with_rotary_positions_have_a_bias(typed, biased):
+    command = parse([*typed, "--decoder-seq-length", "8"])
+    assert resolve(command).head_bias == biased
+    assert any("a bias for each token on its score" in n for n in command.notes) == biased
+
+
 def test_a_method_of_recomputing_alone_recomputes_nothing_as_in_megatron():
     line = parse([*RUN, "--recompute-method", "uniform"])
     config = resolve(line)

@@ -18,6 +18,7 @@ BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
+_ROTARY = "--use-rotary-position-embeddings"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -75,6 +76,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - Sinkhorn's balance by `--moe-router-load-balancing-type`: a token's expert is weighed by its
       sigmoid, several by their probabilities, whose sum is not 1. Where their number is left to a
       recipe or to `--load`, the scores are, too.
+    - Rotary positions of a T5 in a whole script: its scores have a bias for each token if its head
+      is tied, as with learned positions, with which they always have it.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
       the kernel that adds a bias before it approximates it. MegaBlocks' experts always do, and
       Transformer Engine does where a flag asks for its activation.
@@ -86,6 +89,10 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     found: dict[str, Any] = {}
     if "--no-position-embedding" in typed:  # scripts have it beside rotary positions too
         found["position_embedding_type"] = "none"
+    rotary = _ROTARY in typed or values.get("position_embedding_type") == "rope"
+    tied = not values.get("untie_embeddings_and_output_weights")
+    if is_whole(values) and values.get("model") == "t5" and rotary and tied:
+        found["head_bias"] = True
     if _is_exact_gelu(typed, values):
         found["activation"] = "gelu"
     if is_whole(values) and values.get("optimizer") == "muon":
@@ -146,6 +153,8 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
     if unsaid.get("moe_output_bias"):
         notes.append("a bias on the experts' output without --no-moe-output-bias, as in MegaBlocks")
+    if "head_bias" in unsaid:
+        notes.append("a bias for each token on its score, without --no-head-bias, as in Megatron")
     if "activation" in unsaid:
         notes.append("the exact GELU, as in Megatron without its fused kernel")
     if "muon_nesterov" in unsaid:

@@ -681,11 +681,12 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
 @pytest.mark.parametrize(
     ("typed", "nesterov", "factor", "said"),
     [
-        ("--optimizer dist_muon", False, 1.0, ("no --muon-nesterov", "five times", "Jordan's")),
-        ("--optimizer muon --muon-extra-scale-factor 0.1 --muon-coefficient-type simple", False,
-         0.1, ("no --muon-nesterov",)),
-        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov", True, 0.2,
-         ("Jordan's",)),
+        ("--optimizer dist_muon", False, 1.0,
+         ("no --muon-nesterov", "five times", "Jordan's", "learned positions")),
+        ("--optimizer muon --muon-extra-scale-factor 0.1 --muon-coefficient-type simple --swiglu "
+         "--use-rotary-position-embeddings", False, 0.1, ("no --muon-nesterov", "gate and up")),
+        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov --no-position-embedding",
+         True, 0.2, ("Jordan's",)),
         ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
          "simple --position-embedding-type rope --multi-latent-attention", True, 0.2,
          ("takes apart",)),
@@ -703,7 +704,8 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
     config = resolve(line)
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
     assert without_effect(line, config) == []
-    for words in ("no --muon-nesterov", "five times", "Jordan's", "takes apart"):
+    several = ("no --muon-nesterov", "five times", "Jordan's", "takes apart")
+    for words in (*several, "gate and up", "learned positions"):
         assert any(words in note for note in line.notes) == (words in said)
 
 

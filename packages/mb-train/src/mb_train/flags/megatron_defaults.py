@@ -11,6 +11,7 @@ from typing import Any
 
 from mb_train.config.field import flag_name
 from mb_train.flags.settled import NO_FUSED_GELU
+from mb_train.flags.together import QUICK_GEGLU
 from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
@@ -19,6 +20,7 @@ NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
 _ROTARY = "--use-rotary-position-embeddings"
+_NO_POSITIONS = "--no-position-embedding"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -87,11 +89,10 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         values: the fields that they set.
     """
     found: dict[str, Any] = {}
-    if "--no-position-embedding" in typed:  # scripts have it beside rotary positions too
+    if _NO_POSITIONS in typed:  # scripts have it beside rotary positions too
         found["position_embedding_type"] = "none"
-    rotary = _ROTARY in typed or values.get("position_embedding_type") == "rope"
-    tied = not values.get("untie_embeddings_and_output_weights")
-    if is_whole(values) and values.get("model") == "t5" and rotary and tied:
+    rotary_t5 = values.get("model") == "t5" and _positions(typed, values) == "rope"
+    if is_whole(values) and rotary_t5 and not values.get("untie_embeddings_and_output_weights"):
         found["head_bias"] = True
     if _is_exact_gelu(typed, values):
         found["activation"] = "gelu"
@@ -175,6 +176,14 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
 def is_whole(values: Mapping[str, Any]) -> bool:
     """Whether this is a whole script, not a few flags beside a recipe."""
     return "num_layers" in values and "recipe" not in values
+
+
+def _positions(typed: Container[str], values: Mapping[str, Any]) -> str:
+    """The kind of positions of a whole script."""
+    if _ROTARY in typed:
+        return "rope"
+    unsaid = "none" if _NO_POSITIONS in typed else "learned"
+    return values.get("position_embedding_type", unsaid)
 
 
 def _is_dense(values: Mapping[str, Any]) -> bool:
@@ -266,6 +275,10 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
             "Muon takes apart what one map of latent attention makes, keys and values for one, "
             "which Megatron does not; --muon-no-split-qkv takes all maps whole"
         )
+    if any(values.get(name) for name in ("glu", "swiglu", QUICK_GEGLU)):
+        found.append("Muon takes gate and up for two matrices, which Megatron takes for one")
+    if _positions(typed, values) == "learned":
+        found.append("learned positions are Adam's to move, which Megatron leaves to Muon")
     return found
 
 

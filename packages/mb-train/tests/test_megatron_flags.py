@@ -782,6 +782,23 @@ def test_megablocks_experts_have_a_bias_on_their_output(typed, biased):
 
 
 @pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--glu", True),
+        ("--glu --moe-num-experts 8 --moe-capacity-factor 1", True),
+        ("--glu --moe-num-experts 8", False),
+        ("--glu --moe-num-experts 8 --moe-capacity-factor 0", False),
+        ("--glu --swiglu", False),
+        ("--glu --recipe dense-46m", False),
+        ("--moe-num-experts 8 --moe-capacity-factor 1", False),
+    ],
+)
+def test_a_gate_that_megablocks_fork_passes_over_is_said(typed, told):
+    notes = parse([*RUN, *typed.split()]).notes
+    assert any("--glu gates every feed-forward" in note for note in notes) == told
+
+
+@pytest.mark.parametrize(
     ("typed", "biased"),
     [
         ([*RUN, "--model", "t5", "--position-embedding-type", "rope"], True),

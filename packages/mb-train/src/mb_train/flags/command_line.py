@@ -28,6 +28,7 @@ from mb_train.flags.layer_patterns import counted, spelled_out
 from mb_train.flags.megatron_defaults import (
     beside_sinkhorn,
     defaults_beside,
+    gated_anyway,
     is_by_sinkhorn,
     is_whole,
     lone_expert,
@@ -122,7 +123,7 @@ def parse(
     beside = defaults_beside(typed, values)
     if "activation" in beside:
         values.pop(NO_FUSED_GELU, None)  # it has an effect
-    others = [*other_muon(typed, values), *lone_expert(typed, values)]
+    others = [*other_muon(typed, values), *gated_anyway(values), *lone_expert(typed, values)]
     by_sinkhorn = is_by_sinkhorn(values)
     values, of_every_layer, notes, meaningless = understood(values)
     wrong += beside_sinkhorn(beside, values, of_every_layer) if by_sinkhorn else []

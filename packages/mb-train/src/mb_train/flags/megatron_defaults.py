@@ -282,6 +282,18 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def gated_anyway(values: Mapping[str, Any]) -> list[str]:
+    """A remark on a gate in a whole script where MegaBlocks' fork has none, whatever is asked."""
+    asked = values.get("glu") and not any(values.get(name) for name in ("swiglu", "activation"))
+    dropless = values.get("moe_num_experts") and not values.get("moe_capacity_factor")
+    if not asked or dropless or not is_whole(values):
+        return []
+    return [
+        "--glu gates every feed-forward; MegaBlocks' fork of Megatron passes over it in dense ones "
+        "and in experts with a capacity"
+    ]
+
+
 def lone_expert(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """A remark on one expert for a token where Megatron would weigh it by 1, or ask for a flag."""
     alone = _core_top_k(typed, values) == 1 and "moe_renormalize" not in values

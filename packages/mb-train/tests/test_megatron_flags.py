@@ -694,7 +694,8 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
          "simple --position-embedding-type rope --multi-latent-attention --muon-no-split-qkv",
          True, 0.2, ()),
         ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
-         "simple --tensor-model-parallel-size 2", True, 0.2, ("whole matrices",)),
+         "simple --tensor-model-parallel-size 2 --use-rotary-position-embeddings", True, 0.2,
+         ("whole matrices",)),
         ("--optimizer muon --recipe dense-46m", True, 0.2, ()),
         ("--optimizer adam", True, 0.2, ()),
     ],
@@ -704,7 +705,7 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
     config = resolve(line)
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
     assert without_effect(line, config) == []
-    several = ("no --muon-nesterov", "five times", "Jordan's", "takes apart")
+    several = ("no --muon-nesterov", "five times", "Jordan's", "takes apart", "whole matrices")
     for words in (*several, "gate and up", "learned positions"):
         assert any(words in note for note in line.notes) == (words in said)
 

@@ -45,6 +45,7 @@ SIZES_ALONE: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"num_experts": 8, "moe_intermediate_size": 16, "use_bias": False},
     "gemma4": {"num_experts": 8, "moe_intermediate_size": 16},
     "glm5_next": {"num_local_experts": 8},
+    "hy_v4_vl": {"rope_parameters": {"mrope_section": [2, 3, 3]}},
     "qwen3_omni_moe": {"shared_expert_intermediate_size": 32},
 }
 

@@ -227,6 +227,14 @@ def test_gates_with_a_limit_of_all_experts_are_those_of_dmoe(
     assert all(torch.equal(back[name], tensor) for name, tensor in block.state_dict().items())
 
 
+def test_a_shared_expert_without_a_gate_is_added_whole() -> None:
+    """Lara Mini's block is Qwen3-Next's but for that gate."""
+    pytest.importorskip("transformers.models.lara_mini")  # of transformers 5.24
+    block = lone_block("LaraMiniSparseMoeBlock", "lara_mini.LaraMiniConfig", num_experts=8)
+    layer, x = mb.moe_from_block(block), torch.randn(2, 9, 16)
+    torch.testing.assert_close(layer(x).y, block(x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_shared_expert_with_another_gate_is_refused() -> None:
     block = lone_block(*GLM5_NEXT, n_group=1, topk_group=1, hidden_act="gelu")
     with pytest.raises(ValueError, match="got swiglu and, of the shared one, geglu"):

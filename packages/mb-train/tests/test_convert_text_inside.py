@@ -115,7 +115,8 @@ def test_a_text_inside_is_theirs(tmp_path, kind):
         write_tensors(tmp_path / "hf", tensors | turned)
     import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
     assert [line for line in said if "sees images" in line] == said[:1]
-    want = logits_of(model)
+    # The class around Llama 4 raises an AttributeError on any call in transformers 5.24.
+    want = logits_of(model.language_model if kind == "llama4" else model)
     torch.testing.assert_close(
         logits_of(load_trained(tmp_path / "run").model), want, rtol=1e-4, atol=2e-5
     )

@@ -149,6 +149,7 @@ _CLASSES: dict[ToFields, tuple[str, ...]] = {
         "Qwen3OmniMoeTalkerTextSparseMoeBlock",
         "Qwen4ExpTextSparseMoeBlock",
         "MellumSparseMoeBlock",
+        "LaraMiniSparseMoeBlock",
     ),
     _plain_softmax: ("JambaSparseMoeBlock",),
     _softmax_after_top_k: (

@@ -99,6 +99,33 @@ def test_heads_that_fade_at_once_leave_the_others_exact():
         assert_close(name, got, want[name])
 
 
+def error_of_rates(dtype, longest, device="cpu"):
+    """Of the gradients of dt and A, of tensors of mean 0, relative to those in fp64; the largest.
+
+    Where states fade fast what a token reads of itself is all but all there is, and cancels out.
+    """
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 1, 70, 2, 8, dtype=dtype)
+    b, c = torch.randn(2, 1, 70, 1, 16, dtype=dtype)
+    dt, A = torch.rand(1, 70, 2) * longest, torch.tensor([-4.0, -16.0])
+
+    def gradients(dtype, wide):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (x, b, c)]
+        leaves += [t.to(device, wide).requires_grad_() for t in (dt, A, torch.ones(2))]
+        y, _ = state_space_scan(*leaves)
+        return torch.autograd.grad(y, leaves[3:5], dy.to(device, dtype))
+
+    pairs = zip(gradients(dtype, torch.float32), gradients(*[torch.float64] * 2), strict=True)
+    by_head = [
+        (got - want).view(-1, 2).norm(dim=0) / want.view(-1, 2).norm(dim=0) for got, want in pairs
+    ]
+    return torch.stack(by_head).max()
+
+
+def test_rates_of_heads_that_forget_at_once_have_their_gradient():
+    assert error_of_rates(torch.float32, longest=30) < 1e-4
+
+
 def test_a_sequence_in_parts_is_the_whole():
     tensors, begins = make(2, 100, 4, 2, 3, 5)
     *rows, A, D, state = tensors
@@ -158,6 +185,12 @@ def test_who_computes_by_kernels(monkeypatch):
         {"P": 65}, {"P": 130}, {"N": 129}, {"dtype": torch.float16}, {"dtype": torch.float32},
     ))  # fmt: skip
     assert not has_state_space_kernels(torch.device("cpu"), torch.bfloat16, 64, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rates_of_heads_that_forget_at_once_on_a_gpu():
+    assert error_of_rates(torch.bfloat16, longest=4, device="cuda") < 0.01
 
 
 @pytest.mark.gpu

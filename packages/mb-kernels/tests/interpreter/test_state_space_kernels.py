@@ -6,7 +6,7 @@ from mb_kernels import reference, state_space_scan
 from mb_kernels.runtime.plan import Plan
 from mb_kernels.targets.table import Tile
 from mb_kernels.testing import assert_close
-from test_state_space import both, make
+from test_state_space import both, error_of_rates, make
 
 CASES = [  # sequences, tokens, heads, groups, N, P; documents; dtype
     pytest.param((2, 70, 4, 2, 16, 8), True, torch.float32, id="documents"),
@@ -47,3 +47,7 @@ def test_heads_that_fade_at_once_leave_the_others_exact():
 def test_chunks_of_another_length(monkeypatch):
     monkeypatch.setattr(Plan, "tile", lambda plan, op: Tile(16, 16, 16, 4, 2))
     check((1, 40, 2, 1, 8, 16), True, torch.float32)
+
+
+def test_rates_of_heads_that_forget_at_once_have_their_gradient():
+    assert error_of_rates(torch.bfloat16, longest=4) < 0.01

@@ -163,11 +163,14 @@ def state_space_bwd_kernel(
     behind = tl.load(d_states + at, mask=inside, other=0.0)
     crossing = _remaining(total, 0.0) * tl.sum(before.to(tl.float32) * behind.to(tl.float32))
     du = tl.dot(b_block, behind) * _remaining(total, sums)[:, None]
-    crossing += tl.sum(tl.sum(x_block.to(tl.float32) * du, 1) * steps)
+    crossing += tl.sum(u.to(tl.float32) * du)
     du = tl.dot(pairs, dy_block, du)
     d_steps = tl.sum(x_block.to(tl.float32) * du, 1)
-    # A token's decay counts for it, for all behind it, and beyond the chunk.
-    d_decays = tl.cumsum(change - d_steps * steps, 0, reverse=True) + crossing
+    # A token's decay counts for it, for all behind it, and beyond the chunk. What a pair of tokens
+    # behind it read and wrote cancels out, all there is where states fade fast: so by u as rounded,
+    # which y is of, and not by x.
+    change -= tl.sum(u.to(tl.float32) * du, 1)
+    d_decays = tl.cumsum(change, 0, reverse=True) + crossing
     token = m * L + place
     if BEGINS:
         begin = tl.load(begins + token, mask=token < S, other=0)

@@ -98,11 +98,16 @@ def backward(
         d_state = through * d_state + added_m
     behind = torch.stack(d_behind[::-1], dim=3) if d_behind else torch.zeros_like(of.before)
     d_pairs = (dy @ of.written.mT) * of.between
-    of_states = of.onward * (of.b @ behind)
-    du = (of.c @ of.b.mT * of.between).mT @ dy + of_states
-    dc = d_pairs @ of.b + of.into * (dy @ of.before.mT)
+    products = of.c @ of.b.mT
+    of_states, into_states = of.onward * (of.b @ behind), of.into * (dy @ of.before.mT)
+    du = (products * of.between).mT @ dy + of_states
+    dc = d_pairs @ of.b + into_states
     db = d_pairs.mT @ of.c + of.onward * (of.written @ behind.mT)
-    onto = (of.c * dc).sum(-1) - (of.written * du).sum(-1)  # [B, G, R, M, L]
+    # What tokens read of what they write themselves is left out: it cancels out, and where states
+    # fade fast its rounding would be all there is.
+    read = (d_pairs * products).tril(-1)
+    onto = read.sum(-1) - read.sum(-2)  # [B, G, R, M, L]
+    onto = onto + (of.c * into_states).sum(-1) - (of.written * of_states).sum(-1)
     crossing = (of.through * of.before * behind).sum((-2, -1))
     crossing = crossing + (of.written * of_states).sum((-2, -1))
     d_decay = onto.flip(-1).cumsum(-1).flip(-1) + crossing[..., None]

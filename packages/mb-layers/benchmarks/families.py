@@ -34,7 +34,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # What a config may call its sizes; each is set where the config has it.
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_layers": 2, "n_layers": 2,
+    "vocab_size": 64, "unpadded_vocab_size": 64, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_layers": 2, "n_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "ffn_hidden_size": 32,
     "expert_ffn_hidden_size": 16, "shared_intermediate_size": 32, "intermediate_size_mlp": 32,

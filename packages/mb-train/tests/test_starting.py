@@ -307,7 +307,7 @@ def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path
     config, notes = started.config, started.notes
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (True, 0.2)
     assert config.moe_loss_weight == 0.25
-    assert [note[:22] for note in notes] == ["Muon iterates with Jor"]
+    assert [note[:22] for note in notes] == ["Muon iterates with Jor", "learned positions are "]
     gone = {note[:22] for note in line.notes if note not in notes}
     of_muon = {"Muon without Nesterov'", "steps of Muon five tim"}
     assert gone == {"no load-balancing loss", "one expert for a token", *of_muon}

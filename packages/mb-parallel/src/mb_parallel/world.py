@@ -140,14 +140,17 @@ def _waiting_told(ranks: int, here: int, timeout_s: float) -> Generator[None]:
             stacklevel=2,
         )
 
+    if _number("LOCAL_RANK") != 0:  # one of those on a host
+        yield
+        return
     timer = threading.Timer(_PATIENCE_S, tell)
     timer.daemon = True
-    if _number("LOCAL_RANK") == 0:  # one of those on a host
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()  # or it would still be there for a moment
 
 
 def _meeting_point() -> str:

@@ -134,8 +134,8 @@ class Tile:
 _CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1101", "gfx1201")
 # 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
 _MFMA = {"matrix_instr_nonkdim": 16}
-# Chips that take a neighbour's tiles: the matrix instructions are the same, and so is what the gate
-# finds.
+# Chips that take a neighbour's tiles, with which the gate finds nothing wrong on them either. Their
+# matrix instructions are the neighbour's, but for gfx1201's.
 NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100", "gfx1201": "gfx1100"}
 Shape = tuple[int, int, int]  # block_m, block_n, block_k
 

@@ -187,9 +187,8 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     """
     idle: dict[str, list[str]] = {}
     for f in (f for members in GROUPS.values() for f in fields(members)):
-        said = f.name not in command.unsaid and f.name in command.values
-        said = said and command.values[f.name] != f.default
-        if said and (way := config.lacking(f.name, said=command.values)):
+        value = f.default if f.name in command.unsaid else command.values.get(f.name, f.default)
+        if value != f.default and (way := config.lacking(f.name, said=command.values)):
             idle.setdefault(way, []).append(flag_name(f.name))
     remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
     if config.load is not None and config.use_checkpoint_opt_param_scheduler:

@@ -163,8 +163,10 @@ def _mup(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _muon_parts(said: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's default, which is of each rank's part of a matrix: alone it has the whole."""
-    if said.get(_MUON_PARTS) != "blockwise":
-        return {name: said[name] for name in (_MUON_PARTS,) if name in said}
+    if _MUON_PARTS not in said:
+        return {}
+    if said[_MUON_PARTS] != "blockwise":
+        return {_MUON_PARTS: said[_MUON_PARTS]}
     if (ranks := said.get("tensor_model_parallel_size", 1)) > 1:
         raise ValueError(
             f"Expected {_MUON_PARTS} duplicated with --tensor-model-parallel-size {ranks}, got "

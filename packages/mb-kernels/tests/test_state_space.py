@@ -102,24 +102,25 @@ def test_heads_that_fade_at_once_leave_the_others_exact():
 def error_of_rates(dtype, longest, device="cpu"):
     """Of the gradients of dt and A, of tensors of mean 0, relative to those in fp64; the largest.
 
-    Where states fade fast what a token reads of itself is all but all there is, and cancels out.
+    Where states fade fast what a token reads of itself is all but all there is, and cancels out. A
+    head's own gradient of A is a sum of few terms of either sign, so 16 heads are taken together.
     """
     torch.manual_seed(0)
-    x, dy = torch.randn(2, 1, 70, 2, 8, dtype=dtype)
+    x, dy = torch.randn(2, 1, 70, 32, 8, dtype=dtype)
     b, c = torch.randn(2, 1, 70, 1, 16, dtype=dtype)
-    dt, A = torch.rand(1, 70, 2) * longest, torch.tensor([-4.0, -16.0])
+    dt, A = torch.rand(1, 70, 32) * longest, torch.tensor([[-4.0], [-16.0]]).expand(2, 16).flatten()
 
     def gradients(dtype, wide):
         leaves = [t.to(device, dtype).requires_grad_() for t in (x, b, c)]
-        leaves += [t.to(device, wide).requires_grad_() for t in (dt, A, torch.ones(2))]
+        leaves += [t.to(device, wide).requires_grad_() for t in (dt, A, torch.ones(32))]
         y, _ = state_space_scan(*leaves)
         return torch.autograd.grad(y, leaves[3:5], dy.to(device, dtype))
 
     pairs = zip(gradients(dtype, torch.float32), gradients(*[torch.float64] * 2), strict=True)
-    by_head = [
-        (got - want).view(-1, 2).norm(dim=0) / want.view(-1, 2).norm(dim=0) for got, want in pairs
+    norms = [
+        [t.view(-1, 2, 16).norm(dim=(0, 2)) for t in (got - want, want)] for got, want in pairs
     ]
-    return torch.stack(by_head).max()
+    return torch.stack([off / all_of_it for off, all_of_it in norms]).max()
 
 
 def test_rates_of_heads_that_forget_at_once_have_their_gradient():

@@ -4,6 +4,8 @@ import math
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 
@@ -77,6 +79,36 @@ def test_a_hanging_rank_is_ended_and_says_where_it_was():
         run_ranks(_sleep, 2, timeout_s=5.0)
     for of_rank in str(caught.value).split("rank 0 was at")[1].split("rank 1 was at"):
         assert re.search(r'File ".*test_testing.py", line \d+ in _sleep', of_rank)
+
+
+CALLER = """
+import socket, sys, time
+from mb_parallel.testing import run_ranks
+
+def linger(rank, world_size, port):
+    with socket.create_connection(("127.0.0.1", port)) as held:
+        held.sendall(b".")
+        time.sleep(600)
+
+if __name__ == "__main__":
+    run_ranks(linger, 2, int(sys.argv[1]), timeout_s=600.0)
+"""
+
+
+def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
+    (tmp_path / "caller.py").write_text(CALLER)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        port = str(server.getsockname()[1])
+        caller = subprocess.Popen([sys.executable, tmp_path / "caller.py", port])
+        ranks = [server.accept()[0] for _ in range(2)]
+        assert [rank.recv(1) for rank in ranks] == [b".", b"."]
+        caller.kill()
+        caller.wait()
+        for rank in ranks:
+            with rank:
+                rank.settimeout(60)
+                assert rank.recv(1) == b"", "closed by the system when its process is gone"
 
 
 def test_a_function_that_ranks_cannot_find_is_refused():

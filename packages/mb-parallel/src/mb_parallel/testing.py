@@ -25,6 +25,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -164,6 +165,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     gc.freeze()  # what the server has imported: collections would look through it on every rank
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # What torchrun tells its processes.
@@ -195,6 +197,14 @@ def _rank_main(
         draft.write_text(traceback.format_exc())
         draft.rename(here / f"{rank}.error")
         os._exit(1)
+
+
+def _end_with_the_caller() -> None:
+    """A caller that is killed ends no rank, and a rank's work may last for hours."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def _load(module_name: str, path: str, qualname: str) -> Callable[..., Any]:

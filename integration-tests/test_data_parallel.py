@@ -19,10 +19,10 @@ from mb_parallel.testing import run_ranks
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `mb-train` on one of several ranks; it leaves no thread."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err, before = io.StringIO(), io.StringIO(), threading.enumerate()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = tiny_run.train(arguments)
-    assert threading.enumerate() == [threading.main_thread()]
+    assert threading.enumerate() == before
     return code, out.getvalue(), err.getvalue()
 
 

@@ -398,7 +398,8 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
     # number between two gets.
     if any(flag in pair.model for flag in ("--fp16", "--bf16", "--fp8-format", "cuda")):
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
-    # Nor do an ICT's scores depend on its last bias, besides those of keys.
+    # Adafactor makes whole steps of what is rounding alone, as of biases that no score of an ICT
+    # depends on.
     if "adafactor" in pair.model and re.search("--model ict|--fp8-format", pair.model):
         worst = {name: worst[name] for name in ("loss", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}

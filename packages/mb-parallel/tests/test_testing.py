@@ -100,11 +100,12 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(120)
         port = str(server.getsockname()[1])
-        caller = subprocess.Popen([sys.executable, tmp_path / "caller.py", port])
-        ranks = [server.accept()[0] for _ in range(2)]
-        assert [rank.recv(1) for rank in ranks] == [b".", b"."]
-        caller.kill()
-        caller.wait()
+        with subprocess.Popen([sys.executable, tmp_path / "caller.py", port]) as caller:
+            try:
+                ranks = [server.accept()[0] for _ in range(2)]
+                assert [rank.recv(1) for rank in ranks] == [b".", b"."]
+            finally:
+                caller.kill()
         for rank in ranks:
             with rank:
                 rank.settimeout(60)

@@ -404,6 +404,7 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "dmoe": {
         "mb-train": lambda: ours(16, compiled=False, **MOE),
         "mb-train --compile": lambda: ours(16, compiled=True, **MOE),
+        "mb-train --compile --cuda-graph": lambda: ours(16, compiled=True, cuda_graph=True, **MOE),
         "transformers, fp32 masters": lambda: theirs(mixtral, masters=True),
         "transformers, bf16": lambda: theirs(mixtral, masters=False),
     },
@@ -411,6 +412,7 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "dense --compile, 64 sequences": lambda: ours(64, compiled=True),
         "dense --compile --cuda-graph": lambda: ours(64, compiled=True, cuda_graph=True),
         "dMoE --compile, 64 sequences": lambda: ours(64, compiled=True, **PAPER),
+        "dMoE --compile --cuda-graph": lambda: ours(64, compiled=True, cuda_graph=True, **PAPER),
         "dMoE, bf16 moments": lambda: ours(
             64, compiled=True, **PAPER, optimizer_state_dtype="bf16"
         ),
@@ -419,6 +421,10 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             64, compiled=True, **PAPER, moe_capacity_factor=1.0, fp16=True, bf16=False
         ),
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
+        "dMoE, 16, --cuda-graph": lambda: ours(16, compiled=True, cuda_graph=True, **PAPER),
+        "dMoE, 16, graph, bf16 moments": lambda: ours(
+            16, compiled=True, cuda_graph=True, **PAPER, optimizer_state_dtype="bf16"
+        ),
     },
     "step": {
         "dense --compile, 8 of 64": lambda: ours(64, compiled=True, passes=8),

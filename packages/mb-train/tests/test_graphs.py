@@ -128,8 +128,8 @@ def arrays_of(task, model, lengths, generator):
     return task.collate([sample(n) for n in lengths])
 
 
-def trained(kind, fields, *, dtype, compiled):
-    """Losses, norms and weights of steps of two and three micro-batches, of several shapes."""
+def trained(kind, fields, *, dtype, compiled, counts=(3, 2), steps=WARM_UP + 6):
+    """Losses, norms and weights of steps of so many micro-batches in turn, of several shapes."""
     torch.manual_seed(3)
     config = TrainConfig(**SIZES | fields)
     mesh = ParallelDims().build("cuda")
@@ -150,10 +150,9 @@ def trained(kind, fields, *, dtype, compiled):
     more = (copies,) if kind is Graphed else ()
     executor, seen = kind(model, *more), []
     generator = np.random.default_rng(0)
-    for step in range(WARM_UP + 6):
-        count = 2 if step % 2 else 3
+    for step in range(steps):
         batches = []
-        for index in range(count):
+        for index in range(counts[step % len(counts)]):
             lengths = [64, 64] if (step + index) % 3 == 0 else generator.integers(8, 33, 2).tolist()
             arrays = arrays_of(task, config.model, lengths, generator)
             batch = {n: torch.from_numpy(np.ascontiguousarray(a)).cuda() for n, a in arrays.items()}
@@ -178,7 +177,8 @@ def trained(kind, fields, *, dtype, compiled):
         seen += [m["tokens_per_expert"].float().std() for m in metrics if m]
     if kind is Graphed:
         divided = 3 if config.reset_attention_mask else 1  # by one document, two, or up to four
-        assert executor.captured == (divided if config.model == "gpt" else 2)
+        shapes = divided if config.model == "gpt" else 2
+        assert executor.captured == shapes * len({count == 1 for count in counts})
     return torch.stack([value.double() for value in seen]), list(model.parameters())
 
 
@@ -228,10 +228,22 @@ def test_graphs_train_as_the_passes_they_hold(fields, dtype, compiled):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(1,), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["dense", "dmoe", "dmoe-sgd", "t5, relative", "states, documents"])
+def test_graphs_of_only_micro_batches_train_as_the_passes_they_hold(name, counts):
+    options = {"dtype": torch.bfloat16, "compiled": False, "counts": counts, "steps": 20}
+    expected, weights = trained(Sequential, KINDS[name], **options)
+    got, graphed = trained(Graphed, KINDS[name], **options)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+    for a, b in zip(graphed, weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
 class Replayed:
     """Stands in for a graph on a CPU: its passes run anew, over tensors that stay in place."""
 
-    def __init__(self, passes, batch, stream, pool):
+    def __init__(self, passes, batch, parameters, stream, pool):
         self.passes, self.batch = passes, {name: value.clone() for name, value in batch.items()}
 
     def run(self, batch):
@@ -240,8 +252,8 @@ class Replayed:
         return self.passes(self.batch)
 
 
-def trained_on_ranks(rank, world_size, kind, fields, ep, device):
-    """Losses, norms and weights of steps of two micro-batches."""
+def trained_on_ranks(rank, world_size, kind, fields, ep, counts, device):
+    """Losses, norms and weights of steps of so many micro-batches in turn."""
     torch.manual_seed(3)
     dtype, dispatcher = torch.float32, "all_gather"
     if device == "cuda":
@@ -259,9 +271,9 @@ def trained_on_ranks(rank, world_size, kind, fields, ep, device):
         more = (copies, peer_buffers(model) if device == "cuda" else ())
     executor, seen = kind(model, *more, dp_size=mesh.dp_size), []
     generator = np.random.default_rng(rank)
-    for _ in range(WARM_UP + 2):
+    for step in range(WARM_UP + 4):
         batches = []
-        for _ in range(2):
+        for _ in range(counts[step % len(counts)]):
             arrays = arrays_of(task, "gpt", [64, 64], generator)
             batches.append({n: torch.tensor(a, device=device) for n, a in arrays.items()})
         weigh(task, mesh, batches)
@@ -270,7 +282,7 @@ def trained_on_ranks(rank, world_size, kind, fields, ep, device):
         optimizer.zero_grad()
         seen += [losses["lm loss"], done.grad_norm]
     if kind is Graphed:
-        assert executor.captured == 1
+        assert executor.captured == len(counts)
     return [t.cpu() for t in (*seen, *(local(p).detach() for p in model.parameters()))]
 
 
@@ -289,20 +301,23 @@ def trained_both_ways_on_gpus(rank, world_size, *options):
     return [trained_on_ranks(rank, world_size, kind, *options, "cuda") for kind in kinds]
 
 
-RANKS = [({}, 1), (MOE, 2), (MOE, 1), (MOE | DROPPING, 2), (STATES, 1)]
+RANKS = [
+    *(({}, 1, (2,)), ({}, 1, (1,)), (MOE, 2, (2,)), (MOE, 2, (1, 2)), (MOE, 1, (1,))),
+    *((MOE | DROPPING, 2, (2,)), (STATES, 1, (1, 2))),
+]
 
 
-@pytest.mark.parametrize(("fields", "ep"), RANKS, ids=str)
-def test_graphs_of_ranks_sum_their_gradients(fields, ep):
-    for expected, got in run_ranks(trained_both_ways, 2, fields, ep):
+@pytest.mark.parametrize(("fields", "ep", "counts"), RANKS, ids=str)
+def test_graphs_of_ranks_sum_their_gradients(fields, ep, counts):
+    for expected, got in run_ranks(trained_both_ways, 2, fields, ep, counts):
         torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("fields", "ep"), RANKS, ids=str)
-def test_graphs_of_two_gpus_train_as_the_passes_they_hold(fields, ep):
-    by_rank = run_ranks(trained_both_ways_on_gpus, 2, fields, ep, device_type="cuda")
+@pytest.mark.parametrize(("fields", "ep", "counts"), RANKS, ids=str)
+def test_graphs_of_two_gpus_train_as_the_passes_they_hold(fields, ep, counts):
+    by_rank = run_ranks(trained_both_ways_on_gpus, 2, fields, ep, counts, device_type="cuda")
     for expected, got in by_rank:
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
 

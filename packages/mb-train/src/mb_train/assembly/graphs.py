@@ -2,8 +2,10 @@
 
 A small model on a fast GPU waits for the host, which launches some thousand kernels a step one by
 one. A graph holds them all and is launched once. What it reads and writes lies where it lay when
-the graph was captured: inputs and the loss scale are copied into tensors of its own, gradients are
-added up in tensors that stay from step to step, weights are updated in place by the optimizer.
+the graph was captured: inputs and the loss scale are copied into tensors of its own, weights are
+updated in place by the optimizer, gradients lie in tensors that stay from step to step. Those of a
+step of one micro-batch are written there, of experts in 16 bits; those of several are added up in
+fp32.
 
 The first micro-batches of a shape run as they are: kernels are built, blocks compile, libraries
 allocate workspaces. Then one is captured, and replayed for the rest of the run. A batch's tensors
@@ -43,7 +45,8 @@ WARM_UP = 2
 # Each takes a second to capture, and the driver some memory; rarer shapes run as they are.
 MOST_GRAPHS = 24
 
-_Shapes = tuple[tuple[str, torch.Size], ...]
+# Whether it is a step's only micro-batch, and the batch's names and sizes.
+_Kind = tuple[bool, tuple[tuple[str, torch.Size], ...]]
 _Passed = tuple[Losses, dict[str, Tensor]]
 
 
@@ -125,6 +128,8 @@ def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
 class Graphed(Sequential):
     """`Sequential` whose micro-batches are replayed from CUDA graphs, one for each shape.
 
+    Or two, in a run that has both steps of one micro-batch and steps of several.
+
     Args:
         model, dp_size: as for `Sequential`.
         copies: what the model computes with; a replay calls no hook that would look them over.
@@ -145,15 +150,16 @@ class Graphed(Sequential):
         # cannot wait for another than its own.
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._seen: Counter[_Shapes] = Counter()
-        self._graphs: dict[_Shapes, MicroBatchGraph] = {}
+        self._seen: Counter[_Kind] = Counter()
+        self._graphs: dict[_Kind, MicroBatchGraph] = {}
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._grads: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of several micro-batches' gradients
+        self._written: dict[Tensor, Tensor] = {}  # gradients of only micro-batches
         self._scale, self._share = torch.ones(2, device=self._parameters[0].device).unbind()
 
     @property
     def captured(self) -> int:
-        """How many graphs there are, one for each shape that came often enough."""
+        """How many graphs there are, one for what came often enough."""
         return len(self._graphs)
 
     def step(self, work: Work) -> Losses:
@@ -162,40 +168,47 @@ class Graphed(Sequential):
             memory.check_all()
         # The optimizer has updated the weights in place: a graph's gradients are of these.
         self._copies.refresh()
-        self._begin(work.loss_scale, 1 / (len(work.batches) * self._dp_size))
+        only = len(work.batches) == 1
+        self._begin(work.loss_scale, 1 / (len(work.batches) * self._dp_size), only)
         set_gradient_sync(self._model, False)
         totals: Losses = {}
         for index, batch in enumerate(work.batches):
             work.before(index)
-            losses, metrics = self._run(batch)
+            losses, metrics = self._run(batch, only)
             add_losses(totals, losses)
             work.measured(metrics)
         sum_gradients(self._model)
         return totals
 
-    def _begin(self, loss_scale: Tensor | float, share: float) -> None:
-        """Gradients of zero, where graphs add to them, attached to their parameters."""
-        if not self._grads:
-            self._grads = [torch.zeros_like(p) for p in self._parameters]
-        torch._foreach_zero_([local(grad) for grad in self._grads])
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            parameter.grad = grad
+    def _begin(self, loss_scale: Tensor | float, share: float, only: bool) -> None:
+        """No gradients, or zeros to which several micro-batches add theirs."""
+        if only:
+            for parameter in self._parameters:
+                parameter.grad = None
+        else:
+            if not self._sums:
+                self._sums = [torch.zeros_like(p) for p in self._parameters]
+            torch._foreach_zero_([local(grad) for grad in self._sums])
+            for parameter, grad in zip(self._parameters, self._sums, strict=True):
+                parameter.grad = grad
         self._share.fill_(share)
         if isinstance(loss_scale, Tensor):
             self._scale.copy_(loss_scale)
         else:
             self._scale.fill_(loss_scale)
 
-    def _run(self, batch: Batch) -> _Passed:
-        """Add a micro-batch's gradients; its losses and metrics."""
-        shapes = tuple((name, value.shape) for name, value in batch.items())
-        if shapes not in self._graphs:
-            self._seen[shapes] += 1
-            if self._seen[shapes] <= WARM_UP or len(self._graphs) == MOST_GRAPHS:
+    def _run(self, batch: Batch, only: bool) -> _Passed:
+        """Leave or add a micro-batch's gradients; its losses and metrics."""
+        kind = only, tuple((name, value.shape) for name, value in batch.items())
+        if kind not in self._graphs:
+            self._seen[kind] += 1
+            if self._seen[kind] <= WARM_UP or len(self._graphs) == MOST_GRAPHS:
                 return self._as_it_is(batch)
-            graph = MicroBatchGraph(self._passes, batch, self._stream, self._pool)
-            self._graphs[shapes] = graph
-        return self._graphs[shapes].run(batch)
+            passes = self._writing_passes if only else self._passes
+            self._graphs[kind] = MicroBatchGraph(
+                passes, batch, self._parameters, self._stream, self._pool
+            )
+        return self._graphs[kind].run(batch)
 
     def _as_it_is(self, batch: Batch) -> _Passed:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -211,6 +224,23 @@ class Graphed(Sequential):
         losses = {name: value.detach() for name, value in output.losses.items()}
         return losses, {name: value.detach() for name, value in output.metrics.items()}
 
+    @torch.no_grad()
+    def _writing_passes(self, batch: Batch) -> _Passed:
+        """Passes that leave all gradients where the first captured ones left them.
+
+        Each graph would have gradients of its own otherwise; so those of further shapes are copied.
+        """
+        with torch.enable_grad():
+            passed = self._passes(batch)
+        for parameter in self._parameters:
+            if (grad := parameter.grad) is None:
+                continue
+            place = self._written.setdefault(parameter, grad)
+            if place is not grad:
+                local(place).copy_(local(grad))
+                parameter.grad = place
+        return passed
+
 
 class MicroBatchGraph:
     """The captured passes over one micro-batch, and the tensors they read and write.
@@ -218,6 +248,7 @@ class MicroBatchGraph:
     Args:
         passes: over a batch; what it adds to lies where it will lie.
         batch: of the shapes to capture.
+        parameters: whose gradients the passes leave.
         stream: to capture on.
         pool: memory that graphs share, for none is replayed while another's results are wanted.
 
@@ -229,6 +260,7 @@ class MicroBatchGraph:
         self,
         passes: Callable[[Batch], _Passed],
         batch: Batch,
+        parameters: list[nn.Parameter],
         stream: torch.cuda.Stream,
         pool: Any,
     ) -> None:
@@ -245,11 +277,14 @@ class MicroBatchGraph:
                 "A micro-batch of this run cannot be captured as a CUDA graph; leave --cuda-graph "
                 "out."
             ) from error
+        self._grads = [(parameter, parameter.grad) for parameter in parameters]
 
     def run(self, batch: Batch) -> _Passed:
-        """Add a micro-batch's gradients; its losses and metrics, copies."""
+        """Leave or add a micro-batch's gradients; its losses and metrics, copies."""
         for name, value in self._batch.items():
             value.copy_(batch[name], non_blocking=True)
         self._graph.replay()
+        for parameter, grad in self._grads:
+            parameter.grad = grad
         losses = {name: value.clone() for name, value in self._losses.items()}
         return losses, {name: value.clone() for name, value in self._metrics.items()}

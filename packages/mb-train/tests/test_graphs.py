@@ -232,7 +232,7 @@ def test_graphs_train_as_the_passes_they_hold(fields, dtype, compiled):
 @pytest.mark.parametrize("counts", [(1,), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["dense", "dmoe", "dmoe-sgd", "t5, relative", "states, documents"])
 def test_graphs_of_only_micro_batches_train_as_the_passes_they_hold(name, counts):
-    options = {"dtype": torch.bfloat16, "compiled": False, "counts": counts, "steps": 20}
+    options = {"dtype": torch.bfloat16, "compiled": False, "counts": counts, "steps": 44}
     expected, weights = trained(Sequential, KINDS[name], **options)
     got, graphed = trained(Graphed, KINDS[name], **options)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)

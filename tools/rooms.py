@@ -26,13 +26,14 @@ ROWS: list[dict[str, tuple[int, int]]] = [
                 *("adamw", "sum_of_squares", "symmetric_matmul", "exchange", "elementwise"),
                 *("grouped_gemm", "permute", "float8", "quantize", "routing", "router_losses"),
                 *("linear_cross_entropy", "relative_attention", "state_space", "muon"),
+                "accumulate_grad",
             )
         )
     },
-    {"language": (0, 4), "recomputing": (5, 5), "runtime": (6, 14)},
+    {"language": (0, 4), "recomputing": (5, 5), "runtime": (6, 15)},
     {
         **{"activation": (0, 1), "derivatives": (2, 2), "exporting": (3, 4)},
-        **{"uncompiled": (5, 6), "bins": (7, 8), "chunks": (9, 10), "targets": (11, 14)},
+        **{"uncompiled": (5, 6), "bins": (7, 8), "chunks": (9, 10), "targets": (11, 15)},
     },
 ]
 BELOW = {name for row in ROWS[4:] for name in row}

@@ -46,6 +46,7 @@ ROOMS = {
     "exchange/kernels.py": ("interpreter/test_exchange_kernels.py", ""),
     "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", "not muon"),
     "language/tables.py": ("interpreter/test_adamw_kernels.py", "not muon"),
+    "accumulate_grad/kernels.py": ("interpreter/test_adamw_kernels.py", "accumulate"),
     "sum_of_squares/kernels.py": ("interpreter/test_adamw_kernels.py", "squares"),
     "muon/kernels.py": ("interpreter/test_adamw_kernels.py", "muon"),
     "symmetric_matmul/kernels.py": ("interpreter/test_symmetric_matmul_kernels.py", ""),

@@ -300,3 +300,19 @@ def test_muons_direction_is_contiguous(dtype):
         got,
         mb_kernels.muon_momentum(grad.contiguous(), buffer * 0, momentum=0.9, **flags, dtype=dtype),
     )
+
+
+@pytest.mark.parametrize(
+    ("grad", "says"),
+    [
+        (torch.zeros(4, 5), r"grad: expected .*\(4, 6\) on cpu; got .*\(4, 5\)"),
+        (torch.zeros(4, 6).double(), "grad: expected torch.float32 or"),
+        (torch.zeros(4, 6, device="meta"), "grad: expected .* on cpu; got .* on meta"),
+        (torch.zeros(4, 6).to_sparse(), "grad: expected a dense tensor"),
+    ],
+)
+def test_accumulate_grad_refuses(grad, says):
+    with pytest.raises(ValueError, match=says):
+        mb_kernels.accumulate_grad(torch.zeros(4, 6), grad)
+    with pytest.raises(ValueError, match=r"total: expected torch.float32 or"):
+        mb_kernels.accumulate_grad(torch.zeros(4, 6).long(), torch.zeros(4, 6))

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from every_op import ON_A_GPU
-from mb_kernels import adamw_step, reference, sum_of_squares, symmetric_matmul
+from mb_kernels import (
+    accumulate_grad,
+    adamw_step,
+    reference,
+    sum_of_squares,
+    symmetric_matmul,
+)
 from mb_kernels.testing import assert_close
 
 pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("poisoned_memory")]
@@ -51,6 +57,30 @@ def test_sum_of_squares(dtype):
     got = sum_of_squares(tensors)
     assert torch.equal(got, sum_of_squares(tensors))
     assert float(got) == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "anywhere"])
+@pytest.mark.parametrize("total", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accumulate_grad(total, dtype, shift):
+    for shape in _MANY[:5]:
+        numbers = torch.Size(shape).numel() + shift
+        before, grad = (
+            torch.randn(numbers, device="cuda").to(kind)[shift:].view(shape)
+            for kind in (total, dtype)
+        )
+        want = before.double() + grad.double()
+        got = accumulate_grad(before, grad)
+        assert (got is before) == (total is torch.float32)
+        torch.testing.assert_close(got, want.float(), rtol=0, atol=0)
+
+
+def test_accumulate_grad_beyond_2_gib():
+    total = torch.ones(2**31 + 8, device="cuda")
+    accumulate_grad(total, torch.ones(1, device="cuda", dtype=torch.bfloat16).expand(2**31 + 8))
+    accumulate_grad(total, torch.full_like(total, 2.0, dtype=torch.bfloat16))
+    assert total[-1] == 4.0
+    assert total.sum(dtype=torch.float64) == 4.0 * (2**31 + 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

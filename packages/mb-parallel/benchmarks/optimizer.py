@@ -5,8 +5,8 @@
 Twelve layers of 64 SwiGLU experts of width 2048 under a hidden size of 768, with attention and
 embeddings: 3.7 B parameters. 90 GB of memory; fewer layers need less. Calls run in turns, so each
 meets the clocks that the others leave. GB/s counts the bytes that a step cannot do without: each
-gradient for the norm, then gradient, weight, moments and copy once each. A table, then one JSON
-line.
+gradient for the norm, then gradient, weight, moments and copy once each. Last, what a further
+micro-batch adds. A table, then one JSON line.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 import triton
+from mb_kernels import accumulate_grad
 from mb_parallel.optimizer import AdamW, Muon, WorkingCopies, clip_and_step
 from torch import nn
 from turns import in_turns
@@ -140,6 +141,27 @@ def all_but_masters_in_bf16(layers: int) -> Steps:
     return {name: (partial(clip_and_step, half, max_norm=1.0), 22)}
 
 
+def gradients_of_micro_batches(layers: int) -> Steps:
+    """A bf16 gradient added to an fp32 sum, and to another bf16 gradient in fp32."""
+    sums = [torch.randn(shape, device=DEVICE) for shape in shapes(layers)]
+    first, second = ([total.bfloat16() for total in sums] for _ in range(2))
+
+    def torchs(totals: list[torch.Tensor]) -> None:
+        for total, grad in zip(totals, second, strict=True):
+            total.float().add_(grad)
+
+    def ours(totals: list[torch.Tensor]) -> None:
+        for total, grad in zip(totals, second, strict=True):
+            accumulate_grad(total, grad)
+
+    return {
+        "torch: gradients of a micro-batch, added": (partial(torchs, sums), 10),
+        "ours, added": (partial(ours, sums), 10),
+        "torch: those of the first two": (partial(torchs, first), 8),
+        "ours, of the first two": (partial(ours, first), 8),
+    }
+
+
 def copied(parameters: list[nn.Parameter]) -> WorkingCopies:
     return WorkingCopies({p: p.detach().bfloat16() for p in parameters})
 
@@ -159,7 +181,8 @@ def main() -> None:
     numbers = sum(math.prod(shape) for shape in shapes(arguments.layers))
     print(f"{numbers / 1e9:.2f} B parameters in {len(shapes(arguments.layers))} tensors")
     rows: list[dict[str, object]] = []
-    adamw = (with_fp32_moments, with_bf16_moments, all_but_masters_in_bf16)
+    adamw = [with_fp32_moments, with_bf16_moments, all_but_masters_in_bf16]
+    adamw.append(gradients_of_micro_batches)
     for make_steps in (muons,) if arguments.muon else adamw:
         calls = make_steps(arguments.layers)
         times = in_turns({name: call for name, (call, _) in calls.items()}, arguments.rounds)

@@ -12,14 +12,15 @@
 - Activations in few bits: `quantize`, `dequantize`, `Quantized`.
 - Products in 8-bit floats: `to_float8`, `Float8`, `float8_linear`.
 - The rest of a step: `relative_attention`, `state_space_scan`, `linear_cross_entropy`,
-  `VocabularyShard`, `sum_of_squares`, `adamw_step`, `muon_momentum`, `muon_step`,
-  `symmetric_matmul`.
+  `VocabularyShard`, `accumulate_grad`, `sum_of_squares`, `adamw_step`, `muon_momentum`,
+  `muon_step`, `symmetric_matmul`.
 - `reference`: all of these in plain PyTorch, as they run on a CPU.
 
 `help(mb_kernels.expert_mlp)` says what one takes, returns and raises.
 """
 
 from mb_kernels import reference as reference
+from mb_kernels.accumulate_grad import accumulate_grad as accumulate_grad
 from mb_kernels.activation import is_glu as is_glu
 from mb_kernels.adamw import adamw_step as adamw_step
 from mb_kernels.block_sparse import dds as dds

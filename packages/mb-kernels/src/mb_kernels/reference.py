@@ -3,6 +3,7 @@
 Same names and arguments as the ops, except for arguments about other ranks.
 """
 
+from mb_kernels.accumulate_grad.reference import accumulate_grad
 from mb_kernels.adamw.reference import adamw_step
 from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology
 from mb_kernels.block_sparse.reference import dds, dsd, sdd
@@ -21,6 +22,7 @@ from mb_kernels.sum_of_squares.reference import sum_of_squares
 from mb_kernels.symmetric_matmul.reference import symmetric_matmul
 
 __all__ = [
+    "accumulate_grad",
     "adamw_step",
     "bin_tokens",
     "combine",

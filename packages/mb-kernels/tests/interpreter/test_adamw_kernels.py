@@ -115,6 +115,44 @@ def test_sum_of_squares(reachable, monkeypatch, shift, dtype):
     assert float(mb_kernels.sum_of_squares([tensors[1]])) == 0.0
 
 
+@pytest.mark.parametrize("total", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_accumulated_gradients_equal_their_twin(total, dtype):
+    """To the bit: a number is added to one, and both are exact in fp32."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape, dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    strided = drawn(6, 4, 5, dtype=total).transpose(0, 2)
+    halves = drawn(2, 50, dtype=total)
+    for before, grad in (
+        *((drawn(*s, dtype=total), drawn(*s, dtype=dtype)) for s in ((3, 33, 50), (), (0, 4))),
+        (strided, strided.to(dtype, copy=True)),  # dense, in another order
+        (strided, drawn(5, 4, 6, dtype=dtype)),
+        (drawn(9, 8, dtype=total)[:, ::2], drawn(9, 4, dtype=dtype)),
+        (drawn(7, dtype=total), drawn(1, dtype=dtype).expand(7)),
+        (drawn(4097, dtype=total)[1:], drawn(4097, dtype=dtype)[1:]),
+        (halves[0], halves[1]),  # of one memory
+    ):
+        at_first, version = before.clone(), before._version
+        want = at_first.double() + grad.double()
+        got = mb_kernels.accumulate_grad(before, grad)
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, want.float(), rtol=0, atol=0)
+        assert (got is before) == (total is torch.float32)
+        assert before._version == version + (got is before)
+        assert got is before or torch.equal(before, at_first)
+
+
+def test_a_total_that_lies_in_one_place_or_over_its_gradient_is_refused():
+    with pytest.raises(RuntimeError, match="single memory location"):
+        mb_kernels.accumulate_grad(torch.zeros(1).expand(3), torch.ones(3))
+    numbers = torch.arange(5.0)
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        mb_kernels.accumulate_grad(numbers[1:], numbers[:-1])
+
+
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("grad", "copy", "nesterov"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mb_kernels.accumulate_grad import kernels as accumulating
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, is_glu
 from mb_kernels.adamw import kernels as adamw
 from mb_kernels.block_sparse import kernels as block_sparse
@@ -337,6 +338,9 @@ def _small_ops() -> dict[str, Callable[[], object]]:
     def squared(numbers: int) -> None:
         squares.sum_of_squares([_empty(numbers, dtype=d) for d in (_FP32, _BF16, _FP16)] * 60)
 
+    def accumulated(total: torch.dtype, numbers: int) -> None:
+        accumulating.accumulate_grad(_empty(numbers, dtype=total), _empty(numbers))
+
     def orthogonal(grad: torch.dtype, numbers: int) -> None:
         weight, one = _empty(numbers, dtype=_FP32), _empty(dtype=_FP32)
         update = muon.muon_momentum(
@@ -367,6 +371,8 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         PeerMemory(counted, 3, arena, table, memory.error).gather(_int32(64))
 
     return {
+        "gradients of micro-batches": partial(accumulated, _FP32, 4096),
+        "the first two": partial(accumulated, _BF16, 4001),
         "sum of squares": partial(squared, 4096),
         "sum of squares, anywhere": partial(squared, 4001),
         "AdamW, anywhere": partial(stepped, _FP32, _FP32, _BF16, 4001),

@@ -18,6 +18,7 @@ from mb_parallel.optimizer.norm import clip_grad_norm as clip_grad_norm
 from mb_parallel.optimizer.norm import grad_norm as grad_norm
 from mb_parallel.optimizer.norm import weight_norm as weight_norm
 from mb_parallel.optimizer.norm import zeros_in_grad as zeros_in_grad
+from mb_parallel.optimizer.rehearsal import rehearse_accumulation as rehearse_accumulation
 from mb_parallel.optimizer.rehearsal import rehearse_step as rehearse_step
 from mb_parallel.optimizer.scaler import GradScaler as GradScaler
 from mb_parallel.optimizer.sgd import SGD as SGD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import mb_kernels
 import torch
 from torch import Tensor
@@ -31,3 +33,15 @@ def rehearse_step(optimizer: ShardedOptimizer, grads: dict[Tensor, torch.dtype])
             optimizer.rehearse(group, parameters, here)
     if norm:
         mb_kernels.sum_of_squares(norm)
+
+
+@torch.no_grad()
+def rehearse_accumulation(copies: Iterable[Tensor]) -> None:
+    """Launch what `WorkingCopies` would for the second and a later micro-batch of a step.
+
+    Args:
+        copies: what the model computes with, whose gradients are to be added up.
+    """
+    for copy in copies:
+        grad = on_meta(copy)
+        mb_kernels.accumulate_grad(mb_kernels.accumulate_grad(grad, grad), grad)

@@ -19,6 +19,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import mb_kernels
 import torch
 from mb_layers import Experts
 from torch import Tensor, nn
@@ -157,10 +158,8 @@ def _hand_over(parameter: Tensor, copy: Tensor) -> None:
     grad, copy.grad = copy.grad, None
     assert grad is not None
     before = None if parameter.grad is None else local(parameter.grad)  # of another micro-batch
-    if before is not None and before.dtype == torch.float32:
-        before.add_(grad)
-    else:
-        total = grad if before is None else before.float().add_(grad)
+    total = grad if before is None else mb_kernels.accumulate_grad(before, grad)
+    if total is not before:
         parameter.grad = shaped_like(total, parameter)
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     for hook in list((hooks or {}).values()):

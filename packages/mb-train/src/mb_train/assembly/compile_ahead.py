@@ -1,7 +1,7 @@
 """Kernels that are compiled in threads while the rest of a run is set up.
 
 Triton compiles a kernel at its first launch: with nothing in its cache the first step would wait
-for some twenty of the experts in turn, and for six of the head's loss, the norm and the optimizer.
+for some twenty of the experts in turn, and for six of head, gradients and optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mb_kernels
 import mb_layers
 import torch
 from mb_parallel import ParallelMesh
-from mb_parallel.optimizer import ShardedOptimizer, rehearse_step
+from mb_parallel.optimizer import ShardedOptimizer, rehearse_accumulation, rehearse_step
 
 from mb_train.assembly.assemble import Assembled
 from mb_train.config import TrainConfig, whole
@@ -47,7 +47,7 @@ def compile_step(
     vocab_size: int,
     micro_batches: int,
 ) -> Future[int] | None:
-    """Begin to compile what a step launches beside its layers: loss of the head, norm, optimizer.
+    """Begin to compile what a step launches beside its layers: head, gradients, optimizer.
 
     Args:
         vocab_size: rows of the head, of all tensor-parallel ranks together.
@@ -60,8 +60,12 @@ def compile_step(
         return None
 
     def rehearse() -> None:
-        copies = model.working_copies if micro_batches == 1 else {}
-        rehearse_step(optimizer, {p: copy.dtype for p, copy in copies.items()})
+        copies = model.working_copies
+        if micro_batches == 1:
+            rehearse_step(optimizer, {p: copy.dtype for p, copy in copies.items()})
+        else:
+            rehearse_accumulation(copies.values())
+            rehearse_step(optimizer, {})
         if config.model != "ict":
             rows = vocab_size // mesh.tp_size
             start = mesh.tp_rank * rows if mesh.tp_size > 1 else None

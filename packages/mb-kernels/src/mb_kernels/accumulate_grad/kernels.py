@@ -1,0 +1,42 @@
+"""Triton kernel of ``mb_kernels.accumulate_grad``: bound by memory, one pass over each tensor.
+
+Letter: N numbers of a tensor.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.runtime.launch import cdiv, launch
+
+_BLOCK = 2048
+
+
+@triton.jit
+def accumulate_grad_kernel(
+    total_ptr,  # [N]
+    grad_ptr,  # [N]
+    sum_ptr,  # [N] fp32; that of the total, or apart
+    numbers,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < numbers
+    total = tl.load(total_ptr + i, mask=inside).to(tl.float32)
+    total += tl.load(grad_ptr + i, mask=inside).to(tl.float32)
+    tl.store(sum_ptr + i, total, mask=inside)
+
+
+def accumulate_grad(total: Tensor, grad: Tensor) -> Tensor:
+    """Launch for tensors that the op has checked: dense, their elements in one order."""
+    in_place = total.dtype is torch.float32
+    added = total if in_place else torch.empty_like(total, dtype=torch.float32)
+    if numbers := total.numel():
+        grid = (cdiv(numbers, _BLOCK),)
+        launch(
+            *(accumulate_grad_kernel, grid, total, grad, added, numbers), BLOCK=_BLOCK, num_warps=8
+        )
+    if in_place:
+        torch.autograd.graph.increment_version([total])  # written behind autograd's back
+    return added

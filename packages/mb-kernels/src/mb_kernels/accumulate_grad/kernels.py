@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mb_kernels.runtime.launch import cdiv, launch
 
-_BLOCK = 2048
+# One H200, 151 M numbers in bf16 onto fp32: 0.355 ms, 4.25 TB/s, in blocks of 512 (4 warps) 0.357,
+# of 2048 0.361, of 4096 0.362; torch's add_ 0.534. Two of bf16 into fp32: 0.288 ms.
+_BLOCK = 1024
 
 
 @triton.jit

@@ -371,6 +371,7 @@ MOE = {
     "moe_loss_weight": 0.01,
 }  # fmt: skip
 PAPER = {"moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1}  # GELU, F 3072
+POST = PAPER | {"moe_capacity_factor": 1.0, "fp16": True, "bf16": False}  # the ROCm post's
 
 
 def spread(sequences: int, **change: object) -> dict[str, float]:
@@ -417,9 +418,8 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             64, compiled=True, **PAPER, optimizer_state_dtype="bf16"
         ),
         "MoE cf 1 --compile": lambda: ours(64, compiled=True, **PAPER, moe_capacity_factor=1.0),
-        "MoE cf 1, fp16": lambda: ours(
-            64, compiled=True, **PAPER, moe_capacity_factor=1.0, fp16=True, bf16=False
-        ),
+        "MoE cf 1, fp16": lambda: ours(64, compiled=True, **POST),
+        "MoE cf 1, fp16, --cuda-graph": lambda: ours(64, compiled=True, cuda_graph=True, **POST),
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
         "dMoE, 16, --cuda-graph": lambda: ours(16, compiled=True, cuda_graph=True, **PAPER),
         "dMoE, 16, graph, bf16 moments": lambda: ours(

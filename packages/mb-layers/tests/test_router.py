@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import MoEConfig, Router, update_balancing_bias
+from mb_layers import MoEConfig, Router, linear_fp32, update_balancing_bias
 from mb_layers.linear_fp32 import _three_parts
 
 SIZES = {"hidden_size": 48, "ffn_hidden_size": 16, "num_experts": 6, "top_k": 2}
@@ -71,6 +71,71 @@ def test_fp16_tokens() -> None:
     x = torch.randn(9, 48).half()
     exact = x.double() @ router.weight.double().T
     assert_close("logits", router(x).logits_TE, exact.float())
+
+
+def of_all_sizes(rows: int, columns: int) -> torch.Tensor:
+    """Random numbers in columns from 1e-12 to 1e6, one of zeros and one without a normal fp16."""
+    numbers = torch.randn(rows, columns) * torch.logspace(-12, 6, columns)
+    numbers[:, 1] = 0.0
+    numbers[:, 2] = torch.randn(rows) * 1e-6
+    return numbers
+
+
+def error_by_row(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error of a number, relative to the largest of its row."""
+    assert got.dtype == torch.float32
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    return ((got - exact).abs() / largest.clamp(min=1e-300)).max().item()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 33])
+def test_fp16_tokens_by_matrix_units(monkeypatch, tokens: int, weight_dtype: torch.dtype) -> None:
+    """What a GPU computes, on a CPU: as accurate as an fp32 product, whatever an expert's size."""
+    monkeypatch.setattr(linear_fp32, "_in_halves", lambda x: True)
+    x = torch.randn(tokens, 48).half().requires_grad_()
+    weight = of_all_sizes(48, 8).T.to(weight_dtype).requires_grad_()
+    logits = linear_fp32.linear_fp32(x, weight)
+    exact = x.detach().double() @ weight.detach().double().T
+    grad = of_all_sizes(tokens, 8) * torch.logspace(0, -6, tokens)[:, None]
+    d_x, d_weight = torch.autograd.grad(logits, (x, weight), grad)
+    assert (d_x.dtype, d_weight.dtype) == (x.dtype, weight_dtype)
+    exact_weight = grad.double().T @ x.detach().double()
+    if not tokens:
+        assert (logits.shape, d_x.shape) == ((0, 8), (0, 48))
+        assert not d_weight.any()
+        return
+    assert error_by_row(logits.T, exact.T) < 1e-6
+    bound = 2**-10 if weight_dtype == torch.float32 else 2**-7
+    assert error_by_row(d_weight.float(), exact_weight) < bound
+    wide_x = linear_fp32._fp16_grad_x(grad, weight.detach())  # before its cast, which overflows
+    assert torch.equal(d_x, wide_x.half())
+    assert error_by_row(wide_x, grad.double() @ weight.detach().double()) < 2**-10
+
+
+def test_fp16_logits_of_an_expert_without_numbers_leave_the_others_alone(monkeypatch) -> None:
+    monkeypatch.setattr(linear_fp32, "_in_halves", lambda x: True)
+    x, weight = torch.randn(9, 48).half(), torch.randn(6, 48)
+    weight[1, 3], weight[4, 5] = torch.nan, torch.inf
+    logits = linear_fp32.linear_fp32(x, weight)
+    assert not logits[:, [1, 4]].isfinite().any()
+    rest = [0, 2, 3, 5]
+    assert error_by_row(logits[:, rest].T, (x.double() @ weight[rest].double().T).T) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tokens_in_16_bits_on_a_gpu(dtype: torch.dtype, compiled: bool) -> None:
+    x = torch.randn(333, 768, device="cuda").to(dtype).requires_grad_()
+    weight = of_all_sizes(768, 64).T.cuda().requires_grad_()
+    grad = of_all_sizes(333, 64).cuda()
+    call = torch.compile(linear_fp32.linear_fp32) if compiled else linear_fp32.linear_fp32
+    logits = call(x, weight)
+    _, d_weight = torch.autograd.grad(logits, (x, weight), grad)
+    x, weight, grad = (t.detach().double() for t in (x, weight, grad))
+    assert error_by_row(logits.T, (x @ weight.T).T) < 3e-6
+    assert error_by_row(d_weight, grad.T @ x) < (2**-9 if dtype == torch.float16 else 2**-7)
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

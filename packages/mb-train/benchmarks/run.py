@@ -371,7 +371,10 @@ MOE = {
     "moe_loss_weight": 0.01,
 }  # fmt: skip
 PAPER = {"moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1}  # GELU, F 3072
-POST = PAPER | {"moe_capacity_factor": 1.0, "fp16": True, "bf16": False}  # the ROCm post's
+# The ROCm post's; from 2^32 on the scale would be searched for by steps that update nothing.
+POST = PAPER | {
+    "moe_capacity_factor": 1.0, "fp16": True, "bf16": False, "initial_loss_scale": 4096.0
+}  # fmt: skip
 
 
 def spread(sequences: int, **change: object) -> dict[str, float]:

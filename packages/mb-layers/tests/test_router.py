@@ -88,6 +88,15 @@ def error_by_row(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got - exact).abs() / largest.clamp(min=1e-300)).max().item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_compiled_logits_are_as_accurate(monkeypatch, dtype: torch.dtype) -> None:
+    """The compiler leaves out casts to 16 bits and back, by which parts of a weight were made."""
+    monkeypatch.setattr(linear_fp32, "_in_halves", lambda x: True)
+    x, weight = torch.randn(33, 48).to(dtype), of_all_sizes(48, 8).T
+    logits = torch.compile(linear_fp32.linear_fp32)(x, weight)
+    assert error_by_row(logits.T, (x.double() @ weight.double().T).T) < 1e-6
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 33])
 def test_fp16_tokens_by_matrix_units(monkeypatch, tokens: int, weight_dtype: torch.dtype) -> None:

@@ -100,30 +100,38 @@ def _alike_fp32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _three_parts(x: Tensor) -> list[Tensor]:
-    """Return three bf16 tensors that add up to x, each bringing 8 more bits of it."""
-    parts = [x.bfloat16()]
-    while len(parts) < 3:
-        x = x.float() - parts[-1]
-        parts.append(x.bfloat16())
-    return parts
+    """Return three bf16 numbers that add up to x, each bringing 8 more bits of it.
+
+    They are cut off, not rounded by a cast: `torch.compile` computes with what a cast to 16 bits
+    was given, so that nothing would be left for the second and third.
+    """
+    x, parts = x.float(), []
+    for _ in range(3):
+        parts.append(x.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32))
+        x = x - parts[-1]
+    return [part.bfloat16() for part in parts]
 
 
 # fp16 holds 11 bits, but of a small range: rows and columns are scaled by powers of two, so that
-# the largest number of each is from 1 up to 2.
-_FP16_STEP = 2.0**11
+# the largest number of each is from 1 up to 2. Of that, steps of 2^-10 are fp16 numbers.
+_FP16_STEPS = 2.0**10
 
 
 def _fp16_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x @ w^T of fp16 and fp32: w is three numbers of fp16, each brings 11 more bits of it."""
+    """x @ w^T of fp16 and fp32: w is three numbers of fp16, each brings 11 more bits of it.
+
+    Rounded to steps, not by a cast, as `_three_parts` says.
+    """
     weight_ED = at_least_fp32(weight_ED)
     size_E1 = _power_of_two(weight_ED, dim=1)
     left_ED, parts = weight_ED / size_E1, []
     for _ in range(3):
-        parts.append(left_ED.half())
-        left_ED = (left_ED - parts[-1]) * _FP16_STEP
+        part_ED = (left_ED * _FP16_STEPS).round() / _FP16_STEPS
+        parts.append(part_ED.half())
+        left_ED = (left_ED - part_ED) * (2 * _FP16_STEPS)  # half a step at most is left
     logits_TP = _mm_fp32(x_TD, torch.cat(parts).T)
     first, second, third = logits_TP.view(x_TD.shape[0], 3, weight_ED.shape[0]).unbind(dim=1)
-    return (first + (second + third / _FP16_STEP) / _FP16_STEP) * size_E1.T
+    return (first + (second + third / (2 * _FP16_STEPS)) / (2 * _FP16_STEPS)) * size_E1.T
 
 
 def _fp16_grad_x(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, LONG, YARN, theirs, transformers
 
-NEARS = ["sliding_attention"] * 3
-
 
 class Asked(dict):
     """A configuration that remembers which of its settings were looked at."""

@@ -296,9 +296,6 @@ def test_a_process_without_streams(command, tmp_path, monkeypatch):
     assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
 
 
-PREPROCESS = f"{sys.executable} -m mb_data preprocess"
-
-
 def test_what_the_outputs_encoding_lacks_is_escaped(command, source, tmp_path, monkeypatch):
     """Windows' pipes have cp1252."""
     source.write_text(json.dumps({"text": "\xfcber \u6f22"}))

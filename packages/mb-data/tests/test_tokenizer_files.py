@@ -433,6 +433,11 @@ def test_pickles_to_an_equal(name, request, tmp_path, small_bpe):
             b'{"model": {"type": "BPE"}, "added_tokens": [{"id": 1}]}',
             'lacks its "id" or "content"',
         ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE"}, "added_tokens": 5}',
+            'added token 5 lacks its "id" or "content"',
+        ),
         ("tokenizer.model", b"what", "not a SentencePiece model"),
         ("vocab.txt", b"\xff\xfe", "not a vocabulary"),
         ("vocab.bin", b"", r"expected a \.json, \.model, "),
@@ -444,6 +449,23 @@ def test_files_that_are_no_vocabulary(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+@pytest.mark.parametrize(
+    "step", [[1], "x", {"type": "Sequence"}, {"type": "Sequence", "SAME": "x"},
+             {"type": "Sequence", "SAME": ["x"]}, {"type": "Sequence", "SAME": 3}]
+)  # fmt: skip
+def test_steps_that_are_none(part, step, tmp_path, small_bpe):
+    """They are an error, not a step that is left out."""
+    pytest.importorskip("tokenizers")
+    several = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[part]
+    if isinstance(step, dict):
+        step = {several if name == "SAME" else name: value for name, value in step.items()}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(tokenizer_json(small_bpe) | {part: step}))
+    with pytest.raises(ValueError, match=r"not a tokenizer\.json"):
+        load_tokenizer(file)
 
 
 def test_vocab_json_that_does_not_fit_its_merges(tmp_path, small_bpe):

@@ -308,6 +308,9 @@ def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
         assert torch.equal(back[name], tensor), name
 
 
+CAPPED = {"activation": "gelu", "capacity_factor": 1.0}
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -318,6 +321,9 @@ def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
         ({"weights_on_input": True}, {}, "weights_on_input=False, got True"),
         ({"mlp_bias": True}, {}, "mlp_bias=False, got True"),
         ({"activation": "swiglu(limit=7)"}, {}, "of the gate alone, got 'swiglu"),
+        (CAPPED | {"drop_policy": "probability"}, {}, "='position', got 'probability'"),
+        (CAPPED | {"min_capacity": 4}, {}, "min_capacity=0, got 4"),
+        (CAPPED | {"eval_capacity_factor": 2.0}, {}, "eval_capacity_factor=None, got 2.0"),
         ({}, {"layer": "MoE"}, "without a gate for MegaBlocks' MoE, got 'swiglu'"),
         ({}, {"layer": "moe"}, "'dMoE' or 'MoE', got 'moe'"),
     ],
@@ -326,7 +332,7 @@ def test_what_megablocks_does_not_compute_is_not_written(change, options, messag
     """Its names and shapes would fit most of these."""
     config = MoEConfig(hidden_size=D, ffn_hidden_size=WIDTH, num_experts=E, top_k=K, **change)
     with pytest.raises(ValueError, match=message):
-        to_megablocks(dMoE(config).state_dict(), config, **options)
+        to_megablocks({}, config, **options)
 
 
 def test_older_names_load_too() -> None:

@@ -277,7 +277,7 @@ def test_what_lives_on_is_known():
     layer.experts.working_copies["w1"] = copied
     place = Mock(size=2, rank=0)
     buffers = PeerBuffers(place)
-    buffers._memories["rows"] = SimpleNamespace(arena=(arena := torch.zeros(9)))
+    buffers._made.append((SimpleNamespace(arena=(arena := torch.zeros(9))), None))
     layer.dispatcher = GlobalCapacity(PeerDispatcher(2, place, buffers), 2, 1.0, place)
     found = list(lasting(nn.Sequential(layer)))
     assert any(each is copied for each in found)

@@ -3,10 +3,9 @@
     python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 24]
 
 Each case trains a few steps on random tokens, without evaluation or checkpoint; models of sentences
-on documents longer than their sequences, with little padding. Memory is the most
-that torch's allocator had given out, time the median mean of four steps after the warm-up; the
-plan's error is its figure over the measured one, less 1. Under 90 s in all on an H200. Prints each
-row when it is known, then one line of JSON.
+on documents longer than their sequences, with little padding. Memory is the most that torch's
+allocator had given out, time the median mean of four steps after the warm-up; the plan's error is
+its figure over the measured one, less 1. Prints each row when it is known, then one line of JSON.
 """
 
 from __future__ import annotations

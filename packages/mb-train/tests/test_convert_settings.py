@@ -1,6 +1,7 @@
 """config.json of Hugging Face's models: every setting read, or refused by name."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,8 +9,6 @@ from mb_train.config import TrainConfig
 from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, LONG, YARN, theirs, transformers
-
-NEARS = ["sliding_attention"] * 3
 
 
 class Asked(dict):
@@ -173,6 +172,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v3", {"quantization_config": {"quant_method": "awq"}}, "got awq. .* in bf16"),
         ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
         ("mistral", {"sliding_window": "wide"}, "should not have"),
+        ("glm4_moe", {"head_dim": math.inf}, "should not have: cannot convert float infinity"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
         ("glm4_moe", {"num_nextn_predict_layers": "many"}, "should not have"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "turn, got 3"),

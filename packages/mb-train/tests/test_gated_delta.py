@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from mb_layers import MoEConfig
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig
 from mb_train.models import gated_delta
@@ -286,9 +285,6 @@ def test_gates_are_not_rounded():
     norm, (y, z) = GatedNorm(8, 1e-6), torch.randn(2, 3, 8).bfloat16()
     want = (F.rms_norm(y, (8,), eps=1e-6).float() * F.silu(z.float())).bfloat16()
     torch.testing.assert_close(norm(y, z), want, rtol=0, atol=0)
-
-
-MOE = MoEConfig(hidden_size=D, ffn_hidden_size=16, num_experts=4, top_k=2)
 
 
 def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():

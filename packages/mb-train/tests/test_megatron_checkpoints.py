@@ -282,6 +282,7 @@ def change_first(folder, change):
         ),
         ("hidden_size", None, "arguments in .*: Expected a whole model.*missing --hidden-size"),
         ("virtual_pipeline_model_parallel_size", 2, "lacks 'model0'"),
+        ("virtual_pipeline_model_parallel_size", 10**30, "lacks 'model0'"),
         ("tensor_model_parallel_size", 10**12, r"rank \(1, 0, 0\) is missing"),
         ("tensor_model_parallel_size", None, "Expected numbers of tensor, .* ranks"),
         ("pipeline_model_parallel_size", 0, "Expected numbers of tensor, .* ranks"),
@@ -292,6 +293,16 @@ def test_wrong_arguments_are_one_line(tmp_path, name, value, says):
     arguments = {name: value} if value is not ... else {}
     change_first(folder, lambda c: (delattr(c["args"], name), c["args"].__dict__.update(arguments)))
     with pytest.raises(ValueError, match=says):
+        read_megatron(folder)
+
+
+def test_arguments_of_an_older_version_without_heads(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(None))
+    wrong = {"num_attention_heads": 0, "model_parallel_size": 1}
+    change_first(
+        folder, lambda c: (delattr(c["args"], "kv_channels"), c["args"].__dict__.update(wrong))
+    )
+    with pytest.raises(ValueError, match="has a value that it should not have: integer division"):
         read_megatron(folder)
 
 

@@ -1,12 +1,15 @@
 """Flags of Megatron and of others: translated, without effect, or refused with a reason."""
 
 import re
+from collections import Counter
 
 import pytest
 from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.megatron_defaults import CORES
 from mb_train.flags.parser import build_parser
+from mb_train.flags.refused import _REASONS
 from mb_train.flags.settled import SETTLED
+from mb_train.flags.translated import TRANSLATED
 
 RUN = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -247,6 +250,17 @@ def test_what_core_turns_off_has_both_of_its_spellings():
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
     with pytest.raises(ValueError, match=said):
         resolve(parse([*RUN, *typed.split()]))
+
+
+def test_a_refused_flag_has_one_reason_whose_flags_there_are():
+    """The last of two would be told; that of a flag that is taken, never."""
+    refused = Counter(name for names in _REASONS.values() for name in names.split())
+    assert [name for name, reasons in refused.items() if reasons > 1] == []
+    taken = {name for action in build_parser()._actions for name in action.option_strings}
+    assert refused.keys() & taken <= TRANSLATED.keys()  # there by a number that asks for nothing
+    ours = {flag for why in _REASONS for flag in re.findall(r"--[a-z][\w-]*", why)}
+    # Of mb-train eval and finetune.
+    assert ours - taken == {"--strict", "--stride", "--epochs"}
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ class SharedFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder, self.made = folder, 0
+        self.errors: list[torch.Tensor] = []
 
     def __call__(self, nbytes: int, place: Place):
         paths = [f"{self.folder}/{self.made}-{rank}" for rank in range(place.size)]
@@ -79,7 +80,8 @@ class SharedFiles:
         torch.distributed.barrier(place.group)
         arenas = [torch.from_file(path, True, nbytes, dtype=torch.uint8) for path in paths]
         table = torch.tensor([arena.data_ptr() for arena in arenas])
-        return arenas[place.rank], table, torch.zeros(3, dtype=torch.int32), arenas
+        self.errors.append(torch.zeros(3, dtype=torch.int32))
+        return arenas[place.rank], table, self.errors[-1], arenas
 
 
 def _layer(case: Case) -> dMoE:
@@ -222,7 +224,8 @@ def _grown(rank: int, ranks: int, folder: str):
     """A batch of two tokens a rank, one of four, whose backward pass comes first, and two again."""
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
     place = Place(mesh.axis("ep").get_group())
-    buffers = PeerBuffers(place, equal_tokens=True, allocate=SharedFiles(folder))
+    files = SharedFiles(folder)
+    buffers = PeerBuffers(place, equal_tokens=True, allocate=files)
     layer = _layer(GROWN)
     _spread(layer, GROWN, mesh, buffers)
     x, weights, ids = _inputs(GROWN)
@@ -239,6 +242,12 @@ def _grown(rank: int, ranks: int, folder: str):
     for y, source in reversed(list(zip(ys, sources, strict=True))):
         (y * torch.cos(3 * source.detach())).sum().backward()
     assert torch.equal(through(sources[0], parts[0]), ys[0])
+    # A CUDA graph may hold exchanges through the memory of before.
+    assert len(buffers.arenas) == 2
+    buffers.check_all()
+    files.errors[0][0] = 1
+    with pytest.raises(RuntimeError, match="in vain"):
+        buffers.check_all()
     return [(y.detach(), source.grad) for y, source in zip(ys, sources, strict=True)]
 
 

@@ -181,7 +181,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         hint = "; a vocab.json needs its merges.txt too" if isinstance(description, dict) else ""
         raise ValueError(f'{path}: not a tokenizer.json: it has no object "model"{hint}')
     added = description.get("added_tokens") or []
-    for entry in added:
+    for entry in added if isinstance(added, list) else [added]:
         fields = entry if isinstance(entry, dict) else {}
         if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
             raise ValueError(
@@ -227,15 +227,13 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
             )
         )
     )
-    normalizer = description.get("normalizer")
-    if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
-        parts = normalizer.get("normalizers") or [None]
-        normalizer = parts[0] if len(parts) == 1 else {}
-    form = normalizer.get("type", "") if isinstance(normalizer, dict) else None
-    if not plain or form not in (None, *get_args(Form)):
+    forms = _steps(description.get("normalizer"), "normalizers")
+    stages = _steps(description.get("pre_tokenizer"), "pretokenizers")
+    if not plain or forms is None or stages is None or len(forms) > 1:
         return None
-    stage = description.get("pre_tokenizer") or {}
-    stages = stage.get("pretokenizers", []) if stage.get("type") == "Sequence" else [stage]
+    form = forms[0].get("type") if forms else None
+    if forms and form not in get_args(Form):
+        return None
     patterns = []
     for part in stages[:-1]:
         match part:
@@ -253,6 +251,17 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
     if last.get("use_regex", True):
         patterns.append(GPT2_PATTERN)
     return (tuple(patterns), cast("Form | None", form)) if patterns else None
+
+
+def _steps(step: Any, within: str) -> list[dict[str, Any]] | None:
+    """Those that a step is or has ``within`` it, none for null; None for what is no step, of which
+    the tokenizers library tells."""
+    if isinstance(step, dict) and step.get("type") == "Sequence":
+        steps = step.get(within)
+    else:
+        steps = [] if step is None else [step]
+    known = isinstance(steps, list) and all(isinstance(one, dict) for one in steps)
+    return steps if known else None
 
 
 def said_beside(config: Path) -> dict[str, Any]:

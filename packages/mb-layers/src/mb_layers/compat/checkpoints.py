@@ -39,6 +39,8 @@ _NOT_THEIRS = (
     "mlp_bias",
     "shared_expert_gate",
 )
+# The same of what a capacity drops.
+_NOT_THEIRS_OF_CAPACITY = ("eval_capacity_factor", "min_capacity", "drop_policy")
 _NO_SUCH = "MegaBlocks has no such layer, and would compute something else with these weights"
 
 
@@ -124,7 +126,8 @@ def _check_theirs(config: MoEConfig, layer: str) -> None:
             " pass layer='dMoE', which has gates and drops no token"
         )
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name in _NOT_THEIRS:
+    drops = layer == "MoE" and config.capacity_factor is not None
+    for name in (*_NOT_THEIRS, *(_NOT_THEIRS_OF_CAPACITY if drops else ())):
         if (value := getattr(config, name)) != defaults[name]:
             raise ValueError(f"expected {name}={defaults[name]!r}, got {value!r}: {_NO_SUCH}")
     activation = parse(config.activation)

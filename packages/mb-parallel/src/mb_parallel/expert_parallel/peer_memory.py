@@ -63,7 +63,8 @@ class PeerBuffers:
         self.timeout_s = timeout_s
         self._allocate = allocate or symmetric_arena
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
-        self._kept: list[Any] = []
+        # Every memory, and what it needs kept: routes and CUDA graphs refer to replaced ones too.
+        self._made: list[tuple[PeerMemory, Any]] = []
         self._layers: list[str] = []
         # Sends so far, by buffer: a later one overwrites the rows.
         self.uses: Counter[str] = Counter()
@@ -86,7 +87,7 @@ class PeerBuffers:
     @property
     def arenas(self) -> list[Tensor]:
         """What was allocated so far, as bytes."""
-        return [memory.arena for memory in self._memories.values()]
+        return [memory.arena for memory, _ in self._made]
 
     def place_of(self, layer: int, step: Step) -> int:
         """The number by which a kernel that gives up reports a layer and a step of it."""
@@ -134,7 +135,6 @@ class PeerBuffers:
         return memory.gather(counts_W, place)[:, :experts]
 
     def _make(self, x_TD: Tensor, words: int) -> PeerMemory:
-        """New memory. What it takes the place of stays: routes and CUDA graphs refer to it."""
         tokens, hidden = x_TD.shape
         most = longest_of_ranks(self.max_tokens or tokens, self.place, x_TD.device)
         return self._allocated(Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype))
@@ -144,12 +144,13 @@ class PeerBuffers:
         # The first pass may be an evaluation. Memory of inference mode could not be trained with.
         with torch.inference_mode(False):
             arena, table, error, kept = self._allocate(layout.nbytes, self.place)
-            self._kept += [arena, kept]
-            return PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
+            memory = PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
+        self._made.append((memory, kept))
+        return memory
 
     def check_all(self) -> None:
         """Raise as `check` does, for exchanges that a CUDA graph holds, where nobody else looks."""
-        for memory in self._memories.values():
+        for memory, _ in self._made:
             self.check(memory)
 
     def check(self, memory: PeerMemory) -> None:

@@ -6,6 +6,7 @@
     blocks.N.attention.{q_down, q_norm, q_up | q, kv_down, kv_norm, kv_up, shared_key}
     blocks.N.attention.{qkvz, ba, conv, gates, norm, out}
     blocks.N.attention.{xz, bc, dt, conv, conv_bc, gates, norm, out}
+    blocks.N.attention.{bcx, conv, out}
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
     embedding.{tokens, positions, token_types, norm, dropout}
 
@@ -23,6 +24,8 @@ and `dt_bias` [heads]. `norm` is of a head, and all share it.
 The sixth is of Mamba-2: rows of `xz`, `dt`, `conv` and `gates` are ordered by head, those of `bc`
 and `conv_bc` by group of heads. `norm` is over the width of a group. If there is but one group,
 ranks share its heads all the same: each maps to the whole of what these have in common.
+
+The seventh is of a gated short convolution: rows of `bcx` and `conv` are ordered by head.
 """
 
 from __future__ import annotations

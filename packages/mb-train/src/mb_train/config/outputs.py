@@ -101,7 +101,8 @@ class LoggingFields:
     log_params_norm: bool = flag("log the norm of the weights", False)
     log_num_zeros_in_grad: bool = flag("log how many gradients are zero", False)
     timing_log_level: int = flag(
-        "how much is timed: 0 set-up and checkpoints, 1 the parts of a step as well", 0,
+        "how much is timed: 0 set-up and checkpoints, 1 the parts of a step as well, 2 the making "
+        "of its batches too", 0,
         choices=(0, 1, 2),
     )  # fmt: skip
     timing_log_option: str = flag(

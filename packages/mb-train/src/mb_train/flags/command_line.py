@@ -148,7 +148,7 @@ def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser)
 
     A value of the flag before it, or a folder: to go on with its run, if it holds one.
     """
-    before = argv[argv.index(name) - 1] if name in argv[1:] else ""
+    before = argv[argv.index(name) - 1] if name in argv and name != argv[0] else ""
     flag = parser._option_string_actions.get(before)
     if flag is not None and flag.nargs == 0:
         return f" {before} takes no value."

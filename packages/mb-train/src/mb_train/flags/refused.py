@@ -150,7 +150,6 @@ _REASONS: Mapping[str, str] = {
     "--load RUN --finetune begins from weights, and mb-train finetune RUN learns a task": """
         --pretrained-checkpoint
     """,
-    "it is for mb-train finetune RUN --task mnli, qqp or race": "--epochs",
     "say mb-train eval RUN FILE --task lambada --strict": "--strict-lambada",
     "say mb-train eval RUN FILE --task wikitext --stride": "--overlapping-eval",
     "see mb-train index and mb-train retrieve": "--qa-data-dev --qa-data-test --faiss-*",
@@ -265,7 +264,7 @@ _REASONS: Mapping[str, str] = {
     "say --moe-capacity-factor": "--moe-train-capacity-factor",
     "leave --moe-capacity-factor out, no token is dropped then": "--disable-moe-token-dropping",
     "leave it out, it sets nothing that the optimizer needs here": "--create-moe-param-group",
-    "say --moe-router-topk": "--topk --router-type --moe-router-type",
+    "say --moe-router-topk": "--topk --router-type",
     "a router is a linear map of the hidden state": "--use-attention-router",
     "say --multi-latent-attention": "--multi-head-latent-attention",
     "see --moe-shared-expert-intermediate-size for an expert that all tokens visit": "--mlp-type",
@@ -302,7 +301,8 @@ _REASONS: Mapping[str, str] = {
     "say --lr-decay-style": "--lr-scheduler --lr-scheduler-type",
     "say --lr-warmup-fraction, of the decay": "--warmup-ratio",
     "say --train-iters": "--max-steps --num-train-steps --max-iters --num-iterations --total-steps",
-    "say --train-iters or --train-samples: a run goes through its data as often as that takes": """
+    "say --train-iters or --train-samples: a run goes through its data as often as that takes, and "
+    "mb-train finetune RUN --task mnli, qqp or race as often as its --epochs say": """
         --num-train-epochs --num-epochs --epochs
     """,
     "say --seq-length": """

@@ -3,9 +3,9 @@
 A layer with a state stands in place of attention: each head keeps a matrix of what came before, and
 a token changes it and reads from it. There are two kinds, Gated DeltaNet (`models.delta_net`) and
 Mamba-2 (`models.mamba`). Both map a token's hidden state to channels and to gates, token by token.
-A third has the convolution alone (`models.gated_convolution`).
 Some of the channels are then weighted sums of a token's and of the few before it, behind SiLU, and
-the state goes from token to token.
+the state goes from token to token. Gated short convolutions (`models.gated_convolution`) have these
+sums alone, without SiLU.
 
 Only in these two steps tokens meet. They are one module without parameters of its own, a
 `StateCore`, which is given its weights: it is computed again by selective recompute, and exchanges

@@ -28,19 +28,21 @@ from mb_train.words import counted
 
 EXCHANGE, SHARDING = "expert exchange", "data-parallel communication"
 
-# Room of mb_kernels -> kind. Those not named here are too small for one of their own.
+# Room of mb_kernels -> kind. What is not named here is of a model's element-wise rest.
 _ROOMS = {
     "exchange": EXCHANGE,
     "expert_mlp": "experts",
     "grouped_gemm": "experts",
     "block_sparse": "experts",
     "quantize": "experts",
+    "float8": "rounding to FP8",
     "routing": "routing and permutation",
     "permute": "routing and permutation",
     "router_losses": "routing and permutation",
     "linear_cross_entropy": "loss",
     "relative_attention": "attention",
-    "adamw": "optimizer",
+    "state_space": "scans of Mamba-2",
+    **dict.fromkeys(("adamw", "muon", "symmetric_matmul", "sum_of_squares"), "optimizer"),
 }
 
 # First axis of a process group's name that fits, see `mb_parallel.mesh`.

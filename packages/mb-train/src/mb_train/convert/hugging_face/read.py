@@ -138,7 +138,7 @@ def _config(
         return config, vocab_size, found.numbers_behind(theirs)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
 
 

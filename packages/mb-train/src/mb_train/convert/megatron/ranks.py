@@ -12,7 +12,6 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,7 +156,8 @@ def _whole_models(ranks: Mapping[Rank, Any], layout: Layout, folder: Path) -> li
     chunks = args.virtual_pipeline_model_parallel_size or 1
     wholes = [_Whole() for _ in kinds]
     first_layer = 0
-    for chunk, stage in product(range(chunks), stages):
+    # `product` would keep the numbers of all chunks, of which a stranger said how many.
+    for chunk, stage in ((chunk, stage) for chunk in range(chunks) for stage in stages):
         key = "model" if chunks == 1 else f"model{chunk}"
         layers: set[str] = set()  # none in a stage that has the embedding alone
         for kind, whole in enumerate(wholes):

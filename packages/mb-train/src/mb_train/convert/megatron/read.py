@@ -63,7 +63,7 @@ def read_megatron(
     except KeyError as error:
         where = "" if is_distributed(folder) else ", in a rank at least"
         raise ValueError(f"{folder} lacks {error}{where}.") from None
-    except (TypeError, IndexError, RuntimeError) as error:
+    except (TypeError, IndexError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{folder} has a value that it should not have: {error}.") from None
 
 

@@ -9,7 +9,7 @@ passes would go on with the weights from before the step. And until then a modul
 parameters: what is frozen or zeroed is them.
 
 What shards a model replaces its parameters. An optimizer that was made before has the old ones, and
-would train nothing.
+would train nothing; hooks of the old ones, such as one that masks a gradient, would not run.
 """
 
 from __future__ import annotations
@@ -51,14 +51,29 @@ def watch(model: nn.Module) -> None:
 
 @contextmanager
 def replacing(model: nn.Module) -> Generator[None]:
-    """Within, parameters of a model may be replaced: steps on the old ones are refused then."""
-    before = list(model.parameters())
+    """Within, parameters of a model may be replaced: steps on the old ones are refused then.
+
+    Raises:
+        ValueError: one that was replaced has hooks.
+    """
+    before = dict(model.named_parameters())
     yield
     kept = set(map(id, model.parameters()))
-    for parameter in before:
-        if id(parameter) not in kept:
-            setattr(parameter, _REPLACED, True)
-            _watch_torch()
+    replaced = {name: parameter for name, parameter in before.items() if id(parameter) not in kept}
+    for parameter in replaced.values():
+        setattr(parameter, _REPLACED, True)
+        _watch_torch()
+    if hooked := [name for name, parameter in replaced.items() if _has_hooks(parameter)]:
+        raise ValueError(
+            f"Expected no hooks of parameters that are spread over ranks, got some of "
+            f"{', '.join(hooked)}, which would not run: other parameters take their place. Call "
+            "register_post_accumulate_grad_hook on these afterwards; what it finds in `grad` is "
+            "this rank's part."
+        )
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def keep_apart(model: nn.Module, apart: bool) -> None:

@@ -20,7 +20,7 @@ class Kept:
         self._version = self._tensor._version
 
     def tensor(self) -> Tensor:
-        """What was saved; RuntimeError if it was written into since, which autograd leaves to us."""
+        """What was saved; RuntimeError if it was written into since, which no one else notices."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "Expected a tensor that is kept for the backward pass not to change, got one of "

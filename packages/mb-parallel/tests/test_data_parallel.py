@@ -1078,7 +1078,7 @@ def steps_within(rank, world_size, zero_stage):
     apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
     optimizer = torch.optim.SGD(model.parameters())
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
-    with pytest.raises(ValueError, match="behind the backward pass, .* got one within it"):
+    with pytest.raises(ValueError, match=r"behind the backward pass, .* got one within it"):
         model(torch.ones(2, WIDTH)).sum().backward()
 
 

@@ -1043,6 +1043,132 @@ def test_an_optimizer_that_was_made_before_is_refused(zero_stage):
     run_ranks(steps_of_an_early_optimizer, 2, zero_stage)
 
 
+def joins_late(rank, world_size, zero_stage):
+    """Sums of the weights of a head that came after the model was sharded, on both ranks."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+    torch.manual_seed(1)
+    model[1] = nn.Linear(WIDTH, 1)
+    model(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
+    optimizers = SGD(model.parameters()), torch.optim.SGD(model.parameters(), foreach=False)
+    steps = (*(o.step for o in optimizers), lambda: clip_and_step(optimizers[0], mesh=mesh))
+    for step in steps:
+        if zero_stage == 0:
+            step()
+            continue
+        with pytest.raises(ValueError, match=r"got 1.weight, 1.bias, of which each rank would"):
+            step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        optimizer.step()  # nothing is to be summed
+    return float(model[1].weight.sum())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_parameters_that_came_after_sharding_train_alike_or_not_at_all(zero_stage):
+    first, second = run_ranks(joins_late, 2, zero_stage)
+    assert first == second
+
+
+def steps_within(rank, world_size, zero_stage):
+    """A step in the hook of the only parameter, as optimizers take that keep no gradients."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    model = nn.Sequential(nn.Linear(WIDTH, 1, bias=False))
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+    optimizer = torch.optim.SGD(model.parameters())
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
+    with pytest.raises(ValueError, match=r"behind the backward pass, .* got one within it"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_step_within_the_backward_pass_is_refused(zero_stage):
+    run_ranks(steps_within, 2, zero_stage)
+
+
+def keeps_marks(rank, world_size):
+    """What stands on a dense weight and an expert's after each step of what spreads them."""
+    mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    model = build(tied=True)
+    model[1].dense.weight.decays = model[1].moe.experts.w1.decays = False
+    parallelize_experts(model, mesh)
+    found = [model[1].moe.experts.w1.decays]
+    apply_data_parallel(model, mesh, blocks=[], zero_stage=3)
+    return [*found, *(getattr(p, "decays", True) for p in model.parameters())]
+
+
+def test_marks_on_parameters_stay():
+    whole = build(tied=True)
+    marked = {id(whole[0].dense.weight), id(whole[0].moe.experts.w1)}
+    expected = [False, *(id(p) not in marked for p in whole.parameters())]
+    assert run_ranks(keeps_marks, 2) == [expected] * 2
+
+
+def masks_gradients(rank, world_size):
+    """Which gradients of two weights hooks have zeroed, set before or after each stage."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    model[0].moe.experts.w1.register_hook(torch.zeros_like)
+    with pytest.raises(ValueError, match=r"hooks .* got some of 0.moe.experts.w1, which would not"):
+        parallelize_experts(model, mesh)
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    for zero_stage in range(4):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        model[0].weight.register_hook(torch.zeros_like).remove()
+        if zero_stage == 0:
+            model[0].weight.register_hook(torch.zeros_like)
+        else:
+            model[0].bias.register_post_accumulate_grad_hook(zero)
+            with pytest.raises(ValueError, match=r"hooks .* got some of 0.bias, which would not"):
+                apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+        if zero_stage > 0:
+            model[0].weight.register_post_accumulate_grad_hook(zero)
+        model(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
+        assert full(model[0].weight.grad).count_nonzero() == 0
+        assert full(model[1].weight.grad).count_nonzero() > 0
+
+
+def zero(parameter):
+    parameter.grad.zero_()
+
+
+def test_hooks_of_parameters_run_or_are_refused():
+    run_ranks(masks_gradients, 2)
+
+
+class Filter(nn.Module):
+    """What is left of a signal where its spectrum is multiplied by a learned one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, WIDTH).to(torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
+
+
+def filters(rank, world_size, zero_stage):
+    """A complex weight's gradient: of replicas, and of parts of it."""
+    model, mesh = nn.Sequential(Filter()), ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
+    model(signal(rank)).square().sum().backward()
+    return full(model[0].weight.grad)
+
+
+def signal(rank):
+    return torch.arange(WIDTH).add(rank).cos()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_gradients_of_complex_weights_are_summed(zero_stage):
+    whole = Filter()
+    sum(whole(signal(rank)).square().sum() for rank in range(2)).backward()
+    for grad in run_ranks(filters, 2, zero_stage):
+        torch.testing.assert_close(grad, whole.weight.grad)
+
+
 def refused_by_one(rank, world_size):
     """What each rank is told of arguments, and of a model, that one of them gives."""
     said = []

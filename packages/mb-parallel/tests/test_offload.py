@@ -296,9 +296,10 @@ class Written(nn.Module):
         return z
 
 
+@pytest.mark.parametrize("least_numbers", [1, 1000], ids=["travels", "stays"])
 @pytest.mark.parametrize("when", ["within", "behind", "before the backward pass"])
-def test_a_write_into_what_is_kept_is_an_error_as_ever(when):
-    first, second, offload = Written(), Written(), late()
+def test_a_write_into_what_is_kept_is_an_error_as_ever(when, least_numbers):
+    first, second, offload = Written(), Written(), late(least_numbers)
     first.when, second.when = when, "never"
     apply_offload([first, second], offload)
 
@@ -306,7 +307,7 @@ def test_a_write_into_what_is_kept_is_an_error_as_ever(when):
         z = first(torch.randn(6, 8, requires_grad=True))
         if when != "within":
             first.y.add_(1.0)
-        second(z) if when == "behind" else z.sum().backward()
+        (second(z) if when == "behind" else z).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"not to change, got one of \(6, 8\) that was written"):
         step()

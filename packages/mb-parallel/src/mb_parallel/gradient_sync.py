@@ -9,7 +9,7 @@ passes would go on with the weights from before the step. And until then a modul
 parameters: what is frozen or zeroed is them.
 
 What shards a model replaces its parameters. An optimizer that was made before has the old ones, and
-would train nothing.
+would train nothing; hooks of the old ones, such as one that masks a gradient, would not run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mb_parallel.engines import is_fsdp
+from mb_parallel.engines import is_dtensor, is_fsdp
 
 _APART = "_mb_gradients_apart"  # on a model, as `keep_apart` sets it
 REPLICAS = "_mb_replicas"  # on a model, its `Replicas`
@@ -51,14 +51,33 @@ def watch(model: nn.Module) -> None:
 
 @contextmanager
 def replacing(model: nn.Module) -> Generator[None]:
-    """Within, parameters of a model may be replaced: steps on the old ones are refused then."""
-    before = list(model.parameters())
+    """Within, parameters of a model may be replaced: steps on the old ones are refused then.
+
+    What was set on the old ones, such as a mark that they do not decay, is set on the new ones.
+
+    Raises:
+        ValueError: one that was replaced has hooks.
+    """
+    before = dict(model.named_parameters())
     yield
-    kept = set(map(id, model.parameters()))
-    for parameter in before:
-        if id(parameter) not in kept:
-            setattr(parameter, _REPLACED, True)
-            _watch_torch()
+    after = dict(model.named_parameters(remove_duplicate=False))
+    kept = set(map(id, after.values()))
+    replaced = {name: parameter for name, parameter in before.items() if id(parameter) not in kept}
+    for name, parameter in replaced.items():
+        vars(after[name]).update(vars(parameter) | vars(after[name]))
+        setattr(parameter, _REPLACED, True)
+        _watch_torch()
+    if hooked := [name for name, parameter in replaced.items() if _has_hooks(parameter)]:
+        raise ValueError(
+            f"Expected no hooks of parameters that are spread over ranks, got some of "
+            f"{', '.join(hooked)}, which would not run: other parameters take their place. Call "
+            "register_post_accumulate_grad_hook on these afterwards; what it finds in `grad` is "
+            "this rank's part."
+        )
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def keep_apart(model: nn.Module, apart: bool) -> None:
@@ -128,15 +147,30 @@ def refuse_apart(parameters: Iterable[Tensor]) -> None:
     """Check that the gradients of these parameters' models are sums over ranks.
 
     Raises:
-        ValueError: some are not yet.
+        ValueError: some are not yet, or are of parameters that FSDP2 does not know.
     """
+    parameters = list(parameters)
+    models = _models(parameters)
+    if models and in_backward():  # weights that others still need would be given up, too
+        raise ValueError(
+            "Expected a step behind the backward pass, whose ranks add up gradients until its end, "
+            "got one within it. Step when backward() has returned, not in a parameter's hook."
+        )
     # It may be said that none are apart though no backward followed: see what there is, too.
-    if any(getattr(m, _APART, False) or any(map(_holds, _groups(m))) for m in _models(parameters)):
+    if any(getattr(model, _APART, False) or any(map(_holds, _groups(model))) for model in models):
         raise ValueError(
             "Expected gradients that are summed over the ranks, got some of micro-batches before "
             "the last. Call set_gradient_sync(model, True) before the last backward of a step, and "
             "with False only after the step."
         )
+    whole = {id(p) for p in parameters if p.grad is not None and not is_dtensor(p)}
+    for model in (model for model in models if whole and getattr(model, _UNITS)):
+        if late := [name for name, p in model.named_parameters() if id(p) in whole]:
+            raise ValueError(
+                "Expected parameters that were there when apply_data_parallel sharded the model, "
+                f"got {', '.join(late)}, of which each rank would train its own. Add modules and "
+                "adapters, and replace heads, before that, or take zero_stage 0."
+            )
 
 
 def drop_apart(optimizer: torch.optim.Optimizer) -> None:

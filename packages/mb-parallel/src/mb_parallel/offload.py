@@ -35,7 +35,7 @@ from mb_parallel.arguments import at_least_0, several
 from mb_parallel.engines import is_compiled_in_place
 from mb_parallel.expert_parallel.peer import PeerDispatcher
 from mb_parallel.forwards import wrap_forward
-from mb_parallel.offload_copies import Cargo, Copies, Saved
+from mb_parallel.offload_copies import Cargo, Copies, Kept, Saved
 from mb_parallel.shards import local
 
 # Numbers of a tensor that is worth the way: Megatron Core's.
@@ -134,22 +134,21 @@ class _Call:
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Kept | Saved:
         shard = local(tensor)
         if not self._sends or not self._may_go(tensor, shard):
-            return tensor.detach()  # itself would hold the graph that holds it
+            return Kept(tensor)
         cargo = self._cargos.get(_place(shard))
         if cargo is None:
             cargo = self._cargos[_place(shard)] = Cargo(shard)
         return Saved(cargo, tensor)
 
-    def _unpack(self, saved: Tensor | Saved) -> Tensor:
+    def _unpack(self, saved: Kept | Saved) -> Tensor:
         if not self._reached:
             self._reached = True
             self._offload.fetch(self)
-        if isinstance(saved, Tensor):
-            return saved
-        if saved.cargo.here is None:  # another block's, or a second backward pass
+        if isinstance(saved, Saved) and saved.cargo.here is None:
+            # Another block's, or a second backward pass.
             self.come()
             self.arrive()
         return saved.tensor()

@@ -11,6 +11,24 @@ from mb_parallel.engines import is_dtensor
 from mb_parallel.shards import local, spread
 
 
+class Kept:
+    """A tensor that autograd saved, where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Itself would hold the graph that holds it; this has its count of writes.
+        self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    def tensor(self) -> Tensor:
+        """What was saved; RuntimeError if it was written into since, which no one else notices."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "Expected a tensor that is kept for the backward pass not to change, got one of "
+                f"{tuple(self._tensor.shape)} that was written into in place. Write into a copy."
+            )
+        return self._tensor
+
+
 class Cargo:
     """A storage that travels, as bytes.
 
@@ -20,10 +38,8 @@ class Cargo:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        detached = tensor.detach()  # with the tensor's own count of writes
-        self._original: Tensor | None = detached
-        self._version = detached._version
-        self.here: Tensor | None = _as_bytes(detached)
+        self._original: Kept | None = Kept(tensor)
+        self.here: Tensor | None = _as_bytes(tensor.detach())
         self.there: Tensor | None = None
 
     @property
@@ -41,11 +57,8 @@ class Cargo:
 
     def check(self) -> None:
         """Raise RuntimeError if the storage was written into since it was saved."""
-        if self._original is not None and self._original._version != self._version:
-            raise RuntimeError(
-                "Expected a tensor that is kept for the backward pass not to change, got one of "
-                f"{tuple(self._original.shape)} that was written into in place. Write into a copy."
-            )
+        if self._original is not None:
+            self._original.tensor()
 
 
 class Saved:

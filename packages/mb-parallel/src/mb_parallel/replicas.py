@@ -60,8 +60,9 @@ class Replicas:
         watch(model)
         arrival = _Arrival(self, model)
         for parameter in model.parameters():
-            # What `functional_call` puts in a parameter's place is none.
-            if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+            # What `functional_call` puts in a parameter's place is none; integers have no gradient.
+            has_gradient = parameter.is_floating_point() or parameter.is_complex()
+            if isinstance(parameter, nn.Parameter) and has_gradient:
                 _follow(parameter, arrival)
 
     def arrived(self, model: nn.Module, parameter: Tensor) -> None:

@@ -61,6 +61,15 @@ def test_error_stays_within_the_stated_bound(shape, transpose, dtype, kind):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
+def test_error_of_small_rows_stays_within_the_stated_bound(transpose):
+    x = torch.randn(26, 128) * torch.logspace(-45, -20, 26)[:, None]
+    codes, scales = to_float8(x.mT.contiguous() if transpose else x, transpose=transpose)
+    error = (codes.double() * scales.double()[:, None] - x).abs()
+    largest = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    assert (error <= torch.maximum(x.abs() / 16, largest / 2**18) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 def test_non_finite_values_turn_their_row_into_nan(value, transpose):
     x = torch.ones(200, 300)

@@ -33,7 +33,8 @@ class Float8(NamedTuple):
 def to_float8(x: Tensor, *, transpose: bool = False) -> Float8:
     """Round ``x`` [..., R, C] to 8-bit floats, the largest of each row to their largest.
 
-    An element z of a row whose largest magnitude is m changes by at most max(|z| / 16, m / 2**18).
+    An element z of a row whose largest magnitude is m changes by at most max(|z| / 16, m / 2**18),
+    with 1e-30 for an m below that, whose row becomes smaller codes and soon zeros.
     Rows that hold an infinity or a NaN come back as NaN, so that a loss scaler still sees them.
 
     Args:

@@ -43,6 +43,7 @@ _ROOMS = {
     "relative_attention": "attention",
     "state_space": "scans of Mamba-2",
     **dict.fromkeys(("adamw", "muon", "symmetric_matmul", "sum_of_squares"), "optimizer"),
+    "accumulate_grad": "sums of gradients",
 }
 
 # First axis of a process group's name that fits, see `mb_parallel.mesh`.

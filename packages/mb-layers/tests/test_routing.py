@@ -153,6 +153,10 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
     ):
         with pytest.raises(ValueError, match="expected a row of expert_ids_TK and of weights_TK"):
             layer(x, routing=fewer, mask=torch.ones(3, dtype=torch.bool))
+    none = RouterOutput(torch.ones(3, 0), torch.ones(3, 0, dtype=torch.int32), None, None)
+    for weights_on_input in (False, True):
+        with pytest.raises(ValueError, match=r"of at least one choice, got .*\(3, 0\)"):
+            build(weights_on_input=weights_on_input)(x, routing=none)
     column = routed._replace(token_ids_N=torch.tensor([[0], [1], [2]]))
     with pytest.raises(ValueError, match=r"token_ids_N of one dimension, got .*\(3, 1\)"):
         layer(x, routing=column)

@@ -325,11 +325,12 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
             f"expected balanced_ids_TK of the shape of expert_ids_TK, {tuple(ids.shape)}, got "
             f"{described(balanced)}"
         )
-    if ids.dim() != 2 or ids.shape[0] != rows or weights.shape != ids.shape:
+    is_matrix = ids.dim() == 2 and ids.shape[0] == rows and ids.shape[1] > 0
+    if not is_matrix or weights.shape != ids.shape:
         what = "tokens" if token_ids is None else "entries of token_ids_N"
         raise ValueError(
-            f"expected a row of expert_ids_TK and of weights_TK for each of {rows} {what}, got "
-            f"{described(ids)} and {described(weights)}"
+            f"expected a row of expert_ids_TK and of weights_TK for each of {rows} {what}, of at "
+            f"least one choice, got {described(ids)} and {described(weights)}"
         )
 
 

@@ -1087,6 +1087,51 @@ def test_a_step_within_the_backward_pass_is_refused(zero_stage):
     run_ranks(steps_within, 2, zero_stage)
 
 
+class Collects(nn.Module):
+    """Blocks that put losses of theirs into a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        found = []
+        for block in self.blocks:
+            x = block(x, found=found)
+        return sum(found)
+
+
+class Collecting(nn.Linear):
+    def forward(self, x, found):
+        y = super().forward(x)
+        found.append(y.square().sum())
+        return y
+
+
+def collects(rank, world_size):
+    """The gradient of losses that blocks put into a list, where their arguments are not cast."""
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    models, x = [], torch.full((1, WIDTH), rank + 1.0)
+    for zero_stage, cast in ((2, True), (2, False), (0, True)):
+        torch.manual_seed(2)
+        models.append(model := Collects())
+        apply_data_parallel(
+            model, mesh, blocks=model.blocks, zero_stage=zero_stage, cast_inputs=cast
+        )
+    with pytest.raises(ValueError, match="got a Collecting that appends to a list it is given"):
+        models[0](x)
+    grads = []
+    for model in models[1:]:
+        model(x).backward()
+        grads.append(full(model.blocks[0].weight.grad))
+    return grads
+
+
+def test_what_blocks_append_to_a_list_is_there_or_refused():
+    for sharded, replicated in run_ranks(collects, 2):
+        torch.testing.assert_close(sharded, replicated)
+
+
 def keeps_marks(rank, world_size):
     """What stands on a dense weight and an expert's after each step of what spreads them."""
     mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")

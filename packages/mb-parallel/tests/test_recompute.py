@@ -142,6 +142,32 @@ def test_a_block_whose_input_was_written_into_is_an_error(model, mode, by_name):
         y.sum().backward()
 
 
+class Collecting(nn.Linear):
+    def forward(self, x, found, *, told):
+        y = super().forward(x)
+        found.append(y.square().sum())
+        told["calls"] = told.get("calls", 0) + 1
+        return y.tanh()
+
+
+def test_what_a_block_puts_into_a_list_is_there_once():
+    """A loss, say, whose gradient goes back through what is computed again."""
+    blocks = [Collecting(4, 4), Collecting(4, 4)]
+
+    def loss_and_grads():
+        x, found, told = torch.linspace(-1, 1, 8).view(2, 4), [], {}
+        for block in blocks:
+            block.zero_grad()
+            x = block(x, found, told=told)
+        (sum(found) + x.sum()).backward()
+        assert (len(found), told) == (2, {"calls": 2})
+        return [*found, *(p.grad for block in blocks for p in block.parameters())]
+
+    expected = loss_and_grads()
+    apply_recompute(blocks, "full")
+    torch.testing.assert_close(loss_and_grads(), expected, rtol=0, atol=0)
+
+
 def test_full_keeps_least(model):
     kept = {}
     for mode in ("full", "moe", "selective"):

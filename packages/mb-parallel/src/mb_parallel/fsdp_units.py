@@ -140,7 +140,11 @@ def _shard(
         for group in groups_of(unit[0]):
             group.post_backward = _SameParameters(group)
     look, follow = _Reentrant(), functools.partial(_follow_frozen, unit[0])
+    policy, lists = options["mp_policy"], _Lists()
     for module in unit:
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            module.register_forward_pre_hook(lists.before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(lists.after, with_kwargs=True)
         module.register_forward_pre_hook(look, prepend=True)
         module.register_forward_pre_hook(follow, prepend=True)
 
@@ -149,6 +153,40 @@ def _follow_frozen(unit: Any, *_: Any) -> None:
     """A hook before forward."""
     if not torch.compiler.is_compiling():
         keep_frozen(unit, trains=torch.is_grad_enabled())
+
+
+class _Lists:
+    """Hooks of the modules of a unit: refuse that one appends to a list that it is given.
+
+    Where FSDP2 casts inputs it gives modules copies of lists and dicts, so that the caller would
+    find nothing: a loss that blocks put into a list would not train. What is new in a dict is lost
+    as well, but many a model writes there what it alone reads.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[nn.Module, list[int]] = {}
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._before[module] = _lengths(args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        lengths = zip(_lengths(args, kwargs), self._before.pop(module, []), strict=False)
+        if any(now > before for now, before in lengths):
+            name = type(module).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"Expected modules that return what they compute, got a {name} that appends to a "
+                "list it is given: FSDP2 gives it a copy, as it casts inputs, and the caller would "
+                "find nothing. Return it, or in stages 1 and 2 pass cast_inputs=False to "
+                "apply_data_parallel."
+            )
+
+
+def _lengths(args: Iterable[Any], kwargs: dict[str, Any]) -> list[int]:
+    """Of the lists among the arguments, in their order."""
+    return [len(given) for given in (*args, *kwargs.values()) if isinstance(given, list)]
 
 
 class _SameParameters:

@@ -96,7 +96,9 @@ def _checkpointed(
     Torch is given all tensors one by one, positionally. It looks there for the devices whose
     streams it puts back, and has autograd save them: so hooks see them, nothing else holds them,
     and a backward pass is an error if one of them has been written into since the forward, as
-    without recomputation. By name it would take some, such as `debug`, for its own.
+    without recomputation. By name it would take some, such as `debug`, for its own. The first time
+    the function is given what the caller gave, so that what it appends to a list is there; the
+    second time lists and dicts that are like those, for the caller has it already.
     """
     if torch.compiler.is_compiling():  # a graph computes from its inputs as they were
         return checkpoint(lambda args, kw: function(*args, **kw), args, kw, use_reentrant=False)
@@ -104,8 +106,12 @@ def _checkpointed(
     # Autograd saves none of inference mode, which needs no gradient.
     held = [isinstance(x, Tensor) and x.is_inference() for x in leaves]
     inference = {place: leaves[place] for place, kept in enumerate(held) if kept}
+    caller = [(args, kw)]
 
     def call(*leaves: Any) -> Any:
+        if caller:
+            args, kw = caller.pop()
+            return function(*args, **kw)
         args, kw = tree_unflatten(
             [inference.get(place, leaf) for place, leaf in enumerate(leaves)], structure
         )

@@ -187,7 +187,7 @@ def test_a_kernel_forgets_where_documents_begin(dtype):
 
 
 @pytest.mark.parametrize(
-    ("version", "taken"), [("0.5.9", False), ("0.6.0", True), ("1.0.dev1", True)]
+    ("version", "taken"), [("0.5.9", False), ("0.6.0", True), ("1.0.dev1", True), ("0.6rc1", True)]
 )
 def test_an_old_library_is_none(monkeypatch, version, taken):
     """It would take as many key heads as value heads for granted."""

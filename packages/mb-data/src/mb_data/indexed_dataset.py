@@ -192,7 +192,10 @@ class IndexedDataset:
     def document(self, index: int) -> range:
         """The sequences of one document; IndexError outside, ValueError for a damaged index."""
         if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents} in {self.prefix}")
+            raise IndexError(
+                f"expected a document from 0 up to but not {self.num_documents}, as many as {self.prefix} "
+                f"has, got {index}"
+            )
         first, stop = self.document_indices[index : index + 2].tolist()
         if not 0 <= first <= stop <= len(self):
             raise ValueError(

@@ -42,7 +42,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"Expected a temperature of at least 0, got {self.temperature}.")
+            raise ValueError(
+                f"Expected a finite temperature of at least 0, got {self.temperature}."
+            )
         if self.top_k < 0:
             raise ValueError(f"Expected top-k of at least 0, got {self.top_k}.")
         if not 0 < self.top_p <= 1:

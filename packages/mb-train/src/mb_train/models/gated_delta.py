@@ -59,7 +59,7 @@ def installed_kernel() -> tuple[Callable[..., Any], str] | None:
         )
     except ImportError:
         return None
-    release = tuple(map(int, fla.__version__.split(".")[:2]))
+    release = tuple(map(int, re.findall(r"\d+", fla.__version__)[:2]))  # of "0.6rc1" too
     return None if release < _LEAST else (chunk_gated_delta_rule, fla.__version__)
 
 

@@ -168,12 +168,16 @@ def test_decode(prefix, capsys):
     gpt2 = load_tokenizer("gpt2")
     assert decode(prefix, 0, gpt2) == "Hello world<|endoftext|>"
     assert decode(prefix, 1, gpt2) == ""
-    with pytest.raises(IndexError, match=r"a document from 0 up to but not 3, .* got 3"):
+    with pytest.raises(
+        IndexError, match=r"a document from 0 up to but not 3, as many as there are, got 3"
+    ):
         decode(prefix, 3, gpt2)
     assert main(["decode", str(prefix), "2", "0"]) == 0
     assert capsys.readouterr().out == "a b\nHello world<|endoftext|>\n"
     assert main(["decode", str(prefix), "3"]) == 2
-    assert "a document from 0 up to but not 3, as many as" in capsys.readouterr().err
+    assert (
+        "a document from 0 up to but not 3, as many as there are, got 3" in capsys.readouterr().err
+    )
 
 
 def write_legacy(prefix, documents, code=4, width=4, kind="i"):

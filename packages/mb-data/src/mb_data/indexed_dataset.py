@@ -193,8 +193,8 @@ class IndexedDataset:
         """The sequences of one document; IndexError outside, ValueError for a damaged index."""
         if not 0 <= index < self.num_documents:
             raise IndexError(
-                f"expected a document from 0 up to but not {self.num_documents}, as many as {self.prefix} "
-                f"has, got {index}"
+                f"{self.prefix}: expected a document from 0 up to but not {self.num_documents}, "
+                f"as many as there are, got {index}"
             )
         first, stop = self.document_indices[index : index + 2].tolist()
         if not 0 <= first <= stop <= len(self):

@@ -163,14 +163,17 @@ def refuse_apart(parameters: Iterable[Tensor]) -> None:
             "the last. Call set_gradient_sync(model, True) before the last backward of a step, and "
             "with False only after the step."
         )
+    sharded = [model for model in models if getattr(model, _UNITS)]
+    if not sharded:
+        return
     whole = {id(p) for p in parameters if p.grad is not None and not is_dtensor(p)}
-    for model in (model for model in models if whole and getattr(model, _UNITS)):
-        if late := [name for name, p in model.named_parameters() if id(p) in whole]:
-            raise ValueError(
-                "Expected parameters that were there when apply_data_parallel sharded the model, "
-                f"got {', '.join(late)}, of which each rank would train its own. Add modules and "
-                "adapters, and replace heads, before that, or take zero_stage 0."
-            )
+    names = (pair for model in sharded if whole for pair in model.named_parameters())
+    if late := [name for name, p in names if id(p) in whole]:
+        raise ValueError(
+            "Expected parameters that were there when apply_data_parallel sharded the model, "
+            f"got {', '.join(late)}, of which each rank would train its own. Add modules and "
+            "adapters, and replace heads, before that, or take zero_stage 0."
+        )
 
 
 def drop_apart(optimizer: torch.optim.Optimizer) -> None:

@@ -35,10 +35,8 @@ def accumulate_grad(total: Tensor, grad: Tensor) -> Tensor:
     in_place = total.dtype is torch.float32
     added = total if in_place else torch.empty_like(total, dtype=torch.float32)
     if numbers := total.numel():
-        grid = (cdiv(numbers, _BLOCK),)
-        launch(
-            *(accumulate_grad_kernel, grid, total, grad, added, numbers), BLOCK=_BLOCK, num_warps=8
-        )
+        grid, tensors = (cdiv(numbers, _BLOCK),), (total, grad, added)
+        launch(accumulate_grad_kernel, grid, *tensors, numbers, BLOCK=_BLOCK, num_warps=8)
     if in_place:
         torch.autograd.graph.increment_version([total])  # written behind autograd's back
     return added

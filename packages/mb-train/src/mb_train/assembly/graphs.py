@@ -224,14 +224,12 @@ class Graphed(Sequential):
         losses = {name: value.detach() for name, value in output.losses.items()}
         return losses, {name: value.detach() for name, value in output.metrics.items()}
 
-    @torch.no_grad()
     def _writing_passes(self, batch: Batch) -> _Passed:
         """Passes that leave all gradients where the first captured ones left them.
 
         Each graph would have gradients of its own otherwise; so those of further shapes are copied.
         """
-        with torch.enable_grad():
-            passed = self._passes(batch)
+        passed = self._passes(batch)
         for parameter in self._parameters:
             if (grad := parameter.grad) is None:
                 continue

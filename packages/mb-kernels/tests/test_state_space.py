@@ -190,8 +190,9 @@ def test_who_computes_by_kernels(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rates_of_heads_that_forget_at_once_on_a_gpu():
-    assert error_of_rates(torch.bfloat16, longest=4, device="cuda") < 0.01
+@pytest.mark.parametrize("longest", [0.3, 4, 30, 100])
+def test_rates_of_heads_that_forget_at_once_on_a_gpu(longest):
+    assert error_of_rates(torch.bfloat16, longest, device="cuda") < 0.01
 
 
 @pytest.mark.gpu

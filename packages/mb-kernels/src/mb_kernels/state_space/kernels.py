@@ -150,7 +150,10 @@ def state_space_bwd_kernel(
     x_block = load(x, m * L, S, H, P, L, BLOCK_P)
     place = tl.arange(0, L)
     pairs = tl.dot(b_block, tl.trans(c_block))  # [writes, reads]
-    pairs *= _between(sums[None, :], sums[:, None], place[:, None] <= place[None, :])
+    # What tokens read of what they write themselves no decay changes, so it is kept apart: where
+    # states fade fast the rounding of its sums would be all there is of the gradient of decays.
+    itself = tl.sum(tl.where(place[:, None] == place[None, :], pairs, 0.0), 1)
+    pairs *= _between(sums[None, :], sums[:, None], place[:, None] < place[None, :])
     pairs = pairs.to(b_block.dtype)
     # What tokens read, of which their decays have <dy, y>.
     at, inside = _matrix((row * M + m) * (N * P), N, P, BLOCK_N, BLOCK_P)
@@ -165,11 +168,11 @@ def state_space_bwd_kernel(
     du = tl.dot(b_block, behind) * _remaining(total, sums)[:, None]
     crossing += tl.sum(u.to(tl.float32) * du)
     du = tl.dot(pairs, dy_block, du)
-    d_steps = tl.sum(x_block.to(tl.float32) * du, 1)
     # A token's decay counts for it, for all behind it, and beyond the chunk. What a pair of tokens
-    # behind it read and wrote cancels out, all there is where states fade fast: so by u as rounded,
-    # which y is of, and not by x.
+    # behind it read and wrote cancels out: so by u as rounded, which y is of, and not by x.
     change -= tl.sum(u.to(tl.float32) * du, 1)
+    du += itself[:, None] * dy_block.to(tl.float32)
+    d_steps = tl.sum(x_block.to(tl.float32) * du, 1)
     d_decays = tl.cumsum(change, 0, reverse=True) + crossing
     token = m * L + place
     if BEGINS:

@@ -433,6 +433,9 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "dense --compile, 8 of 64": lambda: ours(64, compiled=True, passes=8),
         "dense --compile, 4 of 128": lambda: ours(128, compiled=True, passes=4),
         "dMoE --compile, 8 of 64": lambda: ours(64, compiled=True, passes=8, **PAPER),
+        "dMoE --compile --cuda-graph, 4 of 16": lambda: ours(
+            16, compiled=True, passes=4, cuda_graph=True, **PAPER
+        ),
     },
     "olmoe": {
         "mb-train --compile": our_olmoe,

@@ -3,9 +3,9 @@
 A small model on a fast GPU waits for the host, which launches some thousand kernels a step one by
 one. A graph holds them all and is launched once. What it reads and writes lies where it lay when
 the graph was captured: inputs and the loss scale are copied into tensors of its own, weights are
-updated in place by the optimizer, gradients lie in tensors that stay from step to step. Those of a
-step of one micro-batch are written there, of experts in 16 bits; those of several are added up in
-fp32.
+updated in place by the optimizer, gradients lie in tensors that stay from step to step. They are
+what they are without graphs: a step's first micro-batch leaves its own, of experts in 16 bits, the
+second a sum in fp32, and further ones add to it. So these have a graph each.
 
 The first micro-batches of a shape run as they are: kernels are built, blocks compile, libraries
 allocate workspaces. Then one is captured, and replayed for the rest of the run. A batch's tensors
@@ -42,11 +42,11 @@ from mb_train.tasks import Batch
 
 # Micro-batches of a shape that run as they are before one is captured.
 WARM_UP = 2
-# Each takes a second to capture, and the driver some memory; rarer shapes run as they are.
-MOST_GRAPHS = 24
+# Each takes a second to capture, and the driver some memory; rarer kinds run as they are.
+MOST_GRAPHS = 72
 
-# Whether it is a step's only micro-batch, and the batch's names and sizes.
-_Kind = tuple[bool, tuple[tuple[str, torch.Size], ...]]
+# A micro-batch of a step: the first, the second or a further one; the batch's names and sizes.
+_Kind = tuple[int, tuple[tuple[str, torch.Size], ...]]
 _Passed = tuple[Losses, dict[str, Tensor]]
 
 
@@ -126,9 +126,9 @@ def peer_buffers(model: nn.Module) -> set[PeerBuffers]:
 
 
 class Graphed(Sequential):
-    """`Sequential` whose micro-batches are replayed from CUDA graphs, one for each shape.
+    """`Sequential` whose micro-batches are replayed from CUDA graphs.
 
-    Or two, in a run that has both steps of one micro-batch and steps of several.
+    One for each shape and what is done with gradients: up to three, in steps of three or more.
 
     Args:
         model, dp_size: as for `Sequential`.
@@ -153,8 +153,8 @@ class Graphed(Sequential):
         self._seen: Counter[_Kind] = Counter()
         self._graphs: dict[_Kind, MicroBatchGraph] = {}
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sums: list[Tensor] = []  # of several micro-batches' gradients
-        self._written: dict[Tensor, Tensor] = {}  # gradients of only micro-batches
+        # Where gradients are that graphs leave and read: a first micro-batch's, and sums.
+        self._places: tuple[dict[Tensor, Tensor], ...] = ({}, {})
         self._scale, self._share = torch.ones(2, device=self._parameters[0].device).unbind()
 
     @property
@@ -168,52 +168,57 @@ class Graphed(Sequential):
             memory.check_all()
         # The optimizer has updated the weights in place: a graph's gradients are of these.
         self._copies.refresh()
-        only = len(work.batches) == 1
-        self._begin(work.loss_scale, 1 / (len(work.batches) * self._dp_size), only)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._share.fill_(1 / (len(work.batches) * self._dp_size))
+        if isinstance(work.loss_scale, Tensor):
+            self._scale.copy_(work.loss_scale)
+        else:
+            self._scale.fill_(work.loss_scale)
         set_gradient_sync(self._model, False)
         totals: Losses = {}
         for index, batch in enumerate(work.batches):
             work.before(index)
-            losses, metrics = self._run(batch, only)
+            losses, metrics = self._run(batch, min(index, 2))
             add_losses(totals, losses)
             work.measured(metrics)
         sum_gradients(self._model)
         return totals
 
-    def _begin(self, loss_scale: Tensor | float, share: float, only: bool) -> None:
-        """No gradients, or zeros to which several micro-batches add theirs."""
-        if only:
-            for parameter in self._parameters:
-                parameter.grad = None
-        else:
-            if not self._sums:
-                self._sums = [torch.zeros_like(p) for p in self._parameters]
-            torch._foreach_zero_([local(grad) for grad in self._sums])
-            for parameter, grad in zip(self._parameters, self._sums, strict=True):
-                parameter.grad = grad
-        self._share.fill_(share)
-        if isinstance(loss_scale, Tensor):
-            self._scale.copy_(loss_scale)
-        else:
-            self._scale.fill_(loss_scale)
-
-    def _run(self, batch: Batch, only: bool) -> _Passed:
-        """Leave or add a micro-batch's gradients; its losses and metrics."""
-        kind = only, tuple((name, value.shape) for name, value in batch.items())
+    def _run(self, batch: Batch, place: int) -> _Passed:
+        """Leave a micro-batch's gradients, added to those before it; its losses and metrics."""
+        kind = place, tuple((name, value.shape) for name, value in batch.items())
         if kind not in self._graphs:
             self._seen[kind] += 1
-            if self._seen[kind] <= WARM_UP or len(self._graphs) == MOST_GRAPHS:
-                return self._as_it_is(batch)
-            passes = self._writing_passes if only else self._passes
-            self._graphs[kind] = MicroBatchGraph(
-                passes, batch, self._parameters, self._stream, self._pool
-            )
+            # A graph adds to what one before it left: whose gradients' place is known by then.
+            if (
+                self._seen[kind] <= WARM_UP
+                or len(self._graphs) == MOST_GRAPHS
+                or (place > 0 and not self._places[place - 1])
+            ):
+                return self._as_it_is(batch, self._places[min(place, 1)])
+            self._graphs[kind] = self._capture(batch, place)
         return self._graphs[kind].run(batch)
 
-    def _as_it_is(self, batch: Batch) -> _Passed:
+    def _capture(self, batch: Batch, place: int) -> MicroBatchGraph:
+        if place > 0:
+            for parameter in self._parameters:
+                if parameter.grad is None:  # another shape's first micro-batch may leave one
+                    parameter.grad = torch.zeros_like(parameter)
+            self._stay(self._places[place - 1])
+
+        def passes(batch: Batch) -> _Passed:
+            passed = self._passes(batch)
+            self._stay(self._places[min(place, 1)])
+            return passed
+
+        return MicroBatchGraph(passes, batch, self._parameters, self._stream, self._pool)
+
+    def _as_it_is(self, batch: Batch, places: dict[Tensor, Tensor]) -> _Passed:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             passed = self._passes(batch)
+            self._put(places)
         torch.cuda.current_stream().wait_stream(self._stream)
         return passed
 
@@ -224,27 +229,28 @@ class Graphed(Sequential):
         losses = {name: value.detach() for name, value in output.losses.items()}
         return losses, {name: value.detach() for name, value in output.metrics.items()}
 
-    def _writing_passes(self, batch: Batch) -> _Passed:
-        """Passes that leave all gradients where the first captured ones left them.
-
-        Each graph would have gradients of its own otherwise; so those of further shapes are copied.
-        """
-        passed = self._passes(batch)
+    def _stay(self, places: dict[Tensor, Tensor]) -> None:
+        """Let gradients be where they are from now on, but for those that have a place already."""
         for parameter in self._parameters:
-            if (grad := parameter.grad) is None:
-                continue
-            place = self._written.setdefault(parameter, grad)
-            if place is not grad:
-                local(place).copy_(local(grad))
-                parameter.grad = place
-        return passed
+            if parameter.grad is not None:
+                places.setdefault(parameter, parameter.grad)
+        self._put(places)
+
+    def _put(self, places: dict[Tensor, Tensor]) -> None:
+        """Copy gradients to their places, of those that have one."""
+        for parameter, place in places.items():
+            if parameter.grad is None:
+                local(place).zero_()
+            elif parameter.grad is not place:
+                local(place).copy_(local(parameter.grad))
+            parameter.grad = place
 
 
 class MicroBatchGraph:
     """The captured passes over one micro-batch, and the tensors they read and write.
 
     Args:
-        passes: over a batch; what it adds to lies where it will lie.
+        passes: over a batch; gradients that they add to lie where they will lie.
         batch: of the shapes to capture.
         parameters: whose gradients the passes leave.
         stream: to capture on.
@@ -278,7 +284,7 @@ class MicroBatchGraph:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
 
     def run(self, batch: Batch) -> _Passed:
-        """Leave or add a micro-batch's gradients; its losses and metrics, copies."""
+        """Leave a micro-batch's gradients, or sums; its losses and metrics, copies."""
         for name, value in self._batch.items():
             value.copy_(batch[name], non_blocking=True)
         self._graph.replay()

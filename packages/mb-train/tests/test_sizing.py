@@ -635,6 +635,20 @@ def test_ranks_share_the_state():
     assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 
 
+def test_graphs_keep_the_gradients_of_a_first_micro_batch_beside_sums():
+    without = config_of(moe_num_experts=8, global_batch_size=8)
+    eager, graphs = (
+        sizes(dataclasses.replace(without, cuda_graph=graph), 64, 1, "H200")
+        for graph in (False, True)
+    )
+    experts = 3 * 8 * 2 * 64 * 192
+    assert graphs.gradients == graphs.gradients_at_loss == eager.gradients + 2 * experts
+    of_one = dataclasses.replace(without, global_batch_size=2)
+    assert sizes(of_one, 64, 1, "H200") == sizes(
+        dataclasses.replace(of_one, cuda_graph=True), 64, 1, "H200"
+    )
+
+
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 EXPERTS = {"moe_num_experts": 64, "moe_expert_model_parallelism": True}
 # benchmarks/results/2026-11-22-{h200,four-gpus}.md, 2026-11-26-four-gpus.md: ranks, sequences of a

@@ -143,9 +143,12 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
+    # Those of graphs stay where they are: a first micro-batch's too, beside the sums of all.
+    staying = config.cuda_graph and micro_batches > 1
+
     def gradients(passes: int) -> int:
         kept = (part.here if waiting else part.sharded for part in held)
-        each = (part.gradient_bytes(passes) for part in held)
+        each = (part.gradient_bytes(passes) + 2 * (staying and part.copied) for part in held)
         return int(sum(map(operator.mul, each, kept)))
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
@@ -165,7 +168,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         ),
         block=int(activations.block),
         kept_on_host=int(activations.there),
-        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
+        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - (not staying)),
         checkpoint=int(4 * total + state),
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,

@@ -173,6 +173,8 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs, counts, kept, num_tokens=torch.ones(2), **WEIGHTS)
     with pytest.raises(ValueError, match=r"kept_slots: expected a scalar tensor on cpu; got 10"):
         router_losses(logits, probs, counts, 10, **WEIGHTS)
+    with pytest.raises(ValueError, match=r"kept_slots: .* got None\. Pass bins\.offsets_E1\[-1\]"):
+        router_losses(logits, probs, counts, None, **WEIGHTS)
     with pytest.raises(ValueError, match=r"slots: expected a scalar tensor on cpu; got 10\. Make"):
         router_losses(logits, probs, counts, kept, slots=10, **WEIGHTS)
     with pytest.raises(ValueError, match="expected softmax or sigmoid; got 'softplus'"):

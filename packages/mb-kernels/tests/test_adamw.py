@@ -178,9 +178,13 @@ def test_only_a_gradient_may_be_shared(shared):
 
 @pytest.mark.parametrize(
     ("role", "as_what"),
-    [("weights", "weights"), ("exp_avgs", "exp_avg_sqs"), ("weights", "grads")]
-    + [("exp_avgs", "grads"), ("weights", "exp_avgs")],
-    ids=str,
+    [
+        ("weights", "weights"),
+        ("weights", "exp_avgs"),
+        ("weights", "grads"),
+        ("exp_avgs", "exp_avg_sqs"),
+        ("exp_avgs", "grads"),
+    ],
 )
 def test_one_memory_has_one_role(role, as_what):
     # `weight.data` is another tensor each time, of the same memory.

@@ -335,6 +335,13 @@ def test_muons_passes_refuse(change, says):
         run()
 
 
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan])
+def test_a_momentum_that_makes_no_step_is_refused(momentum):
+    x, one = torch.ones(4, 6), torch.ones(())
+    with pytest.raises(ValueError, match="momentum: expected a number from 0 up to 1"):
+        mb_kernels.muon_momentum(x, x.clone(), momentum=momentum, grad_scale=one, found_inf=one)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_muons_direction_is_contiguous(dtype):
     flags = {"grad_scale": torch.ones(()), "found_inf": torch.zeros(())}

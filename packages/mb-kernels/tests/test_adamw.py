@@ -1,6 +1,7 @@
 """adamw_step on the CPU against torch.optim.AdamW, and the arguments it refuses."""
 
 import contextlib
+import math
 import os
 from functools import partial
 
@@ -167,12 +168,56 @@ def test_only_a_gradient_may_be_shared(shared):
     lists += [[t.bfloat16() for t in lists[0]], [torch.zeros(()), torch.zeros(())]]
     lists[shared][1] = lists[shared][0]
     name = ("weights", None, "exp_avgs", "exp_avg_sqs", "copies", "steps")[shared]
-    says = rf"{name}\[1\]: expected a tensor of its own.* got that of {name}\[0\]"
+    says = rf"{name}\[1\]: expected a tensor of its own.* got the memory of {name}\[0\]"
     with pytest.raises(ValueError, match=says) if name else contextlib.nullcontext():
         mb_kernels.adamw_step(
             *lists, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
             grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("role", "as_what"),
+    [
+        ("weights", "weights"),
+        ("weights", "exp_avgs"),
+        ("weights", "grads"),
+        ("exp_avgs", "exp_avg_sqs"),
+        ("exp_avgs", "grads"),
+    ],
+)
+def test_one_memory_has_one_role(role, as_what):
+    # `weight.data` is another tensor each time, of the same memory.
+    names = ("weights", "grads", "exp_avgs", "exp_avg_sqs")
+    lists = {name: [torch.ones(4), torch.ones(4)] for name in names}
+    lists[as_what][1] = lists[role][0].data
+    says = rf"{as_what}\[1\]: expected a tensor of its own; got the memory of {role}\[0\]"
+    with pytest.raises(ValueError, match=says):
+        mb_kernels.adamw_step(
+            *lists.values(), [None, None], [torch.zeros(()), torch.zeros(())],
+            lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
+            grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
+        )  # fmt: skip
+
+
+def test_weights_without_elements_share_nothing():
+    lists = [[torch.ones(0, 3), torch.ones(0, 3)] for _ in range(4)]
+    mb_kernels.adamw_step(
+        *lists, [None, None], [torch.zeros(()), torch.zeros(())],
+        lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
+        grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.999), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan)], ids=str)
+def test_betas_that_make_no_step_are_refused(betas):
+    lists = [[torch.ones(4)] for _ in range(4)]
+    with pytest.raises(ValueError, match="betas: expected two numbers from 0 up to 1"):
+        mb_kernels.adamw_step(
+            *lists, [None], [torch.zeros(())], lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0,
+            grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
+        )  # fmt: skip
+    assert all(torch.equal(tensor, torch.ones(4)) for (tensor,) in lists)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
@@ -288,6 +333,13 @@ def test_muons_passes_refuse(change, says):
         run = partial(mb_kernels.muon_momentum, **(before | change), momentum=0.9, found_inf=one)
     with pytest.raises(ValueError, match=says):
         run()
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan])
+def test_a_momentum_that_makes_no_step_is_refused(momentum):
+    x, one = torch.ones(4, 6), torch.ones(())
+    with pytest.raises(ValueError, match="momentum: expected a number from 0 up to 1"):
+        mb_kernels.muon_momentum(x, x.clone(), momentum=momentum, grad_scale=one, found_inf=one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

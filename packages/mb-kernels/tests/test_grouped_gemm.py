@@ -2,9 +2,10 @@
 
 import inspect
 
+import mb_kernels
 import pytest
 import torch
-from mb_kernels import gmm, grouped_experts, grouped_gemm
+from mb_kernels import gmm, grouped_experts, grouped_gemm, reference
 from mb_kernels.runtime import checks, registration
 from mb_kernels.testing import assert_close
 from torch._subclasses import FakeTensorMode
@@ -113,6 +114,14 @@ def test_gmm_matches_a_loop(options, sizes):
         strict=True,
     ):
         assert_close(name, x, y)
+
+
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "twin"])
+def test_gmm_of_no_experts(module):
+    a, none = torch.randn(3, 4), torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(module.gmm(a, torch.randn(0, 4, 5), none), torch.zeros(3, 5))
+    outer = module.gmm(a, torch.randn(3, 5), none, trans_a=True)
+    assert torch.equal(outer, torch.zeros(0, 4, 5))
 
 
 def test_gmm_compiles_with_sizes_on_the_cpu():

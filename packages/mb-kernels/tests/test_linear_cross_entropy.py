@@ -200,6 +200,19 @@ def test_a_vocabulary_in_parts(shares, reduction, monkeypatch):
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
+@pytest.mark.parametrize("size", [0.0, 30.0, 300.0, -3000.0])
+def test_large_scores_cost_no_digits(size):
+    """As torch's: what all scores have in common is taken off before anything else is rounded."""
+    w = (size + 3 * torch.randn(301, 16)).requires_grad_()
+    labels = torch.randint(301, (16,))  # with the unit matrix as x the scores are w itself
+    losses = linear_cross_entropy(torch.eye(16), w, labels, reduction="none")
+    exact = torch.nn.functional.cross_entropy(w.double().T, labels, reduction="none")
+    torch.testing.assert_close(losses.double(), exact.detach(), rtol=1e-6, atol=3e-6)
+    (got,) = torch.autograd.grad(linear_cross_entropy(torch.eye(16), w, labels), w)
+    (want,) = torch.autograd.grad(exact.mean(), w)
+    torch.testing.assert_close(got, want, rtol=5e-6, atol=0)
+
+
 def test_a_share_of_padding_alone_adds_nothing():
     x, w, b, labels, _ = inputs((5,))
     x.requires_grad_()

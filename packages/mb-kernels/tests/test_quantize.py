@@ -79,6 +79,16 @@ def test_a_scale_rounded_down_does_not_turn_the_sign():
     assert torch.equal(restored, x.sign() * (127 * 2.0**-149))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_numbers_of_a_dtype_stay_numbers(bits, dtype):
+    """fp32's largest over 127 is rounded up: times the code it was infinite."""
+    x = torch.full((1, 130), torch.finfo(dtype).max, dtype=dtype)
+    x[0, 1::2] *= -1
+    restored = mb_kernels.dequantize(*mb_kernels.quantize(x, bits), bits=bits, dtype=dtype)
+    torch.testing.assert_close(restored, x, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 def test_non_finite_values_turn_their_group_into_nan(bits, value):

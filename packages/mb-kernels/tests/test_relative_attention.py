@@ -55,6 +55,23 @@ def test_values_and_gradients_are_their_definitions(lengths, longest, causal):
         assert_close(name, g, w)
 
 
+@pytest.mark.parametrize("shifted", [0, 1, 2], ids="qkv".__getitem__)
+def test_a_mean_in_common_costs_bf16_no_digits_on_a_cpu(shifted):
+    """The scores' gradients add up to 0 over keys, up to the rounding of what is subtracted."""
+    tensors = [x.detach().bfloat16() for x in make(40, 2, 1, 16, 40)]
+    tensors[shifted] += 30
+    dy = torch.randn(40, 2, 16).bfloat16()
+    got, want = (
+        torch.autograd.grad(relative_attention(*leaves, offsets_of([40]), causal=True), leaves, y)
+        for leaves, y in (
+            ([x.requires_grad_() for x in tensors], dy),
+            ([x.detach().double().requires_grad_() for x in tensors], dy.double()),
+        )
+    )
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < 4e-3 * b.norm()
+
+
 def test_a_token_that_sees_nothing_gets_nothing():
     q, k, v, bias = make(5, 1, 1, 4, 5)
     bias.data[:, 4:] = -torch.inf  # no token but those before

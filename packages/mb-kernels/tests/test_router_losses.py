@@ -159,6 +159,18 @@ def test_zero_tokens_give_zeros():
     assert torch.autograd.grad(got.aux_loss, logits)[0].shape == (0, 4)
 
 
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "reference"])
+def test_what_is_no_number_of_tokens_does_not_pass_for_one(module):
+    """A NaN, of 0 / 0 say, divided by 1: the loss was the sum over all tokens."""
+    *arguments, kept = make(5, 4, 2)
+    got = [
+        module.router_losses(*arguments, kept, num_tokens=torch.tensor(number), **WEIGHTS).aux_loss
+        for number in (torch.nan, -2.0, 2.0)
+    ]
+    assert got[0].isnan()
+    assert got[1] == -got[2]
+
+
 def test_wrong_shapes_are_named():
     logits, probs, counts, kept = make(5, 4, 2)
     with pytest.raises(ValueError, match=r"logits_TE: .* one expert at least; got \(5, 0\)"):
@@ -173,6 +185,8 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs, counts, kept, num_tokens=torch.ones(2), **WEIGHTS)
     with pytest.raises(ValueError, match=r"kept_slots: expected a scalar tensor on cpu; got 10"):
         router_losses(logits, probs, counts, 10, **WEIGHTS)
+    with pytest.raises(ValueError, match=r"kept_slots: .* got None\. Pass bins\.offsets_E1\[-1\]"):
+        router_losses(logits, probs, counts, None, **WEIGHTS)
     with pytest.raises(ValueError, match=r"slots: expected a scalar tensor on cpu; got 10\. Make"):
         router_losses(logits, probs, counts, kept, slots=10, **WEIGHTS)
     with pytest.raises(ValueError, match="expected softmax or sigmoid; got 'softplus'"):

@@ -185,3 +185,11 @@ def test_valid_tokens_may_be_any_one_number(balance_over: str) -> None:
 def test_valid_tokens_that_are_no_number_of_tokens_are_named(number: float) -> None:
     with pytest.raises(ValueError, match="valid_tokens >= 0, got"):
         build()(torch.randn(3, 16, dtype=torch.float64), valid_tokens=number)
+
+
+@pytest.mark.parametrize("balance_over", ["micro_batch", "sequence"])
+def test_a_nan_on_the_device_for_a_number_of_tokens_is_seen(balance_over: str) -> None:
+    """It passed for 1 token: the losses were sums over all of them."""
+    layer, x = build(balance_over=balance_over), torch.randn(2, 3, 16, dtype=torch.float64)
+    assert layer(x, valid_tokens=torch.tensor(torch.nan)).aux_loss.isnan()
+    assert layer(x, valid_tokens=torch.tensor(-2)).aux_loss < 0

@@ -380,6 +380,18 @@ def test_sinkhorn_chooses_as_a_loop_until_nothing_moves(std: float) -> None:
     assert (by_score != wanted).any(dim=1).sum() > 100
 
 
+@pytest.mark.parametrize("padding", [0, 1, 7])
+def test_sinkhorn_lets_a_token_alone_choose_by_its_logits(padding: int) -> None:
+    """Its balanced masses are all the same number, so that rounding chose."""
+    layer, x = build(SinkhornRouter, num_experts=13).float(), tokens(60).float()
+    wanted = layer.router.logits(x).topk(2).indices
+    mask = torch.tensor([False] * padding + [True]) if padding else None
+    for token, experts in zip(x, wanted, strict=True):
+        alone = torch.cat([torch.randn(padding, 16), token[None]])
+        ids = layer.route(alone, mask=mask).expert_ids_TK[-1]
+        assert torch.equal(ids, experts.int())
+
+
 def test_sinkhorn_leaves_out_an_expert_that_is_closed() -> None:
     layer, x = build(SinkhornRouter, router_bias=True), tokens(40)
     open_experts = [0, 1, 3, 4]

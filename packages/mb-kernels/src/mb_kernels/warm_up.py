@@ -200,7 +200,7 @@ def rehearse_linear_cross_entropy(
         kernels.losses_and_gradients(logits, labels, each, gradient=True)
     else:
         kernels.row_statistics(logits, labels, start)
-        kernels.row_gradients(logits, labels, each, each, start)
+        kernels.row_gradients(logits, labels, each, each, each, start)
 
 
 def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:

@@ -19,10 +19,25 @@ def test_rows(rows, columns, start, dtype):
     weights[0] = 0
     want = row_statistics(logits, labels, start)
     torch.testing.assert_close(kernels.row_statistics(logits, labels, start), want)
-    lse = want[:, 0] + want[:, 1].log()
-    want = row_gradients(logits.clone(), labels, lse, weights, start)
-    got = kernels.row_gradients(logits.clone(), labels, lse, weights, start)
+    peaks, totals = want[:, 0].contiguous(), want[:, 1].log()
+    arguments = (labels, peaks, totals, weights, start)
+    want = row_gradients(logits.clone(), *arguments)
+    got = kernels.row_gradients(logits.clone(), *arguments)
     torch.testing.assert_close(got, want, rtol=max(torch.finfo(dtype).eps, 1e-3), atol=1e-6)
+
+
+@pytest.mark.parametrize("shard", [None, VocabularyShard(0, 301, lambda s: s[None])])
+@pytest.mark.parametrize("size", [300.0, -3000.0])
+def test_large_scores_cost_no_digits(size, shard):
+    """As on a CPU, `test_linear_cross_entropy`."""
+    w = (size + 3 * torch.randn(301, 16)).requires_grad_()
+    labels = torch.randint(301, (16,))
+    losses = linear_cross_entropy(torch.eye(16), w, labels, reduction="none", shard=shard)
+    exact = torch.nn.functional.cross_entropy(w.double().T, labels, reduction="none")
+    torch.testing.assert_close(losses.double(), exact.detach(), rtol=1e-6, atol=3e-6)
+    (got,) = torch.autograd.grad(linear_cross_entropy(torch.eye(16), w, labels, shard=shard), w)
+    (want,) = torch.autograd.grad(exact.mean(), w)
+    torch.testing.assert_close(got, want, rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("shard", [None, VocabularyShard(0, 9001, lambda s: s[None])])

@@ -34,6 +34,16 @@ def test_nan_and_infinity_turn_their_group_into_nan(bits):
     assert torch.equal(restored[1, :128], x[1, :128])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_numbers_of_fp32_stay_numbers(bits):
+    x = torch.full((2, 128), torch.finfo(torch.float32).max)
+    x[0, ::2] *= -1
+    got = mb_kernels.quantize(x, bits)
+    assert torch.equal(got.scales, reference.quantize(x, bits)[1])
+    restored = mb_kernels.dequantize(*got, bits=bits, dtype=x.dtype)
+    torch.testing.assert_close(restored, x, rtol=1e-6, atol=0)
+
+
 @pytest.fixture(params=["sm80", "gfx942", "gfx950"])
 def chip(request):
     """Of each format of 8-bit floats one, and one without any."""

@@ -50,6 +50,17 @@ def test_kernels_equal_the_reference(tokens, experts, k, dtype, elsewhere, score
     assert_close("d_logits", d_got, d_want)
 
 
+@pytest.mark.parametrize("number", [torch.nan, -2.0, 0.5])
+def test_any_number_of_tokens_divides_as_in_the_reference(number):
+    logits = torch.randn(7, 5)
+    _, ids, probs = topk_softmax(logits, 1)
+    bins = reference.bin_tokens(ids, 5)
+    arguments = (logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1])
+    options = {"num_tokens": torch.tensor(number), **WEIGHTS}
+    got, want = (f(*arguments, **options) for f in (router_losses, reference.router_losses))
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
 def test_the_entropy_of_large_logits():
     logits = torch.full((3, 64), 1e7)  # beside which fp32 has no room for log(64)
     _, ids, probs = topk_softmax(logits, 1)

@@ -172,8 +172,8 @@ def mean_over_tokens(
         num_tokens = mask_T.sum() if num_tokens is None else num_tokens
     if num_tokens is None:
         num_tokens = values.shape[0]
-    if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1
-        divisor = torch.where(num_tokens > 0, num_tokens, 1)
+    if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1, a NaN shall be seen
+        divisor = torch.where(num_tokens == 0, 1, num_tokens)
         return values.sum(dim=0) / divisor.to(values.dtype)  # a scalar's would be the result's
     return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
 

@@ -93,6 +93,7 @@ class SinkhornRouter(Router):
     exp(logits) is scaled by rows and columns, in turn, until tokens have equal mass and experts
     too. In eval mode the choice is by the scores. As with expert choice, what a token gets depends
     on the other tokens of the batch in training, if only by what an expert's mass is divided by.
+    A token alone has nothing to be balanced with, and chooses by its logits.
 
     Args:
         iterations: how often rows and columns are scaled. A fixed number, so that the host never
@@ -124,7 +125,8 @@ class SinkhornRouter(Router):
         if mask_T is not None:
             log_TE = log_TE.masked_fill(~mask_T[:, None], float("-inf"))
         column_E = log_TE.new_zeros(log_TE.shape[1])
-        for _ in range(self.iterations if log_TE.shape[0] else 0):
+        # Balanced, one token has the same mass for every expert: rounding would choose.
+        for _ in range(self.iterations if log_TE.shape[0] > 1 else 0):
             row_T = torch.logsumexp(log_TE - column_E, dim=1, keepdim=True)
             row_T = row_T.masked_fill(row_T == float("-inf"), 0)
             column_E = torch.logsumexp(log_TE - row_T, dim=0)
@@ -133,6 +135,8 @@ class SinkhornRouter(Router):
             # One number for all experts changes no choice, and would grow by log(T / E) each time,
             # until fp32 tells small logits no longer apart.
             column_E = column_E - column_E.mean()
+        if mask_T is not None:
+            column_E = torch.where(mask_T.sum() > 1, column_E, 0)
         return log_TE - column_E  # a row's own scale changes no choice
 
 

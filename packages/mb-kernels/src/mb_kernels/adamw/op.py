@@ -57,9 +57,15 @@ def adamw_step(
     Raises:
         ValueError: lists of unequal length; a tensor of another shape, dtype, device or order of
             elements in memory than its weight's; weights of several dtypes or devices; one tensor
-            several times among those that are written; moments in host memory that is not pinned,
-            or in any while a CUDA graph is captured, which cannot wait.
+            several times, or in two roles, if it is written; betas outside of [0, 1); moments in
+            host memory that is not pinned, or in any while a CUDA graph is captured, which cannot
+            wait.
     """
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"betas: expected two numbers from 0 up to 1, without it; got {tuple(betas)}. With 1 a "
+            "moment never moves, and its correction divides by 0."
+        )
     lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
     if any(len(other) != len(weights) for other in lists):
         raise ValueError(
@@ -83,7 +89,12 @@ def adamw_step(
             "for which the host has to wait. Step outside of the graph."
         )
     _check_apart(
-        weights=weights, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, copies=copies, steps=steps
+        grads,
+        weights=weights,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        copies=copies,
+        steps=steps,
     )
     checks.require_scalar("grad_scale", grad_scale, weights[0])
     checks.require_scalar("found_inf", found_inf, weights[0])
@@ -159,20 +170,33 @@ def _within_reach(weight: Tensor, other: Tensor) -> bool:
     return on_host and (other.is_pinned() or not other.numel())  # torch pins no memory for none
 
 
-def _check_apart(**written: Sequence[Tensor | None]) -> None:
-    """One step for all would count up once a weight; other tensors would be a race."""
-    ids = [id(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
-    if len(set(ids)) == len(ids):  # every optimizer step comes by: no names before there is need
+def _check_apart(grads: Sequence[Tensor], **written: Sequence[Tensor | None]) -> None:
+    """One step for all would count up once a weight; other tensors would be a race.
+
+    By where they begin in memory, as ``weight.data`` twice are two tensors. Gradients are only
+    read, and may be one for several weights.
+    """
+    # Every optimizer step comes by: no names before there is need. Nothing begins at 0.
+    begins = [_begin(tensor) for tensors in written.values() for tensor in tensors]
+    begins = [begin for begin in begins if begin]
+    places = set(begins)
+    if len(places) == len(begins) and places.isdisjoint(map(_begin, grads)):
         return
     seen: dict[int, str] = {}
-    for name, tensors in written.items():
+    for name, tensors in (*written.items(), ("grads", grads)):
         for index, tensor in enumerate(tensors):
-            here = f"{name}[{index}]"
-            if tensor is not None and seen.setdefault(id(tensor), here) != here:
+            here, begin = f"{name}[{index}]", _begin(tensor)
+            if not begin or (name == "grads" and begin not in places):
+                continue
+            if seen.setdefault(begin, here) != here:
                 raise ValueError(
-                    f"{here}: expected a tensor of its own, for it is written; got that of "
-                    f"{seen[id(tensor)]}. Make one for each weight, and pass a tied weight once."
+                    f"{here}: expected a tensor of its own; got the memory of {seen[begin]}, and "
+                    "one of them is written. Make one for each weight, and pass a tied weight once."
                 )
+
+
+def _begin(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _same_order(weight: Tensor, other: Tensor) -> bool:

@@ -40,6 +40,8 @@ def gmm(
     """Twin of ``mb_kernels.gmm``, differentiable by plain autograd."""
     offsets_E1 = torch.nn.functional.pad(batch_sizes.cumsum(0), (1, 0))
     if trans_a:
-        runs = itertools.pairwise(offsets_E1.tolist())
-        return torch.stack([a[start:end].T @ b[start:end] for start, end in runs])
+        products = [a.new_zeros(0, a.shape[1], b.shape[1])]  # of no expert
+        for start, end in itertools.pairwise(offsets_E1.tolist()):
+            products.append((a[start:end].T @ b[start:end])[None])
+        return torch.cat(products)
     return grouped_gemm(a, b, offsets_E1, transpose_weight=trans_b)

@@ -204,10 +204,11 @@ def _finish_shard(shard: VocabularyShard, needs: Needs) -> slices.Finish:
         parts_PR3 = shard.gather(statistics_R3)
         peaks_PR, totals_PR, scores_PR = parts_PR3.unbind(2)
         peak_R = peaks_PR.amax(0)
-        lse_R = peak_R + (totals_PR * (peaks_PR - peak_R).exp()).sum(0).log()
-        losses_R = torch.where(labels_R >= 0, lse_R - scores_PR.sum(0), 0)
+        total_R = (totals_PR * (peaks_PR - peak_R).exp()).sum(0).log()
+        losses_R = torch.where(labels_R >= 0, total_R + (peak_R - scores_PR.sum(0)), 0)
         if any(needs) and logits_RV.shape[1]:
-            logits_RV = steps.row_gradients(logits_RV, labels_R, lse_R, weights_R, shard.start)
+            norms = (peak_R, total_R)
+            logits_RV = steps.row_gradients(logits_RV, labels_R, *norms, weights_R, shard.start)
         return losses_R, logits_RV
 
     return finish

@@ -49,8 +49,14 @@ def muon_momentum(
         The direction in the shape of grad, contiguous.
 
     Raises:
-        ValueError: tensors of other shapes, dtypes or devices, or another dtype to return.
+        ValueError: tensors of other shapes, dtypes or devices, or another dtype to return; a
+            momentum outside of [0, 1).
     """
+    if not 0 <= momentum < 1:
+        raise ValueError(
+            f"momentum: expected a number from 0 up to 1, without it; got {momentum!r}. With 1 the "
+            "buffer never moves, and the direction is what it was at first."
+        )
     if dtype not in _FLOATS:
         raise ValueError(f"dtype: expected {' or '.join(map(str, _FLOATS))}; got {dtype}.")
     checks.require_exactly("grad", grad, _FLOATS, grad.shape, grad)

@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.quantize.reference import GROUP_SIZE, empty_quantized, largest_code
+from mb_kernels.quantize.reference import (
+    GROUP_SIZE,
+    empty_quantized,
+    largest_code,
+    largest_scale,
+)
 from mb_kernels.runtime.launch import cdiv, launch
 
 # 4096 elements, 32 per thread of 4 warps: eight 16-byte loads in flight each.
@@ -33,6 +38,7 @@ def quantize_kernel(
     C: tl.constexpr,
     BITS: tl.constexpr,
     LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -46,7 +52,8 @@ def quantize_kernel(
     x = x.to(tl.float32)  # [BLOCK_R, GROUP]
     largest = tl.max(tl.abs(x), axis=1)
     # A maximum may skip NaN; x - x is NaN for infinities and NaN, zero for all else.
-    scales = tl.div_rn(largest, tl.full((BLOCK_R,), LARGEST, tl.float32)) + tl.sum(x - x, axis=1)
+    scales = tl.div_rn(largest, tl.full((BLOCK_R,), LARGEST, tl.float32))
+    scales = tl.minimum(scales, LARGEST_SCALE) + tl.sum(x - x, axis=1)
     divisors = tl.where(scales > 0, scales, 1.0)
     codes = _round_to_even(tl.div_rn(x, tl.broadcast_to(divisors[:, None], x.shape)))
     codes = tl.where((scales > 0)[:, None], codes, 0.0)
@@ -101,7 +108,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if x.numel():
         columns = x.shape[-1]
         rows = x.numel() // columns
-        sizes = {**_sizes(bits, columns), "LARGEST": largest_code(bits)}
+        largest = {"LARGEST": largest_code(bits), "LARGEST_SCALE": largest_scale(bits)}
+        sizes = {**_sizes(bits, columns), **largest}
         grid = (cdiv(rows, _BLOCK_R) * scales.shape[-1],)
         launch(quantize_kernel, grid, x, codes, scales, rows, **sizes)
     return codes, scales

@@ -16,11 +16,17 @@ def largest_code(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
+def largest_scale(bits: int) -> float:
+    """Times the largest code still a number of fp32, whose largest over 127 is rounded up."""
+    return torch.finfo(torch.float32).max * (1 - 2.0**-23) / largest_code(bits)
+
+
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Twin of ``mb_kernels.quantize``."""
     x_GC = _groups(x.float())
     largest_G = x_GC.abs().amax(dim=-1)  # NaN if the group holds one
-    scales_G = torch.where(largest_G.isfinite(), largest_G / largest_code(bits), torch.nan)
+    scales_G = (largest_G / largest_code(bits)).clamp(max=largest_scale(bits))
+    scales_G = torch.where(largest_G.isfinite(), scales_G, torch.nan)
     # A group of zeros, or so small that its scale underflows, has scale 0 and codes 0.
     divisor_G1 = torch.where(scales_G > 0, scales_G, 1.0)[..., None]
     codes = torch.round(x_GC / divisor_G1)

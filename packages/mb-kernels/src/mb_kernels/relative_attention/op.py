@@ -48,6 +48,10 @@ def relative_attention(
         y_THC in the dtype of q. Products are computed in it, sums, softmax and bias in fp32.
         Hidden keys weigh 0, and 0 times NaN is NaN: as in torch's attention one NaN or infinity in
         a key or value may reach every token of its segment, and the gradients too.
+        On a GPU the gradients of q, k and bias are built upon y as it is stored, as those of other
+        fused attention: in bf16, where all values of a segment have a mean ten times their
+        deviation in common, they are right to 2 % alone, and that of q likewise with keys. Take
+        such a mean off before; of the values add it to y again. Elsewhere it costs nothing.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match; heads wider than 128 on a GPU.

@@ -64,17 +64,21 @@ def backward(
     scale: float,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and, in fp32 (fp64 if q is), of the bias ([0] without `need_bias`)."""
+    """Gradients of q, k, v and, in fp32 (fp64 if q is), of the bias ([0] without `need_bias`).
+
+    y_THC is for the kernels, see below.
+    """
     H, A = bias_HA.shape
     dq, dk, dv = (torch.zeros_like(x) for x in (q_THC, k_TGC, v_TGC))
     d_bias_HA = torch.zeros_like(bias_HA, dtype=norms_2HT.dtype)
     for rows in _segments(offsets_N1, bias_HA, q_THC.shape[0]):
         q_HLC, k_HLC, v_HLC = _by_head(H, q_THC[rows], k_TGC[rows], v_TGC[rows])
-        dy_HLC, y_HLC = _by_head(H, dy_THC[rows], y_THC[rows])
+        (dy_HLC,) = _by_head(H, dy_THC[rows])
         scores_HLL = _scores(q_HLC, k_HLC, bias_HA, causal, scale)
         p_HLL = _softmax(scores_HLL)
-        means_HL1 = (dy_HLC * y_HLC).sum(-1, keepdim=True)
-        d_scores_HLL = p_HLL * (dy_HLC @ v_HLC.mT - means_HL1)
+        d_p_HLL = dy_HLC @ v_HLC.mT
+        # Kernels take the mean from y, for which they need no product. In 16 bits y is rounded.
+        d_scores_HLL = p_HLL * (d_p_HLL - (p_HLL * d_p_HLL).sum(-1, keepdim=True))
         dq[rows] = (d_scores_HLL @ k_HLC * scale).transpose(0, 1).to(dq.dtype)
         for d_x, of_heads_HLC in ((dk, d_scores_HLL.mT @ q_HLC * scale), (dv, p_HLL.mT @ dy_HLC)):
             of_groups_GLC = of_heads_HLC.unflatten(0, (d_x.shape[1], -1)).sum(1)

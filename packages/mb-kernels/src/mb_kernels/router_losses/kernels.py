@@ -113,7 +113,7 @@ def router_scalars_fwd_kernel(
         tokens += tl.load(scalars_ptr + part * 3 + 2)
     if num_tokens_ptr is not None:
         tokens = tl.load(num_tokens_ptr).to(tl.float32)
-    tokens = tl.where(tokens > 0.0, tokens, 1.0)
+    tokens = tl.where(tokens == 0.0, 1.0, tokens)
     load = tl.load(balance_counts_ptr + e, mask=e < E, other=0).to(tl.float32)
     load = load / tl.maximum(tl.sum(load, 0), 1.0)
     balance = E * tl.sum(load * sums, 0) / tokens

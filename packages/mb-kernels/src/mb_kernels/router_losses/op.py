@@ -130,6 +130,12 @@ def _check_counts(
                 f"{name}: expected one count for each of {experts} experts; "
                 f"got shape {tuple(numbers.shape)}."
             )
+    kept = scalars["kept_slots"]
+    if kept is None:
+        raise ValueError(
+            "kept_slots: expected how many slots an expert computes; got None. Pass "
+            "bins.offsets_E1[-1]."
+        )
     for name, scalar in scalars.items():
         if scalar is not None and not isinstance(scalar, Tensor):
             raise ValueError(
@@ -139,8 +145,6 @@ def _check_counts(
         if scalar is not None and scalar.numel() != 1:
             raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
     checks.require_device("logits_TE", logits_TE, **scalars)
-    kept = scalars["kept_slots"]
-    assert kept is not None
     checks.require_indices("logits_TE", logits_TE, **counts, kept_slots=kept)
 
 

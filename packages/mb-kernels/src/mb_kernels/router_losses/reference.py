@@ -89,14 +89,17 @@ def _shares(logits_TE: Tensor) -> Tensor:
 
 
 def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float | None) -> Tensor:
-    """What sums over tokens are divided by, a scalar in their dtype; 1 for no token."""
+    """What sums over tokens are divided by, a scalar in their dtype; 1 for no token.
+
+    What is no number of tokens divides as it is, for a NaN in the loss is seen.
+    """
     if num_tokens is None:
         num_tokens = logits_TE.shape[0] if mask_T is None else mask_T.sum()
     if not isinstance(num_tokens, Tensor):
         num_tokens = torch.full(
             (), num_tokens, dtype=wide_dtype(logits_TE), device=logits_TE.device
         )
-    return torch.where(num_tokens > 0, num_tokens, 1).reshape(()).to(wide_dtype(logits_TE))
+    return torch.where(num_tokens == 0, 1, num_tokens).reshape(()).to(wide_dtype(logits_TE))
 
 
 def router_losses_backward(

@@ -354,7 +354,7 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         for gradient in (True, False):
             cross_entropy.losses_and_gradients(logits, labels, weights, gradient=gradient)
         cross_entropy.row_statistics(logits, labels, 1000)
-        cross_entropy.row_gradients(logits, labels, weights, weights, 1000)
+        cross_entropy.row_gradients(logits, labels, weights, weights, weights, 1000)
 
     def exchanged() -> None:
         layout = Layout(ranks=8, tokens=16384, hidden=7168, words=16, dtype=_BF16)

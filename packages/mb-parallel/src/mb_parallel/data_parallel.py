@@ -100,9 +100,8 @@ def apply_data_parallel(
             the ranks take the first one's weights, frozen ones too, but not its buffers, and
             computing in `compute_dtype` is left to the model, as in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
-            however they are nested; lists and dicts that they are given are copies then. False for
-            a model that chooses dtypes by itself: then weights of a loss, tables of positions and
-            an fp32 residual stream keep their dtypes.
+            however they are nested. False for a model that chooses dtypes by itself: then weights
+            of a loss, tables of positions and an fp32 residual stream keep their dtypes.
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one

@@ -1453,6 +1453,30 @@ def test_weights_of_two_dtypes_in_a_unit_are_refused_by_name():
         assert grads == {torch.float32, torch.bfloat16}
 
 
+def uncut(rank, world_size):
+    """Gradients beside a scale of no axis and a weight of no number, in the stages that take it."""
+    mesh, found = ParallelDims(dp_shard=world_size).build("cpu"), []
+    for size, trains in (((), True), ((), False), ((0, WIDTH), True), ((0, WIDTH), False)):
+        for zero_stage in (0, 1, 3):
+            model = nn.Linear(WIDTH, 1)
+            nn.init.ones_(model.weight)
+            model.other = nn.Parameter(torch.ones(size), requires_grad=trains)
+            taken = zero_stage == 0 or not (trains or size == ())
+            says = f"zero_stage {zero_stage} can cut, got other of"
+            with nullcontext() if taken else pytest.raises(ValueError, match=says):
+                apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+            if taken:
+                model(torch.ones(1, WIDTH)).sum().backward()
+                found.append(full(model.weight.grad))
+    return found
+
+
+def test_parameters_that_cannot_be_cut_are_refused_at_the_start():
+    for grads in run_ranks(uncut, 2):
+        assert len(grads) == 6
+        assert all(bool((grad == 2).all()) for grad in grads)
+
+
 def half_precision_experts(rank, world_size, ep):
     """Two steps of experts in bf16 on one copy of them (ep = world) or two: weights at the end."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=ep).build("cpu")

@@ -213,7 +213,7 @@ def _writable(given: Any) -> Iterator[Any]:
 def _entries(given: Any) -> list[Any]:
     if isinstance(given, list):
         return [*given]
-    return [getattr(given, field.name) for field in fields(given)]
+    return [getattr(given, field.name, None) for field in fields(given)]
 
 
 class _SameParameters:

@@ -335,29 +335,34 @@ LAYERS = {
 }
 
 
-def _whole_layer(more: dict[str, Any], x_BSD: torch.Tensor, dy_BSD: torch.Tensor) -> list[Any]:
+def _whole_layer(
+    more: dict[str, Any], x_BSD: torch.Tensor, dy_BSD: torch.Tensor, mask_BS: torch.Tensor | None
+) -> list[Any]:
     torch.manual_seed(3)
     config = _config(**more)
     layer = (dMoE if config.capacity_factor is None else MoE)(config)
     x_BSD = x_BSD.clone().requires_grad_()
-    output = layer(x_BSD)
+    output = layer(x_BSD, mask=mask_BS)
     ((output.y * dy_BSD).sum() + output.aux_loss).backward()
     return [output, x_BSD.grad, layer.router.weight.grad]
 
 
-def _layer_in_parts(rank: int, ranks: int, ep: int) -> None:
+def _layer_in_parts(rank: int, ranks: int, ep: int, padded: bool) -> None:
     """Of three sequences, a part each: the same slots dropped, the same losses and gradients."""
     mesh = ParallelDims(dp_shard=ranks, cp=ranks, ep=ep).build("cpu")
     x, dy = torch.randn(2, 3, 4 * ranks, 8, generator=torch.Generator().manual_seed(2)).unbind()
     part = slice(4 * rank, 4 * rank + 4)
+    # The first sequence fills the first ranks' parts alone.
+    lengths = torch.tensor([3, 4 * ranks - 1, 4 * ranks])
+    mask = torch.arange(4 * ranks) < lengths[:, None] if padded else None
     for more in LAYERS.values():
-        wanted, dx, slope = _whole_layer(more, x, dy)
+        wanted, dx, slope = _whole_layer(more, x, dy, mask)
         torch.manual_seed(3)
         config = _config(**more)
         layer = (dMoE if config.capacity_factor is None else MoE)(config)
         parallelize_experts(layer, mesh, dispatcher="all_to_all")
         mine = x[:, part].clone().requires_grad_()
-        output = layer(mine)
+        output = layer(mine, mask=None if mask is None else mask[:, part])
         torch.testing.assert_close(output.y, wanted.y[:, part], rtol=1e-5, atol=1e-6)
         ((output.y * dy[:, part]).sum() + output.aux_loss / ranks).backward()
         torch.testing.assert_close(mine.grad, dx[:, part], rtol=1e-5, atol=1e-6)
@@ -370,6 +375,7 @@ def _layer_in_parts(rank: int, ranks: int, ep: int) -> None:
             assert 0 < wanted.metrics["dropped_fraction"] < 1
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)])
-def test_experts_see_the_micro_batch_of_one_process(ranks, ep):
-    run_ranks(_layer_in_parts, ranks, ep)
+def test_experts_see_the_micro_batch_of_one_process(ranks, ep, padded):
+    run_ranks(_layer_in_parts, ranks, ep, padded)

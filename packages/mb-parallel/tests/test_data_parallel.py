@@ -4,6 +4,7 @@ import gc
 import pickle
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 2, 4, 6, 7  # odd width: shards are uneven
@@ -1088,48 +1090,107 @@ def test_a_step_within_the_backward_pass_is_refused(zero_stage):
 
 
 class Collects(nn.Module):
-    """Blocks that put losses of theirs into a list."""
+    """Blocks that put losses of theirs where the model finds them."""
 
-    def __init__(self):
+    def __init__(self, how):
         super().__init__()
+        self.how = how
         self.blocks = nn.ModuleList(Collecting(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x):
-        found = []
+        found = {
+            "list": [], "nested": {"losses": ([],)}, "replaced": [x.sum()], "field": Losses(),
+            "popped": [x.sum(), x.sum()],
+        }[self.how]  # fmt: skip
         for block in self.blocks:
-            x = block(x, found=found)
-        return sum(found)
+            x = block(x, found=found, how=self.how)
+        if self.how == "field":
+            return found.total
+        return sum(found["losses"][0] if self.how == "nested" else found, x.sum())
+
+
+@dataclass
+class Losses:
+    total: torch.Tensor | float = 0.0
 
 
 class Collecting(nn.Linear):
-    def forward(self, x, found):
+    def forward(self, x, found, how):
         y = super().forward(x)
-        found.append(y.square().sum())
+        loss = y.square().sum()
+        if how == "field":
+            found.total = found.total + loss
+        elif how == "replaced":
+            found[0] = found[0] + loss
+        elif how == "popped":
+            y = y * found.pop()
+        else:
+            (found["losses"][0] if how == "nested" else found).append(loss)
         return y
 
 
-def collects(rank, world_size):
-    """The gradient of losses that blocks put into a list, where their arguments are not cast."""
+def collects(rank, world_size, how):
+    """The gradient of losses that blocks put where they are told, where FSDP2 makes no copies."""
     mesh = ParallelDims(dp_shard=world_size).build("cpu")
-    models, x = [], torch.full((1, WIDTH), rank + 1.0)
-    for zero_stage, cast in ((2, True), (2, False), (0, True)):
+    x = torch.full((1, WIDTH), rank + 1.0)
+
+    def collecting(zero_stage, cast):
         torch.manual_seed(2)
-        models.append(model := Collects())
-        apply_data_parallel(
-            model, mesh, blocks=model.blocks, zero_stage=zero_stage, cast_inputs=cast
-        )
-    with pytest.raises(ValueError, match="got a Collecting that appends to a list it is given"):
-        models[0](x)
-    grads = []
-    for model in models[1:]:
+        model, blocks = Collects(how), {"cast_inputs": cast, "zero_stage": zero_stage}
+        apply_data_parallel(model, mesh, blocks=model.blocks, **blocks)
+        return model
+
+    kind = {"field": "Losses"}.get(how, "list")
+    with pytest.raises(ValueError, match=f"got a Collecting that writes into a {kind} it is given"):
+        collecting(2, True)(x)
+    models = [collecting(2, False), collecting(0, True)]  # joined blocks, of which one has copies
+    for model in models:
         model(x).backward()
-        grads.append(full(model.blocks[0].weight.grad))
-    return grads
+    # Each by itself has one, as soon as a tensor with a gradient is in there.
+    with mock.patch("mb_parallel.fsdp_units._JOINED", 1):
+        apart = collecting(2, False)
+    if how == "popped":
+        apart(x).backward()
+        models.append(apart)
+    else:
+        with pytest.raises(ValueError, match="got a Collecting that writes into"):
+            apart(x)
+    return [full(model.blocks[0].weight.grad) for model in models]
 
 
-def test_what_blocks_append_to_a_list_is_there_or_refused():
-    for sharded, replicated in run_ranks(collects, 2):
-        torch.testing.assert_close(sharded, replicated)
+@pytest.mark.parametrize("how", ["list", "nested", "replaced", "popped", "field"])
+def test_what_blocks_write_into_what_they_are_given_is_there_or_refused(how):
+    for found in run_ranks(collects, 2, how):
+        for grad in found[1:]:
+            torch.testing.assert_close(grad, found[0])
+
+
+def averages(rank, world_size, zero_stage, ep):
+    """Weights of an average that was made before the model was sharded, and its loss."""
+    mesh = ParallelDims.for_world(world_size, ep=ep).build("cpu")
+    model = build()
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.6))
+    for one in (model, average.module):
+        parallelize_experts(one, mesh)
+        apply_data_parallel(one, mesh, blocks=list(one)[:2], zero_stage=zero_stage)
+    optimizer = AdamW(model.parameters(), lr=0.03)
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).chunk(world_size)[rank]
+    for _ in range(3):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        with torch.no_grad():
+            loss = mesh.all_reduce(average(x).square().sum(), "dp")
+        average.train()
+    return [loss, *map(full, average.module.parameters())]
+
+
+def test_an_average_made_before_is_that_of_one_process():
+    expected = run_ranks(averages, 1, 0, 1)[0]
+    for zero_stage in range(4):
+        for found in run_ranks(averages, 2, zero_stage, 1 + zero_stage % 2):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def keeps_marks(rank, world_size):
@@ -1390,6 +1451,30 @@ def test_weights_of_two_dtypes_in_a_unit_are_refused_by_name():
         assert "torch.bfloat16 and torch.float32 in Block" in said
         assert "keep_fp32" in said
         assert grads == {torch.float32, torch.bfloat16}
+
+
+def uncut(rank, world_size):
+    """Gradients beside a scale of no axis and a weight of no number, in the stages that take it."""
+    mesh, found = ParallelDims(dp_shard=world_size).build("cpu"), []
+    for size, trains in (((), True), ((), False), ((0, WIDTH), True), ((0, WIDTH), False)):
+        for zero_stage in (0, 1, 3):
+            model = nn.Linear(WIDTH, 1)
+            nn.init.ones_(model.weight)
+            model.other = nn.Parameter(torch.ones(size), requires_grad=trains)
+            taken = zero_stage == 0 or not (trains or size == ())
+            says = f"zero_stage {zero_stage} can cut, got other of"
+            with nullcontext() if taken else pytest.raises(ValueError, match=says):
+                apply_data_parallel(model, mesh, blocks=[], zero_stage=zero_stage)
+            if taken:
+                model(torch.ones(1, WIDTH)).sum().backward()
+                found.append(full(model.weight.grad))
+    return found
+
+
+def test_parameters_that_cannot_be_cut_are_refused_at_the_start():
+    for grads in run_ranks(uncut, 2):
+        assert len(grads) == 6
+        assert all(bool((grad == 2).all()) for grad in grads)
 
 
 def half_precision_experts(rank, world_size, ep):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import queue
 import re
 import runpy
 import socket
@@ -368,6 +369,17 @@ def test_a_port_that_is_taken_and_ranks_that_do_not_come_are_told(monkeypatch):
         error = told()
     assert "1/2 clients joined" in error
     assert "a rank did not start within the timeout" in error
+
+
+def test_a_wait_without_an_end_is_told_as_one(monkeypatch):
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mb_parallel.world._PATIENCE_S", 0.0)
+    told: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(warnings, "warn", lambda message, *_, **__: told.put(message))
+    with world._waiting_told(2, 0, math.inf):
+        message = told.get(timeout=60)
+    assert "come to first:1, and does so without an end: look for ranks" in message
 
 
 def _sums(rank, world_size):

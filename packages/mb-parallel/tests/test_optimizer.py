@@ -657,6 +657,21 @@ def test_vectors_do_not_decay_stacked_or_not():
     assert {names[p] for g in muon for p in g["params"]} == set(decays) - {names[p] for p in ends}
 
 
+def test_what_torch_convolves_or_looks_up_is_no_matrix_of_muons():
+    """Of a kernel [out, in, 3, 3] each 3 x 3 taps would be made orthogonal for themselves."""
+    model = nn.ModuleList(
+        [nn.Conv1d(4, 4, 3, groups=4), nn.Conv2d(2, 4, 3), nn.ConvTranspose3d(2, 4, 1)]
+    )
+    model += [nn.EmbeddingBag(5, 4), nn.Linear(4, 2), nn.Bilinear(2, 3, 4)]
+    *muon, matrices, vectors = muon_groups(model, 0.1)
+    assert [p for group in muon for p in group["params"]] == [model[4].weight, model[5].weight]
+    assert matrices["params"] == [module.weight for module in model[:4]]
+    assert all(p.ndim == 1 for p in vectors["params"])
+    # An instance of another kind than these is not asked: its module is named.
+    *_, matrices, _ = muon_groups(model, 0.1, heads=[model[5]])
+    assert model[5].weight in set(matrices["params"])
+
+
 def test_matrices_that_share_a_weight_are_orthogonalised_apart():
     """Gate and up of experts, and rows that take turns, move as weights of their own would."""
     weights = [(3, 8, 6), (12, 6), (10, 6)]

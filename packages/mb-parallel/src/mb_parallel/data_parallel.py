@@ -100,9 +100,8 @@ def apply_data_parallel(
             the ranks take the first one's weights, frozen ones too, but not its buffers, and
             computing in `compute_dtype` is left to the model, as in one process.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
-            however they are nested; lists and dicts that they are given are copies then. False for
-            a model that chooses dtypes by itself: then weights of a loss, tables of positions and
-            an fp32 residual stream keep their dtypes.
+            however they are nested. False for a model that chooses dtypes by itself: then weights
+            of a loss, tables of positions and an fp32 residual stream keep their dtypes.
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
@@ -111,8 +110,8 @@ def apply_data_parallel(
             of other sizes than in an earlier call for the model, a model that is sharded already or
             has replicas, one in a wrapper such as DistributedDataParallel, parameters of several
             dtypes that train in one unit, in stage 0 DTensors over data-parallel ranks or weights
-            on the meta device, or experts with working copies or, where ep, cp or tp > 1, without
-            `parallelize_experts`.
+            on the meta device, in the others parameters of no axis or no number, or experts with
+            working copies or, where ep, cp or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -222,6 +221,14 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
                     "Expected weights, which the ranks take from the first one, got the meta "
                     f"device's {name}. Call to_empty and draw them first, or take zero_stage 1, 2 "
                     "or 3, with which the ranks' seeds have to be the same."
+                )
+    else:
+        for name, parameter in model.named_parameters():  # torch says so in the middle, or later
+            if parameter.ndim == 0 or (parameter.requires_grad and not parameter.numel()):
+                raise ValueError(
+                    f"Expected parameters that zero_stage {zero_stage} can cut, got {name} of "
+                    f"{tuple(parameter.shape)}. Give it an axis, and a number at least, or take "
+                    "zero_stage 0."
                 )
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     trained = [p for module in experts for p in module.parameters() if p.requires_grad]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -140,11 +141,11 @@ def _shard(
         for group in groups_of(unit[0]):
             group.post_backward = _SameParameters(group)
     look, follow = _Reentrant(), functools.partial(_follow_frozen, unit[0])
-    policy, lists = options["mp_policy"], _Lists()
+    copies = _Copies()
     for module in unit:
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            module.register_forward_pre_hook(lists.before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(lists.after, with_kwargs=True)
+        module.register_forward_pre_hook(copies.ahead, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(copies.behind, with_kwargs=True)
+        module.register_forward_hook(copies.after)
         module.register_forward_pre_hook(look, prepend=True)
         module.register_forward_pre_hook(follow, prepend=True)
 
@@ -155,38 +156,64 @@ def _follow_frozen(unit: Any, *_: Any) -> None:
         keep_frozen(unit, trains=torch.is_grad_enabled())
 
 
-class _Lists:
-    """Hooks of the modules of a unit: refuse that one appends to a list that it is given.
+class _Copies:
+    """Hooks of the modules of a unit: refuse that one writes into a copy of what it is given.
 
-    Where FSDP2 casts inputs it gives modules copies of lists and dicts, so that the caller would
-    find nothing: a loss that blocks put into a list would not train. What is new in a dict is lost
-    as well, but many a model writes there what it alone reads.
+    FSDP2 gives modules copies of lists, dicts and dataclasses where it casts inputs, and else of
+    those that hold a tensor with a gradient. The caller would find nothing of what is written
+    there: a loss that blocks put into a list would not train, and what one takes out of it would be
+    there for the next. Of dicts this is not refused: many a model writes there what it alone reads.
     """
 
     def __init__(self) -> None:
-        self._before: dict[nn.Module, list[int]] = {}
+        self._callers: dict[nn.Module, list[Any]] = {}
+        self._copies: dict[nn.Module, list[tuple[Any, list[Any]]]] = {}
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def ahead(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A hook before FSDP2's, which makes copies."""
         if not torch.compiler.is_compiling():
-            self._before[module] = _lengths(args, kwargs)
+            self._callers[module] = list(_writable((args, kwargs)))
 
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def behind(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A hook after it, before forward."""
         if torch.compiler.is_compiling():
             return
-        lengths = zip(_lengths(args, kwargs), self._before.pop(module, []), strict=False)
-        if any(now > before for now, before in lengths):
-            name = type(module).__name__.removeprefix("FSDP")
-            raise ValueError(
-                f"Expected modules that return what they compute, got a {name} that appends to a "
-                "list it is given: FSDP2 gives it a copy, as it casts inputs, and the caller would "
-                "find nothing. Return it, or in stages 1 and 2 pass cast_inputs=False to "
-                "apply_data_parallel."
-            )
+        callers = self._callers.pop(module, [])
+        known = set(map(id, callers))
+        copies = (given for given in _writable((args, kwargs)) if id(given) not in known)
+        self._copies[module] = [(copy, _entries(copy)) for copy in copies]
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        """A hook after forward."""
+        if torch.compiler.is_compiling():
+            return
+        for copy, before in self._copies.pop(module, []):
+            if list(map(id, _entries(copy))) != list(map(id, before)):
+                name = type(module).__name__.removeprefix("FSDP")
+                raise ValueError(
+                    f"Expected modules that return what they compute, got a {name} that writes "
+                    f"into a {type(copy).__name__} it is given: FSDP2 gives it a copy, and the "
+                    "caller would find nothing of it. Return it, or take zero_stage 0."
+                )
 
 
-def _lengths(args: Iterable[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Of the lists among the arguments, in their order."""
-    return [len(given) for given in (*args, *kwargs.values()) if isinstance(given, list)]
+def _writable(given: Any) -> Iterator[Any]:
+    """The lists and dataclasses in what a module is given, however nested."""
+    if isinstance(given, list) or (is_dataclass(given) and not isinstance(given, type)):
+        yield given
+        within = _entries(given)
+    elif isinstance(given, tuple | dict):
+        within = given.values() if isinstance(given, dict) else given
+    else:
+        return
+    for inner in within:
+        yield from _writable(inner)
+
+
+def _entries(given: Any) -> list[Any]:
+    if isinstance(given, list):
+        return [*given]
+    return [getattr(given, field.name, None) for field in fields(given)]
 
 
 class _SameParameters:

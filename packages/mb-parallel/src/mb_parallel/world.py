@@ -132,10 +132,11 @@ def _waiting_told(ranks: int, here: int, timeout_s: float) -> Generator[None]:
     """Within it this rank waits for the others, which may have ended: warn if that is long."""
 
     def tell() -> None:
+        until = "without an end" if timeout_s > _LONGEST_S else f"for {timeout_s:g} s at most"
         warnings.warn(
             f"rank {here} of {ranks} has waited {_PATIENCE_S:g} s for the others to come to "
-            f"{_meeting_point()}, and does so for {timeout_s:g} s at most: look for ranks that "
-            "ended, or were not started",
+            f"{_meeting_point()}, and does so {until}: look for ranks that ended, or were not "
+            "started",
             RuntimeWarning,
             stacklevel=2,
         )

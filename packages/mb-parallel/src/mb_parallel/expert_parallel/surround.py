@@ -73,6 +73,8 @@ def surround(
             layer.eval_dispatcher = around(moves, config.eval_capacity_factor)
     if split_over > 1:
         layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
+    if mesh.cp_size > 1:
+        layer.register_forward_pre_hook(_count_valid(mesh), with_kwargs=True)
     # The loss of a micro-batch is the mean of its parts', each with the load of all. Over tp ranks
     # it is taken here, over data-parallel ones by whoever adds up their losses.
     axes = []
@@ -115,6 +117,22 @@ def _count_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, A
     for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
         if isinstance(dispatcher, GlobalCapacity):
             dispatcher.sequences = math.prod(x.shape[:-2])
+
+
+def _count_valid(mesh: ParallelMesh) -> Callable[..., Any]:
+    """A hook before forward: gives a layer with a mask its `valid_tokens`, a mean over cp ranks.
+
+    Of padding they have unequal shares, and their losses are averaged.
+    """
+
+    def hook(layer: MoELayer, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("mask")
+        if not isinstance(mask, Tensor) or kwargs.get("valid_tokens") is not None:
+            return None
+        valid_tokens = mesh.all_reduce(mask.count_nonzero(), "cp") / mesh.cp_size
+        return args, {**kwargs, "valid_tokens": valid_tokens}
+
+    return hook
 
 
 def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:

@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from mb_parallel.arguments import at_least_0, one_module, several
 from mb_parallel.gradient_sync import free_gathered
 
+# Tables of rows, and kernels: the last two axes of a kernel are its taps, no map.
+_NO_MATRICES = (
+    nn.Embedding, nn.EmbeddingBag,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors do not: biases, norms, and stacked biases [E, F] of experts too.
@@ -42,11 +49,13 @@ def muon_groups(
     heads: Iterable[nn.Module] = (),
     fused: Mapping[Tensor, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Groups for `Muon`: the matrices inside the model. Embeddings, heads and vectors take AdamW.
+    """Groups for `Muon`: the matrices inside the model.
 
-    The weights of an `nn.Embedding`, and of a head tied to it, are recognised; name heads with a
-    weight of their own in `heads`. Gate and up of gated experts are taken as two matrices; name
-    other weights that hold several in `fused`, with their rows as `Muon` expects them.
+    Embeddings, heads, convolutions and vectors take AdamW. torch's modules of the first and third
+    kind are recognised, and a head tied to an embedding; name heads with a weight of their own in
+    `heads`, and modules of yours that convolve. A weight of more axes is a stack of matrices. Gate
+    and up of gated experts are taken as two matrices; name other weights that hold several in
+    `fused`, with their rows as `Muon` expects them.
 
     Raises:
         ValueError: a weight in `fused` that is no parameter of the model, one module instead of
@@ -60,8 +69,8 @@ def muon_groups(
             "Expected fused by parameters of the model, got another tensor or a name. Look the "
             "parameters up after what replaces them: parallelize_tensors, apply_data_parallel."
         )
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ends = {id(p) for module in (*embeddings, *heads) for p in module.parameters()}
+    others = [module for module in model.modules() if isinstance(module, _NO_MATRICES)]
+    apart = {id(p) for module in (*others, *heads) for p in module.parameters()}
     rows = {id(parameter): parts for parameter, parts in fused.items()}
     for module in _stacks(model):
         w1 = dict(module.named_parameters(recurse=False)).get("w1")  # None under an adapter
@@ -69,7 +78,7 @@ def muon_groups(
             rows[id(w1)] = (w1.shape[-2] // 2,) * 2
     muon: dict[tuple[int, ...], list[Tensor]] = {}
     for p, axes in _with_axes(model):
-        if axes > 1 and id(p) not in ends:
+        if axes > 1 and id(p) not in apart:
             muon.setdefault(rows.get(id(p), ()), []).append(p)
     taken = {id(p) for ps in muon.values() for p in ps}
     about = {"decays": True, "weight_decay": weight_decay, "muon": True}

@@ -84,10 +84,10 @@ class Pipeline:
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
             ZeRO stage 3, working copies, two streams, what torch.compile returned or, before torch
-            2.13, modules compiled in place with a zero-bubble schedule, streams for another number
-            of borders, arguments that differ between the ranks, or tied parameters that do not
-            exist, differ in size or dtype, of which only some are frozen, or with two names for one
-            stage.
+            2.13, modules compiled in place with a zero-bubble schedule (in the first step, if they
+            come in between), streams for another number of borders, arguments that differ between
+            the ranks, or tied parameters that do not exist, differ in size or dtype, of which only
+            some are frozen, or with two names for one stage.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Pipeline:
         self.indices = stage_indices(
             schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
         )
-        self.stages, self.group = stages, pp.get_group()
+        self._mesh, self.stages, self.group = mesh, stages, pp.get_group()
         self.dp_size = mesh.dp_size
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
@@ -139,9 +139,7 @@ class Pipeline:
                 f"Expected streams for each of the {borders} borders between {self.num_stages} "
                 f"stages, got {streams}."
             )
-        if self.kind.in_halves:
-            with refused_alike(mesh, "pp"):  # for what may be in one rank's stages alone
-                _refuse_in_halves(schedule, stages, self.streams)
+        self._refuse_in_halves()
         self.tied = [
             TiedParameter(
                 self._by_stage(name, copies),
@@ -213,6 +211,8 @@ class Pipeline:
         shape = len(batches), self._shape(batches)
         if train not in self._schedules:
             check_same({"number": shape[0], "sizes": shape[1]}, "micro-batches", group=self.group)
+            if train:
+                self._refuse_in_halves()  # what has come since, such as working copies
         if train not in self._schedules or self._schedules[train][0] != shape:
             built = self._build(batches[0], len(batches), train=train)
             self._schedules[train] = shape, *built
@@ -226,6 +226,12 @@ class Pipeline:
         target = numbers if train and self._stage(-1) is not None else None
         schedule.step(*inputs, target=target, return_outputs=False)
         return passing
+
+    def _refuse_in_halves(self) -> None:
+        """Raise ValueError for stages whose backward passes the schedule cannot take apart."""
+        if self.kind.in_halves:
+            with refused_alike(self._mesh, "pp"):  # for what may be in one rank's stages alone
+                _refuse_in_halves(self.schedule, self.stages, self.streams)
 
     def _checked(self, batches: Iterable[Batch]) -> list[Batch]:
         """`batches`, which have what travels here and are of one shape."""

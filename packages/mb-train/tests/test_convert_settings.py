@@ -151,6 +151,12 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
         ("llama4_text", {"attention_bias": True}, "attention_bias of"),
+        ("llama4_text", {"rope_parameters": {**YARN}}, "with use_qk_norm, which in its class"),
+        (
+            "llama4_text",
+            {"rope_parameters": {**LONG, "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}},
+            "with use_qk_norm, which in its class",
+        ),
         ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers of .* each of 4 layers"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "to be chunked_attention or"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),

@@ -17,7 +17,7 @@ oldest: ## tests that depend on torch's internals, with the oldest supported tor
 newest: ## those, the kernels' tests and the compile gate, with the newest torch
 	python3 tools/other_torch.py newest
 bench:  ## every package's benchmarks (needs a GPU)
-	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
+	failed=0; for b in packages/*/benchmarks/run.py; do uv run python $$b || failed=1; done; exit $$failed
 docs:   ## the documentation as pages in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 uv run --only-group docs mkdocs build --strict
 lock:   ## resolve anew, keeping versions, and strip every address from uv.lock

@@ -116,7 +116,7 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
             "Expected a checkpoint in nowhere, found none.",
         ),
         ("--split 0,100,0", "Expected documents to train on, got none"),
-        ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
+        ("--global-batch-size 3", "to be a multiple of --micro-batch-size"),
         ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),
         ("--tokenizer nonesuch", "nonesuch"),
         (

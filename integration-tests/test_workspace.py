@@ -1,6 +1,7 @@
 """Promises of the repository itself: the lock, the arrows between packages, the READMEs."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -44,6 +45,23 @@ def test_stripping_keeps_versions_and_drops_addresses(tmp_path: Path) -> None:
         '[[package]]\nname = "a"\nversion = "1.2"\nsource = { registry = "." }\n\n'
         "[package.metadata]\nrequires-dist = []\n"
     )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_benchmark_that_fails_fails_them_all_at_the_end(tmp_path: Path) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text('#!/bin/sh\necho "ran $3"\n[ "$3" != packages/mb-kernels/benchmarks/run.py ]\n')
+    uv.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        ["make", "bench"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
+    assert result.returncode != 0
+    assert result.stdout.count("ran packages/") == len(MEMBERS)
 
 
 def test_import_arrows_point_one_way() -> None:

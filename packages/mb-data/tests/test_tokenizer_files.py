@@ -438,6 +438,11 @@ def test_pickles_to_an_equal(name, request, tmp_path, small_bpe):
             b'{"model": {"type": "BPE"}, "added_tokens": 5}',
             'added token 5 lacks its "id" or "content"',
         ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            "expected a vocabulary, got one of no tokens",
+        ),
         ("tokenizer.model", b"what", "not a SentencePiece model"),
         ("vocab.txt", b"\xff\xfe", "not a vocabulary"),
         ("vocab.bin", b"", r"expected a \.json, \.model, "),
@@ -446,6 +451,8 @@ def test_pickles_to_an_equal(name, request, tmp_path, small_bpe):
 def test_files_that_are_no_vocabulary(tmp_path, name, content, message):
     if name.endswith(".model"):
         pytest.importorskip("sentencepiece")
+    if b'"vocab"' in content:
+        pytest.importorskip("tokenizers")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_tokenizer(tmp_path / name)

@@ -59,7 +59,7 @@ def test_defaults_derive_from_sizes():
         ({"max_position_embeddings": 4}, "--max-position-embeddings of at least --seq-length"),
         ({"train_iters": None}, "one of --train-iters and --train-samples, got neither"),
         ({"train_samples": 4}, "one of --train-iters and --train-samples, got both"),
-        ({"global_batch_size": 3}, "micro batch x data-parallel ranks = 2 x 1 = 2, got 3"),
+        ({"global_batch_size": 3}, "to be a multiple of --micro-batch-size 2, got 3"),
         ({"min_lr": 1.0}, "--min-lr of at most --lr 0.001, got 1.0"),
         ({"lr_decay_samples": 8}, "in the unit of --train-iters, got --lr-decay-samples"),
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "one kind of warm-up"),

@@ -52,6 +52,7 @@ BESIDE = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128},
     "exaone4": {"sliding_window_pattern": 33}, "lfm2_moe": {"layer_types": ["conv"] * 32},
+    "qwen3_omni_moe_text": {"num_attention_heads": 32},
 }  # fmt: skip
 
 
@@ -150,7 +151,14 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of"),
         ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        ("llama", {"head_dim": 1}, "turn, got 1"),
         ("llama4_text", {"attention_bias": True}, "attention_bias of"),
+        ("llama4_text", {"rope_parameters": {**YARN}}, "with use_qk_norm, which in its class"),
+        (
+            "llama4_text",
+            {"rope_parameters": {**LONG, "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}},
+            "with use_qk_norm, which in its class",
+        ),
         ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers of .* each of 4 layers"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "to be chunked_attention or"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),

@@ -74,6 +74,7 @@ def test_the_other_length_of_training_overrules_a_recipe():
         ),
         (["model.d_model=8"], "Unknown argument model.d_model=8. Settings are flags here"),
         (["--block_size=8"], "--block_size cannot be honoured: say --seq-length"),
+        (["--seed", "1", ""], "Unknown argument ''. It is empty, as a variable in quotes"),
         (["--bf16", "true"], "Unknown argument true. --bf16 takes no value."),
         (["true", "--seed", "1", "true", "--bf16"], "Unknown argument true. See --help"),
         (["--bf16=true"], "^--bf16/--no-bf16 takes no value, got 'true'"),

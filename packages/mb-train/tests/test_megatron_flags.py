@@ -145,6 +145,10 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--num-layers 5 --moe-layer-freq [0,1]*2", r"--moe-layer-freq to be of --num-layers 5"),
+        ("--moe-layer-freq [1]*1000000000000", "at most 10,000 layers of a list"),
+        ("--moe-layer-freq ([1]*10000)*10000", "at most 10,000 layers of a list"),
+        ("--no-rope-freq [0]*6000+[1]*6000", "at most 10,000 layers of a list"),
+        ("--num-layers 1000000000000 --hybrid-mlp-ratio 0.5", "at most 10,000 layers of a list"),
         ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
         (
             "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -534,6 +538,7 @@ def test_older_spellings_mean_what_they_meant():
             "--num-layers 2 --hybrid-attention-ratio 0.0 --hybrid-override-pattern M*",
             {"hybrid_layer_pattern": "M*", "num_layers": 2},
         ),
+        ("--num-layers 2 --hybrid-attention-ratio 0.0 --hybrid-mlp-ratio=0", {"num_layers": 2}),
         (
             "--num-layers 4 --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
             {"hybrid_layer_pattern": "MMMM", "num_layers": 4},

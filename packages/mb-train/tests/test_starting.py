@@ -124,6 +124,11 @@ def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
         (["--train-iters", "9"], "was 2 steps until now, and is 9 steps from here on"),
         (["--save-interval", "9"], None),
         ([], None),
+        (
+            ["--make-vocab-size-divisible-by", "100"],
+            "no effect on the checkpoint's vocabulary, of 512 rows: --make-vocab-size-divisible-by",
+        ),
+        (["--make-vocab-size-divisible-by", "128"], None),
     ],
 )
 def test_going_on_otherwise_is_said(finished, words, says):

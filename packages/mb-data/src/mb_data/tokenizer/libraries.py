@@ -150,6 +150,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         known = engine.get_vocab(with_added_tokens=True)
         self._renumbered = {i: added[t] for t, i in known.items() if added.get(t, i) != i}
         known = {text: self._renumbered.get(i, i) for text, i in known.items()}
+        if not known:
+            raise ValueError(f"{name}: expected a vocabulary, got one of no tokens")
         base = max([*known.values(), *added.values()]) + 1
         self.extra_ids = tuple(range(base, base + num_extra_ids))
         if not num_extra_ids:  # those that the file has, as T5's do, in whatever order

@@ -238,9 +238,14 @@ class TrainingFields:
         per_pass = whole(self.micro_batch_size) * data_parallel
         size = self.global_batch_size or per_pass
         if size % per_pass:
+            multiple = f"--micro-batch-size {self.micro_batch_size}"
+            if data_parallel > 1:  # of more ranks than these, too, it has to be
+                multiple = (
+                    f"micro batch x data-parallel ranks = {self.micro_batch_size} x "
+                    f"{data_parallel} = {per_pass}"
+                )
             raise ValueError(
-                f"Expected --global-batch-size to be a multiple of micro batch x data-parallel "
-                f"ranks = {self.micro_batch_size} x {data_parallel} = {per_pass}, got {size}. "
+                f"Expected --global-batch-size to be a multiple of {multiple}, got {size}. "
                 "Lower --micro-batch-size, or change the global batch."
             )
         return size

@@ -44,6 +44,7 @@ from mb_train.folder.run_folder import checkpoint_in
 
 # What launchers of other programs hand over without a flag.
 _WORDS = {
+    "": "It is empty, as a variable in quotes that is not set.",
     r".*\.(yaml|yml|json|toml)": "A file of settings is given to --config, and is TOML.",
     r".*\.py": "python -m mb_train stands in place of a script.",
     r"[\w.+/]+=.*": "Settings are flags here: --key value.",
@@ -110,7 +111,7 @@ def parse(
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
         hint = _about_word(unknown[0], argv, parser) or nearest(unknown[0], commands)
-        raise UsageError(f"Unknown argument {unknown[0]}.{hint}")
+        raise UsageError(f"Unknown argument {unknown[0] or repr('')}.{hint}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
     values = vars(namespace)

@@ -29,8 +29,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
     Raises:
         ValueError: experts in no layer; states in others than all but every n-th; lists of
-            something else, or of other layers than `--num-layers`; a window that reaches behind a
-            token.
+            something else, of other layers than `--num-layers` or of very many; a window that
+            reaches behind a token.
     """
     found, replaced = list(words), set()
     for place in reversed(range(len(found))):
@@ -52,7 +52,11 @@ def counted(words: Sequence[str]) -> list[str]:
     """The command line with a letter for each layer and their number, of layers that are halves.
 
     From shares of layers and their number Core makes a pattern, and so from the --spec of its stack
-    of such layers alone. What says no more than the pattern is left out.
+    of such layers alone; shares of 0 alone say nothing there. What says no more than the pattern is
+    left out.
+
+    Raises:
+        ValueError: shares of very many layers.
     """
     found = list(words)
     for place, word in reversed(list(enumerate(found[1:]))):
@@ -63,6 +67,9 @@ def counted(words: Sequence[str]) -> list[str]:
     stacks = [place for place, (name, *_) in enumerate(said)
               if name == "--spec" and found[place + 2 : place + 3] in _STACKS]  # fmt: skip
     shares = {name: value for name, _, value in said if name in _SHARES}
+    hybrid = patterns or stacks or "--is-hybrid-model" in words
+    if shares and not hybrid and all(map(_is_zero, shares.values())):  # its default, of a GPT
+        return [word for word in found if word.partition("=")[0] not in _SHARES]
     numbers = _number_of_layers(words)
     layers = int(numbers[0]) if numbers else len(patterns[-1]) if patterns else 0
     spread = pattern_of_shares(shares, layers) if shares or stacks else ""
@@ -79,12 +86,23 @@ def counted(words: Sequence[str]) -> list[str]:
     return found + more + ([] if numbers else [f"--num-layers={len(pattern)}"])
 
 
+def _is_zero(share: str) -> bool:
+    try:
+        return float(share) == 0
+    except ValueError:
+        return False
+
+
 def pattern_of_shares(shares: Mapping[str, str], layers: int) -> str:
     """Core's pattern of so many layers; "" of shares that are none.
 
     Attention stands evenly between layers of Mamba-2, which begin and end, then feed-forwards stand
     evenly among these, the last of them behind all.
+
+    Raises:
+        ValueError: more layers than a list may have.
     """
+    _check_most(layers)
     try:
         attention, feeds = (round(layers * float(shares.get(name, 0))) for name in _SHARES)
     except (ValueError, OverflowError):
@@ -172,6 +190,7 @@ def _window(text: str, _: Sequence[str]) -> list[str]:
     return [f"--window-size={sides[1]}"]
 
 
+_MOST = 10_000  # layers, and more than any model has
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _SHARES = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 # Core's own stacks of such layers, behind the module in --spec.
@@ -208,7 +227,7 @@ def _layers(text: str) -> list[int]:
     # Innermost parentheses first: a repeated group becomes the list it stands for.
     group = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
     while (match := group.search(text)) is not None:
-        inner = _sum(match[1]) * int(match[2] or 1)
+        inner = _repeated(_sum(match[1]), match[2])
         text = text[: match.start()] + str(inner).replace(" ", "") + text[match.end() :]
     return _sum(text)
 
@@ -219,5 +238,18 @@ def _sum(text: str) -> list[int]:
         match = re.fullmatch(r"\[((?:[01],?)*)\](?:\*(\d+))?", term)
         if match is None:
             return []
-        layers += [int(digit) for digit in match[1].replace(",", "")] * int(match[2] or 1)
+        layers += _repeated([int(digit) for digit in match[1].replace(",", "")], match[2])
+        _check_most(len(layers))
     return layers
+
+
+def _repeated(layers: list[int], times: str | None) -> list[int]:
+    number = int(times or 1)
+    _check_most(len(layers) * number)
+    return layers * min(number, _MOST)
+
+
+def _check_most(layers: int) -> None:
+    """Raise ValueError before a list of very many layers fills the memory."""
+    if layers > _MOST:
+        raise ValueError(f"Expected at most {_MOST:,} layers of a list or shares, got {layers:,}.")

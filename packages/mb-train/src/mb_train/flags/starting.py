@@ -57,8 +57,22 @@ def resolve_start(command: CommandLine) -> Resolved:
 
 def _with_remarks(command: CommandLine, run: Resolved) -> Resolved:
     remarks = [] if run.config.fp8_format is None else [_FP8]
-    notes = (*command.notes, *without_effect(command, run.config), *remarks, *run.notes)
+    idle = [*without_effect(command, run.config), *_rows_stay(run)]
+    notes = (*command.notes, *idle, *remarks, *run.notes)
     return dataclasses.replace(run, notes=notes)
+
+
+def _rows_stay(run: Resolved) -> list[str]:
+    """A remark on another padding of the vocabulary than the checkpoint's, which keeps its rows."""
+    if run.start is None:
+        return []
+    saved, multiple = run.start.saved, run.config.make_vocab_size_divisible_by
+    if TrainConfig(**saved.inherited()).make_vocab_size_divisible_by == multiple:
+        return []
+    return [
+        f"no effect on the checkpoint's vocabulary, of {saved.vocab_rows:,} rows: "
+        f"--make-vocab-size-divisible-by {multiple}"
+    ]
 
 
 def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:

@@ -90,6 +90,7 @@ class Architecture:
         # Of what is drawn later: the head of a classifier, routers of an upcycled model.
         drawn = {"init_method_std": settled.get("initializer_range", 0.02)}
         fields = drawn | self.fields(settled)
+        _check_turned(fields)
         if self.reads_behind:
             fields["mtp_num_layers"] = len(self.numbers_behind(config))
         return fields
@@ -122,6 +123,19 @@ class Architecture:
         settled = self.settled(config)
         layers = settled["num_hidden_layers"]
         return range(layers, layers + (settled[self.layers_behind] or 0))
+
+
+def _check_turned(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if what of each head turns is no number of pairs."""
+    width = fields.get("kv_channels")  # None of latent attention, which has a size for that part
+    if fields.get("position_embedding_type") != "rope" or width is None:
+        return
+    turned = int(width * fields["rotary_percent"])
+    if turned % 2 or not turned:
+        raise ValueError(
+            "Expected config.json to leave an even number of channels of a head, 2 or more, to "
+            f"turn, got {turned}: this model has something that ours lack."
+        )
 
 
 def copies_behind(numbers: Iterable[int], head: str) -> dict[str, str]:

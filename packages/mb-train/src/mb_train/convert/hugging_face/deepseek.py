@@ -50,7 +50,7 @@ V2_ALIASES = {"num_experts": "n_routed_experts"}
 def glm4_moe_fields(config: Json) -> dict[str, Any]:
     """Llama's with V3's experts; it may have biases as Qwen2, norms as Qwen3 and partial turns."""
     return (
-        partly_turned(decoder_fields(config))
+        decoder_fields(config)
         | v3_experts(config, config["first_k_dense_replace"])
         | {
             "add_qkv_bias": config["attention_bias"],
@@ -58,17 +58,6 @@ def glm4_moe_fields(config: Json) -> dict[str, Any]:
             "qk_layernorm_over": "head",
         }
     )
-
-
-def partly_turned(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a model that may turn a part of each head, if that is a number of pairs."""
-    turned = int(fields["kv_channels"] * fields["rotary_percent"])
-    if turned % 2 or not turned:
-        raise ValueError(
-            "Expected partial_rotary_factor of config.json to leave an even number of channels of "
-            f"a head, 2 or more, to turn, got {turned}: this model has something that ours lack."
-        )
-    return fields
 
 
 def glm4_moe_config(config: TrainConfig) -> dict[str, Any]:

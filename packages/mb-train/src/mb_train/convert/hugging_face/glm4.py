@@ -16,7 +16,6 @@ from mb_train.convert.hugging_face.decoder_rules import (
     gate_over_up,
     gate_over_up_back,
 )
-from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
 from mb_train.models.config import TransformerConfig
@@ -30,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
 
 def glm4_fields(config: Json) -> dict[str, Any]:
     """Llama's with these norms, which may have biases as Qwen2."""
-    return partly_turned(decoder_fields(config)) | {
+    return decoder_fields(config) | {
         "norm_placement": "both",
         "add_qkv_bias": config["attention_bias"],
     }

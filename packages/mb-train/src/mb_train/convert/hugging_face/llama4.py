@@ -50,7 +50,13 @@ _NAMES = ExpertNames("mlp.router", today={"router": "mlp.router"})
 def llama4_fields(config: Json) -> dict[str, Any]:
     """Fields of a `TrainConfig`."""
     turned, has = _turned(config), _with_experts(config)
-    fields = llama_fields(config) | {
+    decoder = llama_fields(config)
+    if config["use_qk_norm"] and _lengthened(decoder):
+        raise ValueError(
+            "Expected rotations of config.json that leave queries and keys as long as they are, "
+            "with use_qk_norm, which in its class comes behind them: ours comes before."
+        )
+    fields = decoder | {
         "ffn_hidden_size": config["intermediate_size_mlp"],
         "max_position_embeddings": _seen_alike(config, turned),
         "qk_l2_norm": bool(config["use_qk_norm"]),
@@ -72,6 +78,13 @@ def llama4_fields(config: Json) -> dict[str, Any]:
             "moe_shared_expert_intermediate_size": config["intermediate_size"],
         }
     )
+
+
+def _lengthened(fields: dict[str, Any]) -> bool:
+    """Whether rotations make queries and keys longer, see `models.rotary`."""
+    if fields.get("rope_type") == "yarn":
+        return fields["rotary_scaling_factor"] > 1 and fields["mscale"] != fields["mscale_all_dim"]
+    return fields.get("mscale", 1.0) != 1
 
 
 def _turned(config: Json) -> list[bool]:

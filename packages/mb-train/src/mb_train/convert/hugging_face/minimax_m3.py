@@ -21,7 +21,6 @@ from mb_train.convert.hugging_face.decoder_rules import (
     gate_over_up,
     gate_over_up_back,
 )
-from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import MINIMAX_M3, expert_rules
 from mb_train.convert.hugging_face.llama import decoder_fields, llama_config
 from mb_train.convert.hugging_face.qwen_next import around_one
@@ -47,7 +46,7 @@ def minimax_m3_fields(config: Json) -> dict[str, Any]:
            scoring_func=("sigmoid",), attention_output_gate=(False,))  # fmt: skip
     types_of_layers(config, SPARSE, FULL)
     # Files say swigluoai of the gate, its class silu, and both compute with the two numbers.
-    fields = partly_turned(decoder_fields(config, act=("silu", "swigluoai")))
+    fields = decoder_fields(config, act=("silu", "swigluoai"))
     alpha, limit = float(config["swiglu_alpha"]), float(config["swiglu_limit"])
     dense = _dense_layers(config)
     return (

@@ -23,6 +23,8 @@ from mb_train.models.config import TransformerConfig
 _TYPES, _PATTERN = "layers_block_type", "hybrid_override_pattern"
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 _BEFORE = {"mamba": "M", "attention": "*"}  # names of before
+# transformers' class takes this for a bound of steps, too; 0 has no logarithm, which it also takes.
+_NO_LEAST_STEP = 1e-12
 # What the class has for a setting that a file leaves out, sizes of the model apart.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
@@ -136,6 +138,7 @@ def nemotron_h_config(config: TrainConfig) -> dict[str, Any]:
             "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
         )  # fmt: skip
         found |= dict(zip(names_of_sizes, config.mamba_sizes, strict=True))
+        found["time_step_min"] = _NO_LEAST_STEP
     if config.moe_num_experts is None:
         return found
     return found | {

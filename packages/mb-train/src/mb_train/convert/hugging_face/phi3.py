@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules, gate_over_up
-from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import (
     LONG,
@@ -41,7 +40,7 @@ def phi3_fields(config: Json) -> dict[str, Any]:
     refuse(rope_of(config), rope_type=("default", LONG), type=("default", LONG))
     windows = window_fields(config, all_layers(config))
     dropout = {"hidden_dropout": config["resid_pdrop"]}
-    return partly_turned(decoder_fields(config)) | windows | dropout
+    return decoder_fields(config) | windows | dropout
 
 
 def short_texts(config: Json) -> Json:

@@ -24,7 +24,6 @@ from mb_train.config.layers import every_nth_full
 from mb_train.convert.grouped_rows import by_group, from_groups
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import attention_rules, decoder_rules
-from mb_train.convert.hugging_face.deepseek import partly_turned
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import (
     decoder_fields,
@@ -69,7 +68,7 @@ def qwen3_next_fields(config: Json) -> dict[str, Any]:
     experts |= {"moe_shared_expert_gate": bool(shared)}
     dense = experts["moe_first_k_dense"] >= config["num_hidden_layers"]
     return (
-        partly_turned(decoder_fields(config))
+        decoder_fields(config)
         | ({} if dense else experts)
         | {
             "experimental_attention_variant": "gated_delta_net",

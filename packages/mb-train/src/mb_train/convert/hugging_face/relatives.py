@@ -21,7 +21,6 @@ from mb_train.convert.hugging_face.deepseek import (
     LAYERS_BEHIND,
     glm4_moe_fields,
     latent_decoder,
-    partly_turned,
     v3_experts,
 )
 from mb_train.convert.hugging_face.experts import ExpertRules
@@ -190,7 +189,7 @@ def minimax_m2_fields(config: Json) -> dict[str, Any]:
     turned = config.get("rotary_dim")
     if turned is not None and "partial_rotary_factor" not in {**config, **rope_of(config)}:
         fields["rotary_percent"] = turned / fields["kv_channels"]
-    return partly_turned(fields) | {
+    return fields | {
         "qk_layernorm": True,
         "qk_layernorm_over": "width",
         "moe_num_experts": config["num_local_experts"],

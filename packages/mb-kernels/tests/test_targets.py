@@ -55,6 +55,17 @@ def test_the_gate_takes_the_cores_that_it_may_use(monkeypatch, capsys, tmp_path)
     assert "--workers: expected 1 or more, got 0" in capsys.readouterr().err
 
 
+def test_an_interrupted_gate_says_how_far_it_came(monkeypatch, capsys) -> None:
+    def build_all(jobs, *, workers):
+        yield gate.Build(*jobs[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate, "build_all", build_all)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    assert main(["--target", "sm90", "--module", "gate_kernels"]) == 130
+    assert re.fullmatch(r"Stopped after 1 of \d+ builds, .*\n", capsys.readouterr().err)
+
+
 def test_the_gate_compiles_the_case_that_needs_more_registers():
     plain, gated = (
         GateCase(name=name, kernel=None, signature={"x": "*bf16"}, constexprs={"ACTIVATION": kind})

@@ -292,7 +292,7 @@ def _pieces(rank, world_size):
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
     graphs = []
     stage.register_forward_hook(lambda _, __, output: graphs.append(torch.is_grad_enabled()))
-    pipeline.evaluate(*batches)  # what it reports may differ from a step's
+    pipeline.evaluate(batches)  # what it reports may differ from a step's
     assert graphs == [False] * 3
     with _refused("got metric 'late' [2] in torch.float32 instead of nothing in micro-batch 0"):
         pipeline.step(batches)
@@ -330,7 +330,7 @@ def _adds_up(rank, world_size):
         stage.zero_grad()
     for part in passes:
         pipeline.step(part)
-        pipeline.evaluate(*part)
+        pipeline.evaluate(part)
     for parameter, *parts in zip(stage.parameters(), *alone, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), sum(parts))
 
@@ -596,7 +596,7 @@ def _seq2seq(rank, world_size):
         for _ in range(2):
             if pipeline is not None:
                 losses.append(pipeline.step(batches)["lm loss"])
-                losses.append(pipeline.evaluate(*batches)["lm loss"])
+                losses.append(pipeline.evaluate(batches)["lm loss"])
             else:
                 found = [tiny_gpt.call(parts[0], batch).losses["lm loss"] for batch in batches]
                 sum(found).backward()

@@ -364,7 +364,7 @@ def train(rank, world_size, options):
         for stage in stages:
             stage.eval()
         if pipeline is not None:
-            loss = pipeline.evaluate(*mine)["lm loss"]
+            loss = pipeline.evaluate(mine)["lm loss"]
         else:
             with torch.no_grad():
                 loss = sum(call(stages[0], batch).losses["lm loss"] for batch in mine)

@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -239,11 +240,14 @@ def build_all(jobs: Sequence[tuple[str, str, str]], *, workers: int) -> Iterator
         futures: dict[Future[Build], tuple[str, str, str]] = {
             pool.submit(build, *job): job for job in jobs
         }
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                unfinished.append(futures[future])
+        try:
+            for future in as_completed(futures):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    unfinished.append(futures[future])
+        finally:  # whoever is interrupted waits for no more than what is being compiled
+            pool.shutdown(wait=False, cancel_futures=True)
     for job in unfinished:  # one process each: the one that dies is the culprit
         with _pool(1) as pool:
             try:
@@ -254,7 +258,10 @@ def build_all(jobs: Sequence[tuple[str, str, str]], *, workers: int) -> Iterator
 
 def _pool(workers: int) -> ProcessPoolExecutor:
     # spawn: a fork of a process that has loaded LLVM and torch's thread pools may hang.
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    # An interrupt comes to all processes of a terminal. This one's parent says that it ends.
+    ignore = signal.SIGINT, signal.SIG_IGN
+    return ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore)
 
 
 def table(builds: Sequence[Build]) -> str:
@@ -310,10 +317,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     order = {job: position for position, job in enumerate(jobs)}
     assert len(order) == len(jobs), "two gate cases of one module share a name"
-    builds = sorted(
-        build_all(jobs, workers=arguments.workers),
-        key=lambda b: order[(b.module, b.case, b.target)],
-    )
+    builds: list[Build] = []
+    try:
+        for found in build_all(jobs, workers=arguments.workers):
+            builds.append(found)
+            if sys.stderr.isatty():
+                end = "\n" if len(builds) == len(jobs) else "\r"
+                print(f"{len(builds)} of {len(jobs)} builds", end=end, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        told = f"Stopped after {len(builds)} of {len(jobs)} builds, which Triton's cache keeps."
+        print(told, file=sys.stderr)
+        return 130
+    builds.sort(key=lambda b: order[(b.module, b.case, b.target)])
     missing = uncovered(modules)
 
     print(json.dumps([asdict(b) for b in builds]) if arguments.json else table(builds))

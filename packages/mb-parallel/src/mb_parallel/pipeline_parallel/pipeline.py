@@ -193,7 +193,7 @@ class Pipeline:
         return self._report(passing, measured, train=True)
 
     @torch.no_grad()
-    def evaluate(self, *batches: Batch) -> Losses:
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """The losses of these batches by name, summed over them, on every rank."""
         passing = self._run(self._checked(batches), 1.0, lambda index: None, train=False)
         for stage in self.stages:

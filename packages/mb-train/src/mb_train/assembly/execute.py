@@ -51,7 +51,7 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, *batches: Batch) -> Losses:
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """The weighted sums of the batches' losses."""
         ...
 
@@ -86,9 +86,9 @@ class WithinBudget:
             work.measured(of_pass)
         return losses
 
-    def evaluate(self, *batches: Batch) -> Losses:
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """See `Executor.evaluate`."""
-        return self._inner.evaluate(*batches)
+        return self._inner.evaluate(batches)
 
 
 class Sequential:
@@ -120,7 +120,7 @@ class Sequential:
             work.measured(output.metrics)
         return totals
 
-    def evaluate(self, *batches: Batch) -> Losses:
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """See `Executor.evaluate`."""
         totals: Losses = {}
         for batch in batches:
@@ -142,9 +142,9 @@ class Piped:
         """See `Executor.step`."""
         return self._pipeline.step(**work._asdict())
 
-    def evaluate(self, *batches: Batch) -> Losses:
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """See `Executor.evaluate`."""
-        return self._pipeline.evaluate(*batches)
+        return self._pipeline.evaluate(batches)
 
 
 def weigh(task: Task, mesh: ParallelMesh, batches: Sequence[Batch]) -> None:

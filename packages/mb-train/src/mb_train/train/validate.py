@@ -43,7 +43,7 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     with contextlib.closing(run.stream(dataset, consumed_samples=0, stop=stop)) as stream:
         for done in range(run.config.eval_iters):
             batches = list(itertools.islice(stream, micro_batches))
-            for name, loss in run.model.executor.evaluate(*batches).items():
+            for name, loss in run.model.executor.evaluate(batches).items():
                 count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
                 both = torch.stack([loss.reshape(()), count]).double()
                 sums[name] = sums[name] + both if name in sums else both

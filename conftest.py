@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -59,3 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_by_this_file_alone() -> Iterator[None]:
+    """Blocks that another file compiled would count towards the eight of a function."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()

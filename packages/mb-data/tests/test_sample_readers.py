@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,8 +174,16 @@ def test_a_killed_training_leaves_no_reader_behind(bert, tmp_path):
     (tmp_path / "dataset").write_bytes(pickle.dumps(bert))
     words = [sys.executable, "-c", ORPHAN, str(tmp_path / "dataset")]
     said = subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
-    while os.path.exists(f"/proc/{int(said)}"):  # it ends as soon as it reads the end of its input
+    while still_runs(int(said)):  # it ends as soon as it reads the end of its input
         time.sleep(0.01)
+
+
+def still_runs(pid):
+    """Whether it does; what has ended may be listed for ever, where nobody asks for its status."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except FileNotFoundError:
+        return False
 
 
 def test_who_makes_samples_in_python(bert, tmp_path):

@@ -42,7 +42,8 @@ from mb_train.tasks import Batch
 
 # Micro-batches of a shape that run as they are before one is captured.
 WARM_UP = 2
-# Each takes a second to capture, and the driver some memory; rarer kinds run as they are.
+# Three for each of 24 shapes. Each takes a second to capture, and the driver some memory; what is
+# rarer runs as it is.
 MOST_GRAPHS = 72
 
 # A micro-batch of a step: the first, the second or a further one; the batch's names and sizes.
@@ -153,8 +154,11 @@ class Graphed(Sequential):
         self._seen: Counter[_Kind] = Counter()
         self._graphs: dict[_Kind, MicroBatchGraph] = {}
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        # Where gradients are that graphs leave and read: a first micro-batch's, and sums.
-        self._places: tuple[dict[Tensor, Tensor], ...] = ({}, {})
+        # Where gradients are that graphs leave, and the next ones read: a first micro-batch's, and
+        # sums, to which further ones add in place.
+        first: dict[Tensor, Tensor] = {}
+        sums: dict[Tensor, Tensor] = {}
+        self._places = (first, sums, sums)
         self._scale, self._share = torch.ones(2, device=self._parameters[0].device).unbind()
 
     @property
@@ -185,40 +189,40 @@ class Graphed(Sequential):
         sum_gradients(self._model)
         return totals
 
-    def _run(self, batch: Batch, place: int) -> _Passed:
+    def _run(self, batch: Batch, turn: int) -> _Passed:
         """Leave a micro-batch's gradients, added to those before it; its losses and metrics."""
-        kind = place, tuple((name, value.shape) for name, value in batch.items())
+        kind = turn, tuple((name, value.shape) for name, value in batch.items())
         if kind not in self._graphs:
             self._seen[kind] += 1
             # A graph adds to what one before it left: whose gradients' place is known by then.
             if (
                 self._seen[kind] <= WARM_UP
                 or len(self._graphs) == MOST_GRAPHS
-                or (place > 0 and not self._places[place - 1])
+                or (turn > 0 and not self._places[turn - 1])
             ):
-                return self._as_it_is(batch, self._places[min(place, 1)])
-            self._graphs[kind] = self._capture(batch, place)
+                return self._as_it_is(batch, turn)
+            self._graphs[kind] = self._capture(batch, turn)
         return self._graphs[kind].run(batch)
 
-    def _capture(self, batch: Batch, place: int) -> MicroBatchGraph:
-        if place > 0:
+    def _capture(self, batch: Batch, turn: int) -> MicroBatchGraph:
+        if turn > 0:
             for parameter in self._parameters:
                 if parameter.grad is None:  # another shape's first micro-batch may leave one
                     parameter.grad = torch.zeros_like(parameter)
-            self._stay(self._places[place - 1])
+            self._stay(self._places[turn - 1])
 
         def passes(batch: Batch) -> _Passed:
             passed = self._passes(batch)
-            self._stay(self._places[min(place, 1)])
+            self._stay(self._places[turn])
             return passed
 
         return MicroBatchGraph(passes, batch, self._parameters, self._stream, self._pool)
 
-    def _as_it_is(self, batch: Batch, places: dict[Tensor, Tensor]) -> _Passed:
+    def _as_it_is(self, batch: Batch, turn: int) -> _Passed:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             passed = self._passes(batch)
-            self._put(places)
+            self._put(self._places[turn])
         torch.cuda.current_stream().wait_stream(self._stream)
         return passed
 

@@ -246,7 +246,7 @@ def _sum(text: str) -> list[int]:
 def _repeated(layers: list[int], times: str | None) -> list[int]:
     number = int(times or 1)
     _check_most(len(layers) * number)
-    return layers * min(number, _MOST)
+    return layers * number if layers else []  # none, however often, is no number too large
 
 
 def _check_most(layers: int) -> None:

@@ -9,7 +9,6 @@ Seconds are `step_time`'s.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -145,11 +144,15 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
 
     # Those of graphs stay where they are: a first micro-batch's too, beside the sums of all.
     staying = config.cuda_graph and micro_batches > 1
+    passes_before = micro_batches if staying else micro_batches - 1
+
+    def of_part(part: _Part, passes: int) -> float:
+        beside = 2 if staying and part.copied else 0
+        number = part.here if waiting else part.sharded
+        return (part.gradient_bytes(passes) + beside) * number
 
     def gradients(passes: int) -> int:
-        kept = (part.here if waiting else part.sharded for part in held)
-        each = (part.gradient_bytes(passes) + 2 * (staying and part.copied) for part in held)
-        return int(sum(map(operator.mul, each, kept)))
+        return int(sum(of_part(part, passes) for part in held))
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
     step_s = _step_s(work, config, dims, parts, micro_batches, device)
@@ -168,7 +171,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         ),
         block=int(activations.block),
         kept_on_host=int(activations.there),
-        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - (not staying)),
+        gradients_at_loss=0 if micro_batches == 1 else gradients(passes_before),
         checkpoint=int(4 * total + state),
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,

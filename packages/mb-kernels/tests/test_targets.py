@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import SMALLEST_BLOCK_M
-from mb_kernels.targets import TARGETS, TILES, GateCase, gate
+from mb_kernels.targets import TARGETS, TILES, GateCase, command, gate, ledger
+from mb_kernels.targets.command import main
 from mb_kernels.targets.cover import cover
-from mb_kernels.targets.gate import kernel_modules, main
+from mb_kernels.targets.gate import kernel_modules
 from mb_kernels.targets.record import recorded_cases
 from mb_kernels.targets.table import _amd_target, _nvidia_target
 
@@ -43,9 +45,9 @@ def test_the_gate_takes_the_cores_that_it_may_use(monkeypatch, capsys, tmp_path)
     taken = []
     monkeypatch.setattr("mb_kernels.runtime.host.QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 127}, raising=False)
-    monkeypatch.setattr(gate, "build_all", lambda jobs, *, workers: taken.append(workers) or [])
+    monkeypatch.setattr(command, "build_all", lambda jobs, *, workers: taken.append(workers) or [])
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr(gate, "kernel_modules", lambda names: [])
+    monkeypatch.setattr(command, "kernel_modules", lambda names: [])
     main(["--target", "sm90"])
     (tmp_path / "cpu.max").write_text("250000 100000\n")
     main(["--target", "sm90"])
@@ -60,10 +62,94 @@ def test_an_interrupted_gate_says_how_far_it_came(monkeypatch, capsys) -> None:
         yield gate.Build(*jobs[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gate, "build_all", build_all)
+    monkeypatch.setattr(command, "build_all", build_all)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     assert main(["--target", "sm90", "--module", "gate_kernels"]) == 130
     assert re.fullmatch(r"Stopped after 1 of \d+ builds, .*\n", capsys.readouterr().err)
+
+
+def test_a_ledger_leaves_out_what_was_sound(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    path, built = tmp_path / "gate.txt", []
+
+    def build_all(jobs, *, workers):
+        built[:] = [job[1:] for job in jobs]
+        for job in jobs:
+            yield gate.Build(*job, problems=("spills",) if job[1] == "spilling" else ())
+
+    def run(*options: str) -> tuple[list[tuple[str, str]], str]:
+        built.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(command, "build_all", build_all)
+            main(["--module", "gate_kernels", "--ledger", str(path), *options])
+        return list(built), capsys.readouterr().err
+
+    cases = {
+        case.name for case in importlib.import_module("gate_kernels").gate_cases(TARGETS["sm90"])
+    }
+    assert {case for case, _ in run("--target", "sm90")[0]} == cases
+    again, said = run("--target", "sm90")
+    assert again == [("spilling", "sm90")]
+    assert f"; {len(cases) - 1} more are in {path}" in said
+    others, _ = run()
+    assert ("sound", "sm80") in others
+    assert ("sound", "sm90") not in others
+    assert {case for case, _ in run()[0]} == {"spilling"}  # of other targets nothing is lost
+    with monkeypatch.context() as patched:
+        patched.setattr("triton.__version__", "0.0")
+        assert len(run()[0]) == len(cases) * len(TARGETS)
+    path.write_text(path.read_text() + "<<<<<<< HEAD\n")
+    with pytest.raises(SystemExit):
+        run()
+    assert re.search(
+        r"gate.txt:\d+: expected 16 hexadecimal digits, got '<<<<<<< HEAD'", capsys.readouterr().err
+    )
+
+
+def test_a_whole_run_forgets_builds_that_are_no_more(monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    own = [importlib.import_module("gate_kernels")]
+    monkeypatch.setattr(command, "kernel_modules", lambda names: own)
+    sound = lambda jobs, *, workers: (gate.Build(*job) for job in jobs)  # noqa: E731
+    monkeypatch.setattr(command, "build_all", sound)
+    path, stale = tmp_path / "gate.txt", "0" * 16
+    path.write_text(stale + "\n")
+    main(["--target", "sm90", "--ledger", str(path)])
+    assert stale in ledger.read(path)
+    main(["--ledger", str(path)])
+    assert stale not in ledger.read(path)
+    assert len(ledger.read(path)) == len(gate.listed(own, list(TARGETS.values()), every=False))
+
+
+def test_a_fingerprint_is_of_all_that_a_build_depends_on(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    kernels, sm90 = importlib.import_module("gate_kernels"), TARGETS["sm90"]
+    case = next(case for case in kernels.gate_cases(sm90) if case.name == "sound")
+    others = [
+        replace(case, kernel=kernels.spilling_kernel),
+        replace(case, signature=dict(case.signature, a_ptr="*bf16")),
+        replace(case, constexprs={"SIZE": 32}),
+        *(replace(case, num_warps=8), replace(case, num_stages=3)),
+        *(replace(case, options={"maxnreg": 64}), replace(case, multiples_of_16=())),
+        *(replace(case, beyond_2gib=("a_ptr",)), replace(case, is_gemm=False)),
+    ]
+    hashes = [ledger.fingerprint(one, sm90) for one in (case, *others)]
+    hashes += [
+        ledger.fingerprint(case, replace(sm90, **{what: value}))
+        for what, value in (("arch", 91), ("shared_bytes", 1), ("name", "sm91"))
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert ledger.fingerprint(replace(case, name="another"), sm90) == hashes[0]
+
+
+def test_the_ledger_is_of_the_triton_that_the_lock_names() -> None:
+    """Else every run compiles all of them: `make gate` writes it anew."""
+    here = gate.listed(kernel_modules(), [TARGETS["sm90"], TARGETS["gfx942"]], every=False)
+    sound = ledger.read(Path(__file__).parents[1] / "gate.txt")
+    missing = [job for job, of in here.items() if ledger.fingerprint(*of) not in sound]
+    assert len(missing) < len(here) / 2, "run `make gate`"
 
 
 def test_the_gate_compiles_the_case_that_needs_more_registers():

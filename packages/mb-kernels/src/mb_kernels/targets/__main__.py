@@ -1,8 +1,8 @@
-"""``python -m mb_kernels.targets``: the compile gate, see ``mb_kernels.targets.gate``."""
+"""``python -m mb_kernels.targets``: the compile gate, see ``mb_kernels.targets.command``."""
 
 import sys
 
-from mb_kernels.targets.gate import main
+from mb_kernels.targets.command import main
 
 if __name__ == "__main__":  # the gate's processes import this module anew
     sys.exit(main())

@@ -11,37 +11,29 @@ and examined anywhere. A case fails when
 
 It builds what a module's `gate_cases(target)` lists. `targets.cases` records that from launches of
 nearly every op.
-
-    python -m mb_kernels.targets                     # every kernel for every target
-    python -m mb_kernels.targets --target gfx942 --module mb_kernels.targets.cases
-
-Triton's cache makes a second run take seconds.
 """
 
-import argparse
 import functools
 import importlib
-import json
+import itertools
 import multiprocessing
 import pkgutil
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from mb_kernels.runtime.host import cores
 from mb_kernels.targets.gate_case import GateCase
 from mb_kernels.targets.table import TARGETS, Target
 
-_NOT_KERNELS = ("mb_kernels.targets.gate", "mb_kernels.targets.__main__", "mb_kernels.testing")
+_NOT_KERNELS = ("mb_kernels.targets.__main__", "mb_kernels.testing")
 _MATRIX_INSTRUCTION = re.compile(
     r"(tcgen05\.mma)|wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
     r"|v_(mfma_\w+|smfmac_\w+|wmma_\w+)"
@@ -50,6 +42,8 @@ _OF_FLOAT8 = re.compile(
     r"mma\S*\.(?:e4m3\.e4m3|kind::f8f6f4)|v_(?:mfma|wmma)_\w+_(?:fp8_fp8|f8f6f4)"
 )
 _CUOBJDUMP_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+Job = tuple[str, str, str]  # module, case, target
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,10 @@ class Build:
     shared: int = 0
     matrix_instructions: dict[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        return self.module, self.case, self.target
 
 
 def kernel_modules(names: Sequence[str] = ()) -> list[ModuleType]:
@@ -105,6 +103,19 @@ def uncovered(modules: Sequence[ModuleType]) -> list[str]:
     }
     kernels = {(module.__name__, name) for module in modules for name in _kernels(module)}
     return [".".join(kernel) for kernel in sorted(kernels - covered)]
+
+
+def listed(
+    modules: Sequence[ModuleType], targets: Sequence[Target], *, every: bool
+) -> dict[Job, tuple[GateCase, Target]]:
+    """What there is to build; every: each dtype, activation and size."""
+    found: dict[Job, tuple[GateCase, Target]] = {}
+    for module, target in itertools.product(modules, targets):
+        for case in (_every_case if every else _cases)(module, target):
+            job = module.__name__, case.name, target.name
+            assert job not in found, f"two gate cases are named {job}"
+            found[job] = case, target
+    return found
 
 
 @functools.cache
@@ -233,13 +244,11 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
     return metadata("vgpr_count"), max(spilled, metadata("private_segment_fixed_size"))
 
 
-def build_all(jobs: Sequence[tuple[str, str, str]], *, workers: int) -> Iterator[Build]:
+def build_all(jobs: Sequence[Job], *, workers: int) -> Iterator[Build]:
     """Build (module, case, target) triples in processes; a job that kills the compiler is a row."""
-    unfinished: list[tuple[str, str, str]] = []
+    unfinished: list[Job] = []
     with _pool(workers) as pool:
-        futures: dict[Future[Build], tuple[str, str, str]] = {
-            pool.submit(build, *job): job for job in jobs
-        }
+        futures: dict[Future[Build], Job] = {pool.submit(build, *job): job for job in jobs}
         try:
             for future in as_completed(futures):
                 try:
@@ -262,82 +271,3 @@ def _pool(workers: int) -> ProcessPoolExecutor:
     # An interrupt comes to all processes of a terminal. This one's parent says that it ends.
     ignore = signal.SIGINT, signal.SIG_IGN
     return ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore)
-
-
-def table(builds: Sequence[Build]) -> str:
-    """One line per build, aligned."""
-    header = ("kernel", "target", "registers", "spill B", "shared B", "matrix instructions", "")
-    rows = [header]
-    for b in builds:
-        instructions = ", ".join(f"{name} x{n}" for name, n in b.matrix_instructions.items())
-        verdict = "ok" if not b.problems else "FAIL: " + "; ".join(b.problems)
-        kernel = f"{b.module.removeprefix('mb_kernels.')}.{b.case}"
-        numbers = (str(b.registers), str(b.spill), str(b.shared))
-        rows.append((kernel, b.target, *numbers, instructions or "-", verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m mb_kernels.targets`: prints the table, returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mb_kernels.targets",
-        description="Compile every kernel for every target, without a GPU.",
-    )
-    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
-    parser.add_argument("--module", action="append", default=[], help="default: all of mb_kernels")
-    parser.add_argument("--workers", type=int, default=cores())
-    parser.add_argument(
-        "--all", action="store_true", help="every dtype, activation and size: hours"
-    )
-    parser.add_argument("--json", action="store_true", help="print builds as JSON, not a table")
-    arguments = parser.parse_args(argv)
-    if arguments.workers < 1:
-        parser.error(f"--workers: expected 1 or more, got {arguments.workers}")
-
-    try:
-        from triton import knobs
-    except ModuleNotFoundError:
-        parser.error("Triton is not installed; it compiles the kernels: pip install triton")
-    if knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set: kernels are interpreted, unset it to compile them")
-    try:
-        modules = kernel_modules(arguments.module)
-    except (ValueError, ImportError) as error:
-        parser.error(str(error))
-    targets = [TARGETS[name] for name in arguments.target or TARGETS]
-    jobs = [
-        (m.__name__, case.name, t.name)
-        for m in modules
-        for t in targets
-        for case in (_every_case if arguments.all else _cases)(m, t)
-    ]
-    order = {job: position for position, job in enumerate(jobs)}
-    assert len(order) == len(jobs), "two gate cases of one module share a name"
-    builds: list[Build] = []
-    try:
-        for found in build_all(jobs, workers=arguments.workers):
-            builds.append(found)
-            if sys.stderr.isatty():
-                end = "\n" if len(builds) == len(jobs) else "\r"
-                print(f"{len(builds)} of {len(jobs)} builds", end=end, file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        told = f"Stopped after {len(builds)} of {len(jobs)} builds, which Triton's cache keeps."
-        print(told, file=sys.stderr)
-        return 130
-    builds.sort(key=lambda b: order[(b.module, b.case, b.target)])
-    missing = uncovered(modules)
-
-    print(json.dumps([asdict(b) for b in builds]) if arguments.json else table(builds))
-    for name in missing:
-        print(f"FAIL: {name} is in no gate case", file=sys.stderr)
-    failures = sum(bool(b.problems) for b in builds) + len(missing)
-    print(
-        f"{len(builds)} builds of {len(modules)} modules for {len(targets)} targets, "
-        f"{failures} failed",
-        file=sys.stderr,
-    )
-    return 1 if failures else 0

@@ -1,4 +1,4 @@
-.PHONY: help sync lint type test oldest newest bench docs lock
+.PHONY: help sync lint type test all gate oldest newest bench docs lock
 
 help:   ## list the targets
 	@grep -E '^[a-z]+: *##' $(MAKEFILE_LIST) | sed 's/: *## /\t/'
@@ -10,8 +10,12 @@ lint:   ## style, imports between packages
 	uv run lint-imports
 type:   ## static types
 	uv run ty check packages/*/src integration-tests/sweep_*.py
-test:   ## the whole suite on CPU
+test:   ## the suite on CPU
 	uv run pytest
+all:    ## and further cases of its sweeps, half an hour more on two cores
+	uv run pytest -m "slow or not slow"
+gate:   ## compile what is new of the kernels for every GPU; commit the ledger with the kernels
+	uv run python -m mb_kernels.targets --ledger packages/mb-kernels/gate.txt
 oldest: ## tests that depend on torch's internals, with the oldest supported torch
 	python3 tools/other_torch.py oldest
 newest: ## those, the kernels' tests and the compile gate, with the newest torch

@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -288,6 +288,23 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "cp2 tp2 pp2 ep4": (8, f"{CP} 2 {TP} 2 {PP} 2 {EP} 4 {SP} {HEADS}", True),
 }
 
+# Each model and each way to spread one is in these at least once, most of them beside others; and
+# those that a test below asks for.
+ALWAYS = (
+    *("dp2 zero0", "dp2 zero1", "dp2 zero3", "dp2 dropout", "pp2 dense", "pp2 interleaved"),
+    *("ep2 exchange", "ep2, places changed", "ep2 gather, steps redone", "recompute full, chunks"),
+    *("tp2 sp, balance in sequences", "cp2 zero0, documents", "cp2, balance over the batch"),
+    *("width tp2 sp", "width pp2", "sinkhorn ep2 fixed, selective", "cp2 tp2 sp, slots dropped"),
+    *("hybrid 2 x 2, recompute moe", "dp2 ep2 zero3, chunks", "outputs tp2 pp2 sp dense"),
+    *("latent tp2 pp2", "sinks tp2 pp2 ep2", "gates cp2 tp2 sp", "states tp2 pp2 further"),
+    *("states cp2 tp2 sp, documents", "group cp2 tp2 sp, documents", "mamba tp2 pp2 ep2"),
+    *("lists tp2 sp ep2 zero3", "sinkhorn tp2 pp2 ep2", "cp4 ep2, first slots kept"),
+    *("cp2 pp2 zero-bubble", "further cp2 pp2, documents", "dp2 tp2 pp2 ep2"),
+    "cp2 tp2 pp2 ep4",
+)
+assert LAYOUTS.keys() >= set(ALWAYS)
+TRIED = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+
 
 def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     """Standard error of each run that failed, "" for the others."""
@@ -471,23 +488,22 @@ def _expected(layout: str) -> str:
     return " ".join(["one", "moe" if moe else "dense", str(_batch(layout)), *also])
 
 
-def _all_runs(folder: Path) -> dict[str, Path]:
-    """Train every layout, and one process with and without experts."""
+def _all_runs(folder: Path, layouts: Collection[str]) -> dict[str, Path]:
+    """Train these layouts, and one process as each of them has to be compared with."""
     tokens = tiny_run.write_tokens(folder)
-    ones = {_expected(layout) for layout in LAYOUTS}
-    runs = {name: folder / name.replace(" ", "-") for name in (*LAYOUTS, *ones)}
+    ones = {_expected(layout) for layout in layouts}
+    runs = {name: folder / name.replace(" ", "-") for name in (*layouts, *ones)}
     for one in ones:
         _, kind, batch, *also = one.split()
         more = " ".join(ALONE[name] for name in also)
         line = _flags(tokens, runs[one], more, moe=kind == "moe", batch=int(batch))
         assert _train(0, 1, [line]) == [""]
-    for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
-        names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
-        lines = [
-            _flags(tokens, runs[name], more, moe=moe, batch=_batch(name))
-            for name, (here, more, moe) in LAYOUTS.items()
-            if here == ranks
-        ]
+    for ranks in sorted({LAYOUTS[layout][0] for layout in layouts}):
+        names = [name for name in layouts if LAYOUTS[name][0] == ranks]
+        lines = []
+        for name in names:
+            _, more, moe = LAYOUTS[name]
+            lines.append(_flags(tokens, runs[name], more, moe=moe, batch=_batch(name)))
         for said in _train_in_turn(ranks, lines):
             for name, error in zip(names, said, strict=True):
                 assert not error, f"{name}: {error}"
@@ -495,8 +511,11 @@ def _all_runs(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    return _all_runs(tmp_path_factory.mktemp("layouts"))
+def runs(request, tmp_path_factory) -> dict[str, Path]:
+    """Of the layouts that tests of this session ask for."""
+    asked = tiny_run.layouts_asked(request)
+    layouts = [layout for layout in LAYOUTS if layout in asked.union(ALWAYS)]
+    return _all_runs(tmp_path_factory.mktemp("layouts"), layouts)
 
 
 def _compared(runs: dict[str, Path], layout: str) -> dict[str, float]:
@@ -508,14 +527,14 @@ def _compared(runs: dict[str, Path], layout: str) -> dict[str, float]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_a_layout_takes_the_steps_of_one_process(layout, runs):
     deviations = _compared(runs, layout)
     assert all(value < 1e-5 for value in deviations.values()), deviations
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "places" in layout])
+@pytest.mark.parametrize("layout", [layout for layout in ALWAYS if "places" in layout])
 def test_experts_did_change_places(layout, runs):
     assert _deviations(runs[layout], runs[_expected(layout)])["weights"] > 0.01
 
@@ -627,7 +646,7 @@ def test_modules_for_further_tokens_go_on_in_another_layout(runs, tmp_path):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            made = _all_runs(Path(folder))
+            made = _all_runs(Path(folder), LAYOUTS)
         for number, layout in enumerate(LAYOUTS):
             measured = _compared(made, layout)
             if not number:

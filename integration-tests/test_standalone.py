@@ -75,6 +75,7 @@ def test_wheels_run_their_readme_examples_alone(
         assert [line for line in lines if "arning" in line and "NumPy" not in line] == []
 
 
+@pytest.mark.slow
 def test_a_new_version_runs_beside_older_wheels(
     third_parties: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -18,6 +18,7 @@ import mb_data
 import mb_train.report.pictures
 import mb_train.train.loop
 import numpy as np
+import pytest
 from mb_train.cli import main
 
 MODEL = (
@@ -40,6 +41,17 @@ def write_tokens(folder: Path, documents: int = 40) -> str:
             steps = rng.integers(1, 4, size=rng.integers(20, 60))
             builder.add_document((rng.integers(30) + np.cumsum(steps)) % 30)
     return str(prefix)
+
+
+def layouts_asked(request: pytest.FixtureRequest) -> set[str]:
+    """The parameters `layout` of those tests of this module that the session runs."""
+    items = [item for item in request.session.items if item.path == request.path]
+    calls = [
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    return {call["layout"] for call in calls if "layout" in call}
 
 
 def flags(prefix: str, save: Path | None = None, *more: str, moe: bool = True) -> list[str]:

@@ -17,11 +17,12 @@ HERE = pathlib.Path(__file__).parent
 NOT_OF_KERNELS = "is_an_error or on_a_gpu"
 
 
-def test_interpreted():
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted(cases):
     """All files in one process, for each would import torch and Triton again."""
     files = [*map(str, sorted(HERE.glob("test_every_op*.py"))), str(HERE / "interpreter")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-q"]
-    command += ["-k", f"not ({NOT_OF_KERNELS})", *files]
+    command += ["-m", cases, "-k", f"not ({NOT_OF_KERNELS})", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -72,7 +72,11 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_close(name, got[name], tensor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+COMPILED = ("dMoE", "MoE", "jitter", "8-bit")
+FURTHER = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in COMPILED]
+
+
+@pytest.mark.parametrize("kind", [*COMPILED, *FURTHER])
 def test_compiles_without_graph_breaks(kind: str) -> None:
     """Some for any number of tokens at once, some for one number, dMoE for one and then for any."""
     layer = build(**KINDS[kind])

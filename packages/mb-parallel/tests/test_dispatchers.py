@@ -220,7 +220,9 @@ def _in_one_process(case: Case, ranks: int, *, by_rank: bool) -> dict[str, torch
             ["random", "top-1", "all-experts", "chosen-twice", "masked", "capacity"],
             id="four, with an expert each",
         ),
-        pytest.param(8, WIDE, id="eight, which share the width of four experts"),
+        pytest.param(
+            *(8, WIDE), id="eight, which share the width of four experts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ranks_compute_and_learn_as_one_process(ranks, cases):

@@ -130,31 +130,47 @@ def _all_losses(rank, world_size, cases):
 
 EP2 = {"dp_shard": 2, "ep": 2}
 EP2_OF_4 = {"dp_shard": 4, "ep": 2}
-CASES = {
-    2: [
-        (EP2, {}, "adamw"),
-        (EP2, {"num_zero_experts": 2, "top_k": 3}, "momentum"),
-        (EP2, {"copies": torch.bfloat16}, "adamw"),
-        (EP2, {"dtype": torch.bfloat16}, "adamw"),
-        (EP2, {"lora": True}, "adamw"),
-        (EP2, {}, "two"),
-        (EP2, {"capacity_factor": 1.0}, "adafactor"),
-        (EP2, {"activation": "swiglu"}, "muon"),
-    ],
-    4: [
-        ({"dp_shard": 4, "ep": 4}, {}, "momentum"),
-        (EP2_OF_4, {"zero_stage": 1}, "adafactor"),
-        (EP2_OF_4, {"zero_stage": 2}, "muon"),
-        (EP2_OF_4, {"zero_stage": 3}, "adamw"),
-        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"zero_stage": 3}, "momentum"),
-    ],
-}
+# Ranks, cases of dims, options and optimizer.
+CASES = [
+    pytest.param(
+        2,
+        [
+            (EP2, {}, "adamw"),
+            (EP2, {"num_zero_experts": 2, "top_k": 3}, "momentum"),
+            (EP2, {"copies": torch.bfloat16}, "adamw"),
+            (EP2, {"dtype": torch.bfloat16}, "adamw"),
+            (EP2, {"lora": True}, "adamw"),
+            (EP2, {}, "two"),
+            (EP2, {"capacity_factor": 1.0}, "adafactor"),
+            (EP2, {"activation": "swiglu"}, "muon"),
+        ],
+        id="2",
+    ),
+    pytest.param(
+        4,
+        [
+            (EP2_OF_4, {"zero_stage": 2}, "muon"),
+            ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"zero_stage": 3}, "momentum"),
+        ],
+        id="4",
+    ),
+    pytest.param(
+        4,
+        [
+            ({"dp_shard": 4, "ep": 4}, {}, "momentum"),
+            (EP2_OF_4, {"zero_stage": 1}, "adafactor"),
+            (EP2_OF_4, {"zero_stage": 3}, "adamw"),
+        ],
+        id="4, further",
+        marks=pytest.mark.slow,
+    ),
+]
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_the_same_losses(ranks):
-    found = run_ranks(_all_losses, ranks, CASES[ranks])
-    for case, (_, options, _) in enumerate(CASES[ranks]):
+@pytest.mark.parametrize(("ranks", "cases"), CASES)
+def test_the_same_losses(ranks, cases):
+    found = run_ranks(_all_losses, ranks, cases)
+    for case, (_, options, _) in enumerate(cases):
         plain, (losses, moved) = found[0][case]
         assert [r.layer for r in moved][:2] == ["moes.0", "moes.1"]
         assert all(of_rank[case][1][1] == moved for of_rank in found)

@@ -145,8 +145,17 @@ def test_recompute_changes_no_gradient(kind, granularity):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@KINDS
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        pytest.param("delta", True, id="recomputed-delta"),
+        pytest.param("mamba", False, id="kept-mamba"),
+        pytest.param("delta", False, id="kept-delta", marks=pytest.mark.slow),
+        pytest.param("mamba", True, id="recomputed-mamba", marks=pytest.mark.slow),
+        pytest.param("convolution", False, id="kept-convolution", marks=pytest.mark.slow),
+        pytest.param("convolution", True, id="recomputed-convolution", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_compile_around_the_rule(kind, again):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -1,6 +1,7 @@
 """The kernels of the expert MLP, run by Triton's interpreter."""
 
 import dataclasses
+import itertools
 import weakref
 
 import pytest
@@ -105,7 +106,11 @@ def test_expert_mlp(case, dtype):
 
 
 # In fp32 the kernels round to 8 bits exactly what the reference rounds, with chiplets to MI300's.
-IN_FLOAT8 = [(case, OPERANDS[i % 3]) for i, case in enumerate(CASES) if case.activation != GPT_OSS]
+IN_FLOAT8 = [
+    pytest.param(case, OPERANDS[i % 3], marks=pytest.mark.slow if i % 4 else ())
+    for i, case in enumerate(CASES)
+    if case.activation != GPT_OSS
+]
 
 
 @pytest.mark.usefixtures("operands")
@@ -121,8 +126,16 @@ def test_expert_mlp_in_float8(case):
 
 
 @pytest.mark.usefixtures("operands")
-@pytest.mark.parametrize("operands", OPERANDS[:2], indirect=True)
-@pytest.mark.parametrize(("top_k", "fp8"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("top_k", "fp8", "operands"),
+    [
+        pytest.param(top_k, fp8, kind, marks=pytest.mark.slow if i in (1, 2, 4, 7) else ())
+        for i, (top_k, fp8, kind) in enumerate(
+            itertools.product((1, 2), (False, True), OPERANDS[:2])
+        )
+    ],
+    indirect=["operands"],
+)
 def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, fp8, reachable):
     ranks, region = 2, 11
     inputs = make_inputs(Case(ranks * region, 48, 32, 4, top_k), dtype=torch.float32)

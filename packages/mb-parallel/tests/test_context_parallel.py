@@ -379,3 +379,25 @@ def _layer_in_parts(rank: int, ranks: int, ep: int, padded: bool) -> None:
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)])
 def test_experts_see_the_micro_batch_of_one_process(ranks, ep, padded):
     run_ranks(_layer_in_parts, ranks, ep, padded)
+
+
+def _passes_of_several_sizes(rank: int, ranks: int) -> None:
+    mesh = ParallelDims(dp_shard=ranks, cp=ranks).build("cpu")
+    torch.manual_seed(3)
+    whole = MoE(_config(capacity_factor=0.6))
+    layer = copy.deepcopy(whole)
+    parallelize_experts(layer, mesh)
+    apply_recompute([layer], "moe")
+    part = slice(4 * rank, 4 * rank + 4)
+    x, dy = ([torch.randn(b, 4 * ranks, 8) for b in (4, 2, 1)] for _ in range(2))
+    wanted = [x_BSD.clone().requires_grad_() for x_BSD in x]
+    mine = [x_BSD[:, part].clone().requires_grad_() for x_BSD in x]
+    # Of all passes at once, so that others lie between a pass and its recomputation.
+    sum((whole(x).y * dy).sum() for x, dy in zip(wanted, dy, strict=True)).backward()
+    sum((layer(x).y * dy[:, part]).sum() for x, dy in zip(mine, dy, strict=True)).backward()
+    for got, want in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(got.grad, want.grad[:, part], rtol=1e-5, atol=1e-5)
+
+
+def test_a_capacity_that_is_recomputed_counts_the_sequences_of_its_own_pass():
+    run_ranks(_passes_of_several_sizes, 2)

@@ -273,6 +273,8 @@ def test_a_batch_is_in_the_order_of_its_sequences():
     padding = {10, 11, 14, 15, *range(16, 24)}
     expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13]
     assert [row for row in rows if row not in padding] == expected
+    for sequences in (0, 3):  # no rank has a token
+        assert batch_order([[0, sequences]] * 4, 0, 2, torch.device("cpu")).tolist() == []
 
 
 def test_the_larger_of_ep_and_cp_times_tp_shares_a_capacity():

@@ -9,7 +9,13 @@ from mb_layers import add_lora
 from mb_layers.config import MoEConfig
 from mb_layers.experts import Experts
 from mb_layers.moe import MoE, dMoE
-from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, rebalance_experts
+from mb_parallel import (
+    ParallelDims,
+    apply_data_parallel,
+    parallelize_experts,
+    rebalance_experts,
+    set_gradient_sync,
+)
 from mb_parallel.expert_parallel import balanced_order, fullest_rank
 from mb_parallel.optimizer import (
     Adafactor,
@@ -21,6 +27,7 @@ from mb_parallel.optimizer import (
 )
 from mb_parallel.testing import run_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 HIDDEN, EXPERTS, TOKENS, STEPS = 8, 8, 24, 5
 CONFIG: dict[str, Any] = {
@@ -250,6 +257,34 @@ def _an_average(rank, world_size):
 
 def test_the_new_order_is_told():
     assert run_ranks(_an_average, 2, timeout_s=30.0) == [True, True]
+
+
+def _amid_a_step(rank, world_size, zero_stage):
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    model = Model()
+    parallelize_experts(model, mesh)
+    apply_data_parallel(model, mesh, blocks=model.moes, zero_stage=zero_stage)
+    counts = {"moes.1": torch.arange(8.0, 0.0, -1.0) ** 2}
+    x = torch.randn(TOKENS, HIDDEN)
+    set_gradient_sync(model, False)
+    model(x)[0].sum().backward()
+    with pytest.raises(ValueError, match="got some of micro-batches before the last"):
+        rebalance_experts(model, counts, mesh)
+    set_gradient_sync(model, True)
+    model(x)[0].sum().backward()
+    before = {name: _whole(p.grad) for name, p in model.moes[1].named_parameters()}
+    (moved,) = rebalance_experts(model, counts, mesh)
+    after = {name: _whole(p.grad) for name, p in model.moes[1].named_parameters()}
+    return all(torch.equal(after[name], grad[list(moved.order)]) for name, grad in before.items())
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_gradients_are_put_in_order_when_they_are_sums_and_not_before(zero_stage):
+    assert run_ranks(_amid_a_step, 2, zero_stage, timeout_s=60.0) == [True, True]
 
 
 def _wrong_on_one(rank, world_size):

@@ -76,7 +76,8 @@ def set_micro_batch(model: nn.Module, number: int) -> None:
     """Tell layers that balance over the global batch which micro-batch of the step comes next.
 
     Call it before every forward pass with 0, 1, ...; `Pipeline` does so itself. Without it each
-    micro-batch counts as a batch of its own.
+    micro-batch counts as a batch of its own. What is recomputed in a backward pass counts as of the
+    number told last: where layers recompute, run it before the next micro-batch's forward pass.
     """
     one_module(model)
     for counts in step_counts(model):

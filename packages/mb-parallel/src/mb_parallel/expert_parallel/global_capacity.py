@@ -152,7 +152,7 @@ def batch_order(
         per_rank: tokens and sequences of each rank.
         split_over: as for `GlobalCapacity`.
     """
-    row_PT = torch.arange(len(per_rank) * longest, device=device).view(-1, longest)
+    row_PT = torch.arange(len(per_rank) * longest, device=device).view(len(per_rank), longest)
     order = []
     for first in range(0, len(per_rank), split_over):
         tokens, sequences = per_rank[first]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor
-from mb_parallel.gradient_sync import free_gathered
+from mb_parallel.gradient_sync import free_gathered, refuse_apart
 from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
 from mb_parallel.shards import local, spread
 from mb_parallel.world import check_same
@@ -92,8 +92,9 @@ def rebalance_experts(
 
     Raises:
         ValueError: a name of no layer with experts, too few counts, a parameter of the experts that
-            has no axis of experts, something else for an optimizer, a `least_gain` below 0, or
-            arguments that differ between the ranks.
+            has no axis of experts, something else for an optimizer, a `least_gain` below 0,
+            gradients of micro-batches before the last of a step, or arguments that differ between
+            the ranks.
     """
     one_module(model)
     check_mesh(mesh, model)
@@ -102,6 +103,7 @@ def rebalance_experts(
         optimizers = several_optimizers(optimizer)
         at_least_0(least_gain=least_gain)
         _check_counts(tokens_per_expert, layers)
+        refuse_apart(model.parameters())  # FSDP2 would add rows of both orders up
     alike = {
         "tokens_per_expert of": sorted(tokens_per_expert),
         "optimizers": [type(one).__name__ for one in optimizers],

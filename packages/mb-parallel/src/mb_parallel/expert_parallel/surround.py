@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.moe import MoELayer
+from mb_layers.moe import MoELayer, MoEOutput
 from torch import Tensor, nn
 
 from mb_parallel.expert_parallel.collectives import (
@@ -29,6 +29,7 @@ from mb_parallel.expert_parallel.collectives import (
 from mb_parallel.expert_parallel.counts import StepCounts
 from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.expert_parallel.global_capacity import GlobalCapacity
+from mb_parallel.forwards import wrap_forward
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
@@ -72,7 +73,7 @@ def surround(
             moves = layer.eval_dispatcher if fixed else moves
             layer.eval_dispatcher = around(moves, config.eval_capacity_factor)
     if split_over > 1:
-        layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
+        wrap_forward(layer, _count_sequences)
     if mesh.cp_size > 1:
         layer.register_forward_pre_hook(_count_valid(mesh), with_kwargs=True)
     # The loss of a micro-batch is the mean of its parts', each with the load of all. Over tp ranks
@@ -111,12 +112,17 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     return axis.get_group()
 
 
-def _count_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before forward: tells dispatchers the number of sequences in x [..., S, D]."""
-    x: Tensor = args[0] if args else kwargs["x"]
+def _count_sequences(
+    layer: MoELayer, forward: Callable[..., MoEOutput], x: Tensor, **kwargs: Any
+) -> MoEOutput:
+    """In place of forward: tells dispatchers the number of sequences in x [..., S, D].
+
+    Not a hook, since `apply_recompute` calls none again: passes of other numbers may lie between.
+    """
     for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
         if isinstance(dispatcher, GlobalCapacity):
             dispatcher.sequences = math.prod(x.shape[:-2])
+    return forward(x, **kwargs)
 
 
 def _count_valid(mesh: ParallelMesh) -> Callable[..., Any]:

@@ -288,6 +288,29 @@ def test_a_failed_save_is_said_and_leaves_nothing_behind(
     assert saver.latest == 9
 
 
+def test_a_disk_without_room_for_the_name_of_the_latest_keeps_no_checkpoint_beside_it(
+    tmp_path, monkeypatch
+):
+    """It would not be gone on from, and be moved aside by the run that goes on."""
+    model, optimizer = make()
+    first = save(tmp_path, model, optimizer)
+    before, opened, said = sorted(tmp_path.iterdir()), Path.open, []
+
+    def open_but_latest(path, mode="r", *arguments, **options):
+        if path.name.startswith(LATEST) and mode != "r":
+            full()
+        return opened(path, mode, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_but_latest)
+        assert not begin(Saver(tmp_path, say=said.append), model, optimizer, 8)
+    assert said[-1].endswith("The latest checkpoint is that of iteration 7.")
+    assert sorted(tmp_path.iterdir()) == before
+    assert find_checkpoint(tmp_path) == first
+    assert begin(Saver(tmp_path), model, optimizer, 8)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000008"
+
+
 def _on_a_full_disk(rank, world_size, folder):
     """What is said of a save that fits and of one that does not."""
     import resource  # which Windows has not
@@ -479,6 +502,20 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, dam
     # A flipped bit in the list of sums may show as a wrong file.
     assert name in str(caught.value) or (name, damage) == ("SHA256SUMS", "flipped")
     assert f"{good} is whole: go on from there with --load {good}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_list_of_sums_that_is_cut_off_leaves_nothing_unchecked(tmp_path, kept):
+    """A copy onto a full disk may end so; an empty list was one that all files agreed with."""
+    model, optimizer = make()
+    for iteration in (4, 5):
+        path = save(tmp_path, model, optimizer, iteration)
+        lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+        (path / "SHA256SUMS").write_text("".join(lines[:kept]))
+    assert len(lines) == 3
+    says = f"SHA256SUMS does not list {lines[kept][66:-1]}.* No checkpoint before it is whole"
+    with pytest.raises(CheckpointError, match=says):
+        load_checkpoint(path, *make())
 
 
 @pytest.mark.parametrize("after", ["_check_sums", "compare"])

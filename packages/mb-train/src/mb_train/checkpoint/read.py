@@ -38,7 +38,7 @@ from mb_train.checkpoint.tensors import (
     state_names,
 )
 from mb_train.folder.checksums import SUMS_FILE, damage, read_sums
-from mb_train.folder.run_folder import checkpoints, iteration_of, others
+from mb_train.folder.run_folder import RUN_FILE, checkpoints, iteration_of, others
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
@@ -240,7 +240,7 @@ def _check_sums(path: Path, *, alone: bool) -> None:
     here, ranks = (0, 1) if alone else (rank(), world_size())
     try:
         sums = read_sums(path / SUMS_FILE)
-        found = damage(path, sums, sorted(sums)[here::ranks])
+        found = damage(path, sums, _files_of(path, sums)[here::ranks])
     except FileNotFoundError:
         found = [f"{path / SUMS_FILE} is missing"]
     except (ValueError, OSError) as error:
@@ -248,6 +248,12 @@ def _check_sums(path: Path, *, alone: bool) -> None:
     found = found if alone else [line for one in of_all_ranks(found) for line in one]
     if found:
         raise CheckpointError(f"{'; '.join(dict.fromkeys(found))}.{_offer(path)}")
+
+
+def _files_of(path: Path, sums: Mapping[str, str]) -> list[str]:
+    """The files of a checkpoint, also those that its list of sums lacks because it was cut off."""
+    there = {file.name for file in path.glob("*.distcp")}
+    return sorted({".metadata", RUN_FILE, *there, *sums})
 
 
 def _offer(path: Path) -> str:
@@ -259,7 +265,7 @@ def _offer(path: Path) -> str:
     for other in reversed(earlier):
         with contextlib.suppress(ValueError, OSError):
             sums = read_sums(other / SUMS_FILE)
-            if not damage(other, sums, sums):
+            if not damage(other, sums, _files_of(other, sums)):
                 return f" {other} is whole: go on from there with --load {other}"
     return " No checkpoint before it is whole." if earlier else ""
 

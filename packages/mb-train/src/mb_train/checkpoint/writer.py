@@ -27,7 +27,7 @@ from mb_train.checkpoint.host_copy import HostCopier, use_stream
 from mb_train.checkpoint.summed_file import summed_file
 from mb_train.folder.checksums import SUMS_FILE, format_sums, sum_of
 from mb_train.folder.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
-from mb_train.folder.whole_files import write_text
+from mb_train.folder.whole_files import replaced, write_text
 
 # Bytes of a rank's state that go into one file, or a tensor that has more.
 _FILE_BYTES = 2**30
@@ -122,10 +122,16 @@ class Writer(dcp.FileSystemWriter):
         sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
         write_text(folder / SUMS_FILE, format_sums(sums))
         sync_directory(folder)
-        # Never onto an earlier checkpoint: a kill between two renames would leave neither.
-        os.rename(folder, folder.with_name(iteration_folder(self._run.iteration)))
-        sync_directory(folder.parent)
-        write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
+        with replaced(folder.with_name(LATEST)) as latest:
+            # On the disk first: one that has no room for it would keep a whole checkpoint that no
+            # run goes on from.
+            with latest.open("wb") as file:
+                file.write(b"%d\n" % self._run.iteration)
+                file.flush()
+                os.fsync(file.fileno())
+            # Never onto an earlier checkpoint: a kill between two renames would leave neither.
+            os.rename(folder, folder.with_name(iteration_folder(self._run.iteration)))
+            sync_directory(folder.parent)
 
 
 def _files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:

@@ -64,12 +64,17 @@ BAD = {
         "fp8=False with mlp_impl='sparse', got True; use mlp_impl='grouped'",
     ),
     "eval capacity alone": ({"eval_capacity_factor": 2.0}, "expected capacity_factor with eval"),
+    "least capacity alone": ({"min_capacity": 4}, "with min_capacity=4, got None"),
+    "drop policy alone": (
+        {"drop_policy": "probability"},
+        "with drop_policy='probability', got None.* leave drop_policy out",
+    ),
     "eval capacity 0": (
         {"capacity_factor": 1.0, "eval_capacity_factor": 0.0},
         "finite eval_capacity_factor > 0",
     ),
     "input weights by probability": (
-        {"weights_on_input": True, "drop_policy": "probability"},
+        {"weights_on_input": True, "capacity_factor": 1.0, "drop_policy": "probability"},
         "drop_policy='position' with weights_on_input",
     ),
     "input weights in a weighted sum": (

@@ -83,7 +83,7 @@ class MoEConfig:
         sequence_dim: the dimension of x [..., D] along which a sequence runs, for "sequence": -2
             for [B, S, D], 0 for Megatron's [S, B, D].
 
-    Capacity, for `MoE` (None for `dMoE`, which drops nothing):
+    Capacity, for `MoE` (None for `dMoE`, which drops nothing; the other three are refused then):
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots; slots of padding
             and of zero experts are not among the K * T.
         eval_capacity_factor: the factor in eval mode; None: the same.
@@ -255,9 +255,11 @@ class MoEConfig:
                     f"expected a finite {name} > 0, got {factor}; for a layer that drops no token "
                     "use dMoE with capacity_factor=None"
                 )
-        if self.capacity_factor is None and (self.eval_capacity_factor or self.min_capacity):
-            raise ValueError(
-                "expected capacity_factor with eval_capacity_factor or min_capacity, got None"
+        if self.capacity_factor is None:
+            arguments.none_without_capacity(
+                eval_capacity_factor=(self.eval_capacity_factor, None),
+                min_capacity=(self.min_capacity, 0),
+                drop_policy=(self.drop_policy, "position"),
             )
 
     def _check_weights_on_input(self) -> None:

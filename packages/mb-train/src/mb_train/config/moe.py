@@ -201,6 +201,8 @@ class MoEFields:
         }
         if self.moe_router_group_topk is None:  # a token may choose of all groups
             arguments["num_expert_groups"] = None
+        if not self.moe_capacity_factor:  # Megatron's scripts say whom they would drop all the same
+            arguments["drop_policy"] = "position"
         return arguments | {"capacity_factor": self.moe_capacity_factor or None}
 
     @staticmethod

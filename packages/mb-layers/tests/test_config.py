@@ -28,6 +28,7 @@ BAD = {
     "balance": ({"balance_over": "batch"}, "micro_batch, sequence, global_batch"),
     "sequence in D": ({"sequence_dim": -1}, "got -1, which is D"),
     "p": ({"renormalize_p": 3}, "1 or 2, got 3"),
+    "p of no norm": ({"renormalize_p": 2}, "renormalize=True with renormalize_p=2.*, got False"),
     "jitter": ({"jitter_eps": 1.0}, "0 <= jitter_eps < 1"),
     "loss weight": ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight >= 0"),
     "z weight": ({"z_loss_weight": float("inf")}, "finite z_loss_weight"),

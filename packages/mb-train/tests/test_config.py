@@ -493,11 +493,10 @@ def test_every_argument_of_a_moe_layer_has_a_field():
     assert config.moe_arguments().keys() == layer - here
     built = MoEConfig(hidden_size=32, ffn_hidden_size=64, **config.moe_arguments())
     assert (built.num_experts, built.top_k, built.capacity_factor) == (4, 2, 1.5)
-    assert MoEConfig(
-        hidden_size=32,
-        ffn_hidden_size=64,
-        **TrainConfig(**RUN, moe_num_experts=4, moe_drop_policy="probability").moe_arguments(),
-    )  # Megatron's scripts say it without a capacity, too
+    # Megatron's scripts say whom a capacity would drop without one, too.
+    idle = {"moe_drop_policy": "probability", "moe_renormalize_p": 2.0}
+    idle_moe = TrainConfig(**RUN, moe_num_experts=4, **idle).moe_arguments()
+    assert MoEConfig(hidden_size=32, ffn_hidden_size=64, **idle_moe).renormalize_p == 1
     plain = TrainConfig(**RUN).moe_arguments()
     defaults = {f.name: f.default for f in fields(MoEConfig)}
     differing = {name for name, value in plain.items() if value != defaults[name]}

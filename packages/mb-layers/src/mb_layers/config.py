@@ -46,7 +46,7 @@ class MoEConfig:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         renormalize: divide the K weights of a token by their norm. With softmax and p=1 this is
             softmax after top-k.
-        renormalize_p: p of that norm, 1 or 2.
+        renormalize_p: p of that norm, 1 or 2; refused without renormalize, but for 1.
         routed_scaling_factor: the weights are multiplied by it last.
         num_expert_groups, top_k_groups: group-limited routing. Experts are split into
             `num_expert_groups` runs of equal length, and a token chooses among the experts of its
@@ -193,6 +193,11 @@ class MoEConfig:
             raise ValueError(
                 f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
                 "to leave the weights as they are, set renormalize=False"
+            )
+        if self.renormalize_p != 1 and not self.renormalize:
+            raise ValueError(
+                f"expected renormalize=True with renormalize_p={self.renormalize_p}, got False: "
+                "the weights are not divided by their norm; change one of the two"
             )
         self._check_groups()
         self._check_shared_expert()

@@ -516,6 +516,9 @@ def test_what_a_run_would_refuse_is_no_plan(capsys):
     assert "note: no effect without --moe-num-experts: --moe-top-k\n" in capsys.readouterr().out
     assert main(["plan", "--recipe", "ict-bert", *stages]) == 2
     assert "12 pipeline stages, of which two towers" in capsys.readouterr().err
+    heads = ["--recipe", "dmoe-46m", "--tensor-model-parallel-size", "3", "--gpus", "6"]
+    assert main(["plan", *heads]) == 2
+    assert "Expected --num-attention-heads to be a multiple of" in capsys.readouterr().err
     graphs = ["--recipe", "dmoe-125m", "--cuda-graph", "--gpus", "4"]
     assert main(["plan", *graphs, "--zero-stage", "0"]) == 0
     assert main(["plan", *graphs]) == 2

@@ -106,7 +106,8 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     Path(truncated + ".bin").write_bytes(b"")
     batch = tiny_run.flags(tokens, run, "--global-batch-size 2")
     other = tiny_run.flags(tokens, run, "--seed 1{rank}")
-    world = tiny_run.flags(tokens, run, "--tensor-model-parallel-size 3")
+    heads = "--num-attention-heads 3 --kv-channels 16"
+    world = tiny_run.flags(tokens, run, f"--tensor-model-parallel-size 3 {heads}")
     lines = (batch, tiny_run.flags(truncated, run), other, world)
     for said in run_ranks(_mains, 2, *lines):
         assert [code for code, *_ in said] == [2] * 6

@@ -94,6 +94,11 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("yields for each micro-batch, got a dict", lambda: update_balancing_biases([{}], rate=0.1)),
     ("TokenDispatcher, got 'all_to_all'", lambda: dMoE(PLAIN, dispatcher="all_to_all")),
     ("one of position, probability, got 'probs'", lambda: LocalDispatcher(4, drop_policy="probs")),
+    ("capacity_factor with min_capacity=4, got", lambda: LocalDispatcher(4, min_capacity=4)),
+    (
+        "capacity_factor with drop_policy='probability', got None",
+        lambda: LocalDispatcher(4, drop_policy="probability"),
+    ),
     ("num_experts to be an integer >= 1, got 0", lambda: capacity(8, 2, 0, 1.0)),
     *(
         (f"capacity_factor to be a number > 0, got {v!r}", lambda v=v: LocalDispatcher(4, v))

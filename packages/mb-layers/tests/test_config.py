@@ -28,6 +28,7 @@ BAD = {
     "balance": ({"balance_over": "batch"}, "micro_batch, sequence, global_batch"),
     "sequence in D": ({"sequence_dim": -1}, "got -1, which is D"),
     "p": ({"renormalize_p": 3}, "1 or 2, got 3"),
+    "p of no norm": ({"renormalize_p": 2}, "renormalize=True with renormalize_p=2.*, got False"),
     "jitter": ({"jitter_eps": 1.0}, "0 <= jitter_eps < 1"),
     "loss weight": ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight >= 0"),
     "z weight": ({"z_loss_weight": float("inf")}, "finite z_loss_weight"),
@@ -64,12 +65,17 @@ BAD = {
         "fp8=False with mlp_impl='sparse', got True; use mlp_impl='grouped'",
     ),
     "eval capacity alone": ({"eval_capacity_factor": 2.0}, "expected capacity_factor with eval"),
+    "least capacity alone": ({"min_capacity": 4}, "with min_capacity=4, got None"),
+    "drop policy alone": (
+        {"drop_policy": "probability"},
+        "with drop_policy='probability', got None.* leave drop_policy out",
+    ),
     "eval capacity 0": (
         {"capacity_factor": 1.0, "eval_capacity_factor": 0.0},
         "finite eval_capacity_factor > 0",
     ),
     "input weights by probability": (
-        {"weights_on_input": True, "drop_policy": "probability"},
+        {"weights_on_input": True, "capacity_factor": 1.0, "drop_policy": "probability"},
         "drop_policy='position' with weights_on_input",
     ),
     "input weights in a weighted sum": (

@@ -47,6 +47,8 @@ def draw_config(rng: random.Random) -> MoEConfig:
         "z_loss_weight": rng.choice([0, 0.5]),
         "recompute": maybe(0.2),
     }
+    if not fields["renormalize"]:
+        del fields["renormalize_p"]
     if num_experts > 2 and maybe(0.3):
         fields |= {"num_expert_groups": 2, "top_k_groups": rng.randint(1, 2), "group_score_top": 1}
         fields["top_k"] = min(fields["top_k"], num_experts // 2)

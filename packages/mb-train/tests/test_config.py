@@ -236,6 +236,20 @@ def test_what_latent_attention_cannot_have_is_refused(change, says):
         TrainConfig(**{**RUN, **LATENT, **change})
 
 
+def test_tensor_parallel_ranks_compute_with_whole_heads():
+    """As the plans of mb_parallel want it, of layers that attend alone."""
+    run = RUN | {"num_attention_heads": 8, "tensor_model_parallel_size": 4}
+    assert TrainConfig(**run, group_query_attention=True, num_query_groups=4).kv_heads == 4
+    with pytest.raises(ValueError, match=r"--num-query-groups to be .*-size 4, .* got 2"):
+        TrainConfig(**run, group_query_attention=True, num_query_groups=2)
+    few = run | {"tensor_model_parallel_size": 3}
+    with pytest.raises(ValueError, match=r"--num-attention-heads to be a multiple of .* got 8"):
+        TrainConfig(**few)
+    assert TrainConfig(**few, experimental_attention_variant="gated_delta_net").kv_heads == 8
+    halves = {"hybrid_layer_pattern": "M-", "mamba_num_groups": 1}
+    assert TrainConfig(**few, **halves, position_embedding_type="none").kv_heads == 8
+
+
 def test_what_can_work_beside_another_is_not_refused():
     config = TrainConfig(**RUN | {"hidden_size": 33, "kv_channels": 6}, squared_relu=True)
     assert (config.head_size, config.activation_name) == (6, "squared_relu")
@@ -493,6 +507,10 @@ def test_every_argument_of_a_moe_layer_has_a_field():
     assert config.moe_arguments().keys() == layer - here
     built = MoEConfig(hidden_size=32, ffn_hidden_size=64, **config.moe_arguments())
     assert (built.num_experts, built.top_k, built.capacity_factor) == (4, 2, 1.5)
+    # Megatron's scripts say whom a capacity would drop without one, too.
+    idle = {"moe_drop_policy": "probability", "moe_renormalize_p": 2.0}
+    idle_moe = TrainConfig(**RUN, moe_num_experts=4, **idle).moe_arguments()
+    assert MoEConfig(hidden_size=32, ffn_hidden_size=64, **idle_moe).renormalize_p == 1
     plain = TrainConfig(**RUN).moe_arguments()
     defaults = {f.name: f.default for f in fields(MoEConfig)}
     differing = {name for name, value in plain.items() if value != defaults[name]}

@@ -455,6 +455,22 @@ def test_the_printed_configuration_reads_back(tmp_path, name):
     assert resolve(parse(["--config", str(file)])) == config
 
 
+def test_a_file_can_turn_off_what_a_recipe_has(tmp_path):
+    """TOML has no null: what says none on the command line says it there."""
+    file, recompute = tmp_path / "run.toml", 'recompute_granularity = "full"\n'
+    file.write_text('recipe = "quickstart"\nmoe_num_experts = 0\nwandb_project = ""\n' + recompute)
+    config = resolve(parse(["--config", str(file)]))
+    assert config.moe_num_experts is config.wandb_project is None
+    assert config == resolve(parse(["--moe-num-experts=0", "--recompute-granularity=full"]))
+    file.write_text('recompute_granularity = "none"\n')
+    words = [*RUN, "--config", str(file)]
+    config = resolve(parse(words), {"recompute_granularity": "full"})
+    assert config.recompute_granularity is None
+    file.write_text("moe_num_experts = false\n")
+    with pytest.raises(UsageError, match="--moe-num-experts to be int, got False"):
+        read_toml(str(file))
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [

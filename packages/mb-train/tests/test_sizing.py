@@ -17,7 +17,7 @@ from mb_train.assembly.assemble import Assembled
 from mb_train.assembly.layout import parallel_dims
 from mb_train.assembly.optimizer import build_optimizer
 from mb_train.cli import main
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, flag_name
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.machine.memory import host_memory
 from mb_train.models.attention import CoreAttention
@@ -29,7 +29,7 @@ from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.rounding import rounding
 from mb_train.plan.sizing import _parts, sizes
 from mb_train.plan.step_time import Demand, orthogonalising, waiting
-from mb_train.plan.words import GIB, describe, memory_warning
+from mb_train.plan.words import GIB, LESS_MEMORY, describe, memory_warning
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import one_process_task
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -516,6 +516,9 @@ def test_what_a_run_would_refuse_is_no_plan(capsys):
     assert "note: no effect without --moe-num-experts: --moe-top-k\n" in capsys.readouterr().out
     assert main(["plan", "--recipe", "ict-bert", *stages]) == 2
     assert "12 pipeline stages, of which two towers" in capsys.readouterr().err
+    heads = ["--recipe", "dmoe-46m", "--tensor-model-parallel-size", "3", "--gpus", "6"]
+    assert main(["plan", *heads]) == 2
+    assert "Expected --num-attention-heads to be a multiple of" in capsys.readouterr().err
     graphs = ["--recipe", "dmoe-125m", "--cuda-graph", "--gpus", "4"]
     assert main(["plan", *graphs, "--zero-stage", "0"]) == 0
     assert main(["plan", *graphs]) == 2
@@ -988,6 +991,16 @@ def test_a_gpu_that_has_too_little_is_said_to(device, gib):
         warning = f" warning: {device} has {gib} GiB. Lower --micro-batch-size"
         assert any(warning in line for line in lines) == said
         assert any("warning" in line for line in lines) == said
+
+
+def test_more_ranks_share_what_does_not_fit_as_the_advice_says():
+    """Of a model whose gradients alone, of several micro-batches, are too many for a GPU."""
+    run, vocabulary = recipe("qwen3-30b-a3b"), 151_936
+    few, many = (sizes(TrainConfig(**run), vocabulary, n, "H100").memory for n in (64, 512))
+    assert many > 0.9 * few > 80 * GIB
+    for name, value in {"zero_stage": 3, "expert_model_parallel_size": 8}.items():
+        assert flag_name(name) in LESS_MEMORY
+        assert sizes(TrainConfig(**run, **{name: value}), vocabulary, 64, "H100").memory < 80 * GIB
 
 
 @pytest.mark.parametrize("ranks", ["", "0", "$SLURM_NTASKS"])

@@ -82,6 +82,16 @@ def one_of(choices: Sequence[str], **names: Any) -> None:
         raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
+def none_without_capacity(**settings: tuple[Any, Any]) -> None:
+    """Refuse what says which slots a capacity drops where there is none: the value, its default."""
+    for name, (value, default) in settings.items():
+        if value != default:
+            raise ValueError(
+                f"expected capacity_factor with {name}={value!r}, got None: without one no slot is "
+                f"dropped. Give a capacity_factor, or leave {name} out"
+            )
+
+
 def as_mask(mask: Any, shape: Sequence[int], *, name: str = "mask") -> Tensor:
     """The mask as bool: torch's are that, those of transformers int64."""
     counts = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())

@@ -46,7 +46,7 @@ class MoEConfig:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         renormalize: divide the K weights of a token by their norm. With softmax and p=1 this is
             softmax after top-k.
-        renormalize_p: p of that norm, 1 or 2.
+        renormalize_p: p of that norm, 1 or 2; refused without renormalize, but for 1.
         routed_scaling_factor: the weights are multiplied by it last.
         num_expert_groups, top_k_groups: group-limited routing. Experts are split into
             `num_expert_groups` runs of equal length, and a token chooses among the experts of its
@@ -83,7 +83,7 @@ class MoEConfig:
         sequence_dim: the dimension of x [..., D] along which a sequence runs, for "sequence": -2
             for [B, S, D], 0 for Megatron's [S, B, D].
 
-    Capacity, for `MoE` (None for `dMoE`, which drops nothing):
+    Capacity, for `MoE` (None for `dMoE`, which drops nothing; the other three are refused then):
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots; slots of padding
             and of zero experts are not among the K * T.
         eval_capacity_factor: the factor in eval mode; None: the same.
@@ -194,6 +194,11 @@ class MoEConfig:
                 f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
                 "to leave the weights as they are, set renormalize=False"
             )
+        if self.renormalize_p != 1 and not self.renormalize:
+            raise ValueError(
+                f"expected renormalize=True with renormalize_p={self.renormalize_p}, got False: "
+                "the weights are not divided by their norm; change one of the two"
+            )
         self._check_groups()
         self._check_shared_expert()
         if self.mlp_impl == "sparse":
@@ -255,9 +260,11 @@ class MoEConfig:
                     f"expected a finite {name} > 0, got {factor}; for a layer that drops no token "
                     "use dMoE with capacity_factor=None"
                 )
-        if self.capacity_factor is None and (self.eval_capacity_factor or self.min_capacity):
-            raise ValueError(
-                "expected capacity_factor with eval_capacity_factor or min_capacity, got None"
+        if self.capacity_factor is None:
+            arguments.none_without_capacity(
+                eval_capacity_factor=(self.eval_capacity_factor, None),
+                min_capacity=(self.min_capacity, 0),
+                drop_policy=(self.drop_policy, "position"),
             )
 
     def _check_weights_on_input(self) -> None:

@@ -75,8 +75,9 @@ class LocalDispatcher:
 
     Args:
         num_experts: E.
-        capacity_factor: None drops nothing. Otherwise an expert keeps at most
-            `capacity(T, K, E, capacity_factor)` slots; the others add nothing to the output.
+        capacity_factor: None drops nothing, and the arguments below are refused. Otherwise an
+            expert keeps at most `capacity(T, K, E, capacity_factor)` slots; the others add nothing
+            to the output.
         min_capacity: but at least this many slots.
         drop_policy: "position" keeps the first slots of an expert in token order, "probability"
             the ones with the largest weight, equal weights in token order.
@@ -99,6 +100,10 @@ class LocalDispatcher:
         self.capacity = None
         if capacity_factor is not None:
             self.capacity = Capacity(num_experts, capacity_factor, min_capacity)
+        else:
+            arguments.none_without_capacity(
+                min_capacity=(min_capacity, 0), drop_policy=(drop_policy, "position")
+            )
         self.drop_policy = drop_policy
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:

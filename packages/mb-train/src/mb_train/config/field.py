@@ -26,6 +26,10 @@ from typing import Any, Literal
 OnLoad = Literal["own", "free", "said", "fixed", "model"]
 
 
+# What turns a choice off that is off by default; of a run that is gone on from it may be on.
+NONE = "none"
+
+
 @dataclass(frozen=True)
 class Bounds:
     """A range of numbers, in words and as a test; not-a-number is in none."""
@@ -64,8 +68,8 @@ class Spec:
             fields; runs are compared by it.
         also: further spellings of its flag.
         said_as: further spellings of its values, on the command line.
-        falsy_is_none: 0, or a text of nothing, means None on the command line, and among the
-            arguments that Megatron has saved, as it means it where it asks whether a value is
+        falsy_is_none: 0, or a text of nothing, means None on the command line, in a file, and among
+            the arguments that Megatron has saved, as it means it where it asks whether a value is
             there at all.
         off: Megatron's flag that turns it off, where it is on by default.
         count: number of values of a list, where that is fixed.
@@ -115,6 +119,14 @@ def value_types(config_class: type) -> dict[str, Any]:
             (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
         found[name] = annotation
     return found
+
+
+def none_or(field: dataclasses.Field[Any], value: Any) -> Any:
+    """What a flag or a file says of a field: None for a value that stands for it there."""
+    about = spec(field)
+    off = about.choices and field.default is None and value in (NONE, [NONE])
+    nothing = about.falsy_is_none and value in (0, "") and value is not False
+    return None if off or nothing else value
 
 
 def check_kind(name: str, value: Any, kind: Any) -> None:

@@ -201,6 +201,11 @@ class MoEFields:
         }
         if self.moe_router_group_topk is None:  # a token may choose of all groups
             arguments["num_expert_groups"] = None
+        # Idle here, which a remark says, and refused there.
+        if not self.moe_capacity_factor:
+            arguments["drop_policy"] = "position"
+        if not self.moe_renormalize:
+            arguments["renormalize_p"] = 1.0
         return arguments | {"capacity_factor": self.moe_capacity_factor or None}
 
     @staticmethod

@@ -10,9 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
-from mb_train.config.field import check_kind, value_types
+from mb_train.config.field import check_kind, none_or, value_types
 
 _TYPES = value_types(TrainConfig)
+_FIELDS = {f.name: f for f in fields(TrainConfig)}
 
 
 class UsageError(ValueError):
@@ -53,7 +54,9 @@ def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _checked(key: str, value: Any, path: str) -> Any:
-    kind = _TYPES[key]
+    kind, value = _TYPES[key], none_or(_FIELDS[key], value)
+    if value is None:
+        return None
     if typing.get_origin(kind) is list and not isinstance(value, list):
         value = [value]
     try:

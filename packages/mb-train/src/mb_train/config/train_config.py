@@ -124,6 +124,7 @@ class TrainConfig(
         self._check_positions()
         self._check_decoder()
         self._check_context()
+        self._check_tensor()
         self._check_shared_sequences()
         self._check_samples()
         self._check_classifier()
@@ -293,6 +294,20 @@ class TrainConfig(
                     f"for each rank computes with whole heads, got {heads}. Lower "
                     "--context-parallel-size."
                 )
+
+    def _check_tensor(self) -> None:
+        pattern, tp = self.hybrid_layer_pattern, self.tensor_model_parallel_size
+        attends = any(map(self._attends, range(whole(self.num_layers))))
+        if (attends if pattern is None else "*" in pattern) and self.kv_heads % tp:
+            words = "--num-query-groups" if self.group_query_attention else "--num-attention-heads"
+            raise ValueError(
+                f"Expected {words} to be a multiple of --tensor-model-parallel-size {tp}, for each "
+                f"rank computes with whole heads, got {self.kv_heads}. Lower "
+                "--tensor-model-parallel-size."
+            )
+
+    def _attends(self, layer: int) -> bool:
+        return self.delta_sizes is None or not self.has_state(layer)
 
     def _check_shared_sequences(self) -> None:
         sharing: dict[str, int] = {}

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.field import spec
+from mb_train.config.field import none_or, spec
 from mb_train.config.network import Network
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
@@ -36,7 +36,7 @@ from mb_train.flags.megatron_defaults import (
     remarks_on,
     summed_logits,
 )
-from mb_train.flags.parser import NONE, Command, Parser, build_parser
+from mb_train.flags.parser import Command, Parser, build_parser
 from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import two_moments, understood, with_means
@@ -117,9 +117,7 @@ def parse(
     values = vars(namespace)
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
-    for f in fields(TrainConfig):
-        if values.get(f.name) in (NONE, [NONE]) and f.default is None and spec(f).choices:
-            values[f.name] = None
+    values |= {f.name: none_or(f, values[f.name]) for f in fields(TrainConfig) if f.name in values}
     wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)
     if "activation" in beside:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.field import spec, value_types
+from mb_train.config.field import NONE, spec, value_types
 from mb_train.config.recipes import RECIPES
 from mb_train.config.toml_file import UsageError
 from mb_train.flags.refused import nearest
@@ -86,8 +86,6 @@ Python's own library.
 """
 
 
-# What turns a choice off that is off by default.
-NONE = "none"
 # Choices of more letters than this are in a flag's text, not in its line.
 _LONG = 50
 
@@ -178,7 +176,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     extra: dict[str, Any] = {"metavar": f.name.split("_")[-1].upper()}
     if about.choices:
         choices = about.choices
-        if f.default is None:  # of a run that is gone on from it may be another value
+        if f.default is None:
             choices = (*choices, NONE)
         words = ", ".join(map(str, choices))
         if len(words) > _LONG:
@@ -193,8 +191,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     def read(word: str) -> Any:
         if about.choices and f.default is None and word == NONE:
             return word
-        value = kind(about.said_as.get(word, word))
-        return None if about.falsy_is_none and not value else value
+        return kind(about.said_as.get(word, word))
 
     read.__name__ = getattr(kind, "__name__", "value")  # as argparse names it
     group.add_argument(*names, type=read, dest=f.name, help=text, **extra)

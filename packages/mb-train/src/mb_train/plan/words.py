@@ -14,10 +14,12 @@ from mb_train.schedule import BatchSizes, train_iterations, train_samples
 from mb_train.words import counted, figure
 
 GIB = 2**30
-# What takes less, for whoever has too little.
+# What takes less, for whoever has too little. More ranks alone share no gradients of a step with
+# several micro-batches, nor copies of weights in 16 bits.
 LESS_MEMORY = (
     "Lower --micro-batch-size, add --recompute-granularity full or, on a GPU, "
-    "--optimizer-cpu-offload or --cpu-offloading-num-layers, or take more ranks"
+    "--optimizer-cpu-offload or --cpu-offloading-num-layers, or take more ranks, which share "
+    "weights and gradients too with --zero-stage 3, and experts with --expert-model-parallel-size"
 )
 
 

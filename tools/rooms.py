@@ -39,7 +39,8 @@ ROWS: list[dict[str, tuple[int, int]]] = [
 BELOW = {name for row in ROWS[4:] for name in row}
 # They import every room, and no room imports them: their arrows would hide all others.
 NOT_DRAWN = {"__init__", "reference", "testing"}
-NOT_DRAWN |= {f"targets.{module}" for module in ("cases", "cover", "gate", "record", "__main__")}
+OF_THE_GATE = ("cases", "command", "cover", "gate", "ledger", "record", "__main__")
+NOT_DRAWN |= {f"targets.{module}" for module in OF_THE_GATE}
 
 COLUMN, ROW, HEIGHT, LEFT, TOP = 90, 92, 56, 14, 14
 PLAIN, WITH_LANGUAGE, STAND = "#d9e8fb", "#eee0f6", "#f4f4f4"

@@ -512,7 +512,7 @@ def _all_runs(folder: Path, layouts: Collection[str]) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory) -> dict[str, Path]:
-    """Of the layouts that tests of this session ask for."""
+    """Of the layouts that the selected tests ask for."""
     asked = tiny_run.layouts_asked(request)
     layouts = [layout for layout in LAYOUTS if layout in asked.union(ALWAYS)]
     return _all_runs(tmp_path_factory.mktemp("layouts"), layouts)

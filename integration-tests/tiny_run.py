@@ -44,7 +44,7 @@ def write_tokens(folder: Path, documents: int = 40) -> str:
 
 
 def layouts_asked(request: pytest.FixtureRequest) -> set[str]:
-    """The parameters `layout` of those tests of this module that the session runs."""
+    """The parameters `layout` of those tests of this module that were selected."""
     items = [item for item in request.session.items if item.path == request.path]
     calls = [
         item.callspec.params

@@ -300,10 +300,10 @@ ALWAYS = (
     *("states cp2 tp2 sp, documents", "group cp2 tp2 sp, documents", "mamba tp2 pp2 ep2"),
     *("lists tp2 sp ep2 zero3", "sinkhorn tp2 pp2 ep2", "cp4 ep2, first slots kept"),
     *("cp2 pp2 zero-bubble", "further cp2 pp2, documents", "dp2 tp2 pp2 ep2"),
-    "cp2 tp2 pp2 ep4",
+    *("dp2 zero2", "pp2 gpipe", "further pp2 zero-bubble", "pp4", "cp2 tp2 pp2 ep4"),
 )
 assert LAYOUTS.keys() >= set(ALWAYS)
-TRIED = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+PLACES_CHANGED = [layout for layout in LAYOUTS if "places" in layout]
 
 
 def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
@@ -527,14 +527,14 @@ def _compared(runs: dict[str, Path], layout: str) -> dict[str, float]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", TRIED)
+@pytest.mark.parametrize("layout", tiny_run.slow_but(ALWAYS, LAYOUTS))
 def test_a_layout_takes_the_steps_of_one_process(layout, runs):
     deviations = _compared(runs, layout)
     assert all(value < 1e-5 for value in deviations.values()), deviations
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", [layout for layout in ALWAYS if "places" in layout])
+@pytest.mark.parametrize("layout", tiny_run.slow_but(ALWAYS, PLACES_CHANGED))
 def test_experts_did_change_places(layout, runs):
     assert _deviations(runs[layout], runs[_expected(layout)])["weights"] > 0.01
 

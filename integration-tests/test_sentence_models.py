@@ -62,7 +62,7 @@ ALWAYS = (
     *("bert ep2", "bert tp2 sp", "t5 dp2", "t5 tp2 sp", "t5 relative pp2", "classifier pp2"),
     *("race ep2", "ict ep2", "ict dp2 tp2"),
 )
-TRIED = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+assert LAYOUTS.keys() >= set(ALWAYS)
 
 
 def _write_data(folder: Path) -> list[str]:
@@ -139,7 +139,7 @@ def trained(request, tmp_path_factory) -> tuple[dict[str, Path], list[str]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", TRIED)
+@pytest.mark.parametrize("layout", tiny_run.slow_but(ALWAYS, LAYOUTS))
 def test_a_layout_takes_the_steps_of_one_process(layout, trained):
     runs, _ = trained
     run, expected = runs[layout], runs[LAYOUTS[layout][0]]
@@ -159,7 +159,7 @@ def test_a_layout_takes_the_steps_of_one_process(layout, trained):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", TRIED)
+@pytest.mark.parametrize("layout", tiny_run.slow_but(ALWAYS, LAYOUTS))
 def test_what_a_task_measures_at_the_end(layout, trained):
     runs, _ = trained
     (found,), (expected,) = _measured(runs[layout]), _measured(runs[LAYOUTS[layout][0]])

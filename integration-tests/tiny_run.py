@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,13 +45,14 @@ def write_tokens(folder: Path, documents: int = 40) -> str:
 
 def layouts_asked(request: pytest.FixtureRequest) -> set[str]:
     """The parameters `layout` of those tests of this module that were selected."""
-    items = [item for item in request.session.items if item.path == request.path]
-    calls = [
-        item.callspec.params
-        for item in items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec.params for item in here if hasattr(item, "callspec")]
     return {call["layout"] for call in calls if "layout" in call}
+
+
+def slow_but(always: Collection[str], layouts: Iterable[str]) -> list[Any]:
+    """The layouts as parameters of a test, those that are not tried always marked slow."""
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n not in always)) for n in layouts]
 
 
 def flags(prefix: str, save: Path | None = None, *more: str, moe: bool = True) -> list[str]:

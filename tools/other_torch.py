@@ -63,7 +63,8 @@ def main() -> int:
         return 0
     print(found.stdout, end="", flush=True)
     tests = TESTS if which is oldest else ["packages/mb-kernels", *TESTS]
-    code = subprocess.run([*python, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode
+    words = ["-m", "pytest", "-q", "-m", "slow or not slow", *tests]
+    code = subprocess.run([*python, *words], cwd=ROOT).returncode
     if which is newest:
         gate = subprocess.run(
             [*python, "-W", "ignore", "-m", "mb_kernels.targets"],

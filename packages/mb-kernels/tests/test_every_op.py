@@ -136,7 +136,7 @@ SIZES = {
     **{"one": {"tokens": 1, "top_k": 1}, "one expert": {"experts": 1, "top_k": 1}},
     **{"no width that kernels take": {"hidden": 18, "ffn": 9}},
 }
-# Of the interpreter, which takes a minute and a half for all, none and a masked edge alone.
+# Of the interpreter's time all five take a sixth: none and a masked edge alone, unless asked for.
 SLOW = {"no hidden", "one", "one expert"} if os.environ.get("TRITON_INTERPRET") == "1" else set()
 
 

@@ -10,7 +10,7 @@ Triton's cache makes a second run take seconds, and a ledger (`--ledger FILE`, s
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             parser.error(str(error))
     jobs = [job for job in cases if marks.get(job) not in known]
-    builds: list[Build] = []
+    builds, interrupted = list[Build](), False
     try:
         for found in build_all(jobs, workers=arguments.workers):
             builds.append(found)
@@ -85,18 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 end = "\n" if len(builds) == len(jobs) else "\r"
                 print(f"{len(builds)} of {len(jobs)} builds", end=end, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        if arguments.ledger is not None:
-            ledger.write(arguments.ledger, known | _sound(builds, marks))
+        interrupted = True
+    if arguments.ledger is not None:
+        whole = not (interrupted or arguments.target or arguments.module or arguments.all)
+        current = known.intersection(marks.values()) if whole else known
+        sound = {marks[build.job] for build in builds if not build.problems}
+        ledger.write(arguments.ledger, current | sound)
+    if interrupted:
         told = f"Stopped after {len(builds)} of {len(jobs)} builds, which Triton's cache keeps."
         print(told, file=sys.stderr)
         return 130
     order = {job: position for position, job in enumerate(cases)}
     builds.sort(key=lambda b: order[b.job])
     missing = uncovered(modules)
-    if arguments.ledger is not None:
-        whole = not (arguments.target or arguments.module or arguments.all)
-        current = known.intersection(marks.values()) if whole else known
-        ledger.write(arguments.ledger, current | _sound(builds, marks))
 
     print(json.dumps([asdict(b) for b in builds]) if arguments.json else table(builds))
     for name in missing:
@@ -109,7 +110,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     return 1 if failures else 0
-
-
-def _sound(builds: Sequence[Build], marks: Mapping[Job, str]) -> set[str]:
-    return {marks[build.job] for build in builds if not build.problems}

@@ -52,9 +52,9 @@ def one_process(conversations, tmp_path_factory) -> Path:
     ("ranks", "layout"),
     [
         (2, "--zero-stage 3"),
-        (2, "--context-parallel-size 2"),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
         (2, f"{TENSORS} --sequence-parallel"),
-        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
         (4, "--expert-model-parallel-size 4 --moe-dispatcher all_to_all"),
     ],

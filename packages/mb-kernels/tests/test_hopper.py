@@ -362,7 +362,10 @@ LAYOUTS = [
 # Programs, a layout, whether h is saved, and whether there are scales: any two of the first three
 # meet, and with every layout each of the others.
 RUNS = [
-    (programs, layout, (i + j) % 2 == 0, (i + j // 2) % 2 == 0)
+    pytest.param(
+        *(programs, layout, (i + j) % 2 == 0, (i + j // 2) % 2 == 0),
+        marks=[pytest.mark.slow] * ((i + j) % 3 > 0),  # a number of programs for each layout
+    )
     for i, layout in enumerate(LAYOUTS)
     for j, programs in enumerate((1, 3, 50))
 ]
@@ -425,7 +428,9 @@ def test_up(layout, save_h, scaled):
 @pytest.mark.parametrize(
     ("simulated", "layout", "scaled"),
     [
-        (*run[:2], run[3]) for i, run in enumerate(RUNS) if i % 4
+        pytest.param(*run.values[:2], run.values[3], marks=run.marks)
+        for i, run in enumerate(RUNS)
+        if i % 4
     ],  # two or three ways for each layout
     ids=_words,
     indirect=["simulated", "layout"],

@@ -180,7 +180,10 @@ def _worker(rank, ranks, sizes, cases):
         (2, {"dp_shard": 2, "ep": 2}, list(CASES)),
         (4, {"dp_shard": 4, "ep": 2}, ["all_gather", "unequal"]),
         (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}, ["all_to_all", "a-rank-without-tokens"]),
-        (8, {"dp_shard": 8, "ep": 8}, ["all_gather", "unequal"]),  # of four experts
+        pytest.param(
+            *(8, {"dp_shard": 8, "ep": 8}, ["all_gather", "unequal"]),  # of four experts
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ep2", "dp2 ep2", "ep4", "ep8"],
 )

@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 FILES = sorted((pathlib.Path(__file__).parent / "interpreter").glob("test_*.py"))
 
 
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-q", str(file)]
+def test_interpreted(file, cases):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-q"]
+    command += ["-m", cases, str(file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -50,7 +50,10 @@ def alone(options):
     return tiny_gpt.train(0, 1, options)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, id="tp2", marks=pytest.mark.slow), pytest.param(True, id="tp2-sp")],
+)
 def test_equals_one_process(sequence_parallel):
     cases = [replace(c, tp=2, sequence_parallel=sequence_parallel) for c in CASES.values()]
     by_rank = run_ranks(tiny_gpt.train_all, 2, *cases, timeout_s=280.0)

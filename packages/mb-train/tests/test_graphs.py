@@ -329,9 +329,11 @@ def trained_both_ways_on_gpus(rank, world_size, *options):
 
 
 RANKS = [
-    *(({}, 1, (2,)), ({}, 1, (1,)), (MOE, 2, (2,)), (MOE, 2, (1, 2)), (MOE, 1, (1,))),
-    *((MOE | DROPPING, 2, (2,)), (STATES, 1, (1, 2)), (MOE, 2, (1, 4, 2)), ({}, 1, (4,))),
+    *((MOE, 2, (1, 2)), (MOE, 1, (1,)), (MOE | DROPPING, 2, (2,)), (STATES, 1, (1, 2))),
+    ({}, 1, (4,)),
 ]
+FURTHER = [({}, 1, (2,)), ({}, 1, (1,)), (MOE, 2, (2,)), (MOE, 2, (1, 4, 2))]
+RANKS += [pytest.param(*further, marks=pytest.mark.slow) for further in FURTHER]
 
 
 @pytest.mark.parametrize(("fields", "ep", "counts"), RANKS, ids=str)

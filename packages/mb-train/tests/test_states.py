@@ -148,8 +148,8 @@ def test_recompute_changes_no_gradient(kind, granularity):
 @pytest.mark.parametrize(
     ("kind", "again"),
     [
-        pytest.param("delta", True, id="recomputed-delta"),
         pytest.param("mamba", False, id="kept-mamba"),
+        pytest.param("delta", True, id="recomputed-delta", marks=pytest.mark.slow),
         pytest.param("delta", False, id="kept-delta", marks=pytest.mark.slow),
         pytest.param("mamba", True, id="recomputed-mamba", marks=pytest.mark.slow),
         pytest.param("convolution", False, id="kept-convolution", marks=pytest.mark.slow),
@@ -208,10 +208,17 @@ def _parts_of_sequences(rank, ranks, config, again, compiled):
         torch.testing.assert_close(mesh.all_reduce(got.detach(), "dp"), want, rtol=1e-4, atol=1e-5)
 
 
-@KINDS
 @pytest.mark.parametrize(
-    ("again", "compiled"), [(False, False), (True, True)], ids=["kept-eager", "again-compiled"]
-)  # fmt: skip
+    ("kind", "again", "compiled"),
+    [
+        ("delta", False, False),
+        ("mamba", False, False),
+        ("convolution", False, False),
+        ("delta", True, True),
+        pytest.param("mamba", True, True, marks=pytest.mark.slow),
+        pytest.param("convolution", True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_share_sequences_add_up_to_one(kind, again, compiled):
     """Documents too, one of which ends where a part does."""
     config = (ONE_OF_EACH if compiled else DENSE)[kind]

@@ -87,7 +87,7 @@ def operands(request):
 
 # Two runs for each case, so that any two of a case, a dtype and a way meet; all three need not.
 RUNS = [
-    (case, dtype, OPERANDS[(i + way) % 3])
+    pytest.param(case, dtype, OPERANDS[(i + way) % 3], marks=[pytest.mark.slow] * way)
     for cases, dtypes in (
         (CASES, (torch.float32, torch.float32)),
         ((CASES[0], CASES[-1], *FEW_ROWS), (torch.float16, torch.bfloat16)),

@@ -20,7 +20,9 @@ CASES = [  # sequences, tokens, heads, groups, N, P; documents; dtype
 ]
 
 
-@pytest.mark.parametrize("state", [True, False], ids=["state", "none"])
+@pytest.mark.parametrize(
+    "state", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["state", "none"]
+)
 @pytest.mark.parametrize(("sizes", "documents", "dtype"), CASES)
 def test_kernels_equal_the_reference(sizes, documents, dtype, state):
     check(sizes, documents, dtype, state=state)

@@ -164,7 +164,7 @@ def _spread(layer: dMoE, case: Case, mesh: ParallelMesh, buffers: PeerBuffers) -
         assert layer.dispatcher._peers is not None
 
 
-def _ranks(rank: int, ranks: int, folder: str):
+def _ranks(rank: int, ranks: int, folder: str, cases: list[Case]):
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
@@ -172,7 +172,7 @@ def _ranks(rank: int, ranks: int, folder: str):
         Place(mesh.axis("ep").get_group()), max_tokens=5, allocate=SharedFiles(folder)
     )
     results = []
-    for case in CASES:
+    for case in cases:
         layer = _layer(case)
         _spread(layer, case, mesh, buffers)
         first = sum(case.lengths[:rank])
@@ -204,9 +204,14 @@ def _ranks(rank: int, ranks: int, folder: str):
     return results, said
 
 
-def test_two_processes(tmp_path):
-    results = run_ranks(_ranks, 2, str(tmp_path), timeout_s=280)
-    for number, case in enumerate(CASES):
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[::2], pytest.param(CASES[1::2], marks=pytest.mark.slow)],
+    ids=["some", "further"],
+)
+def test_two_processes(tmp_path, cases):
+    results = run_ranks(_ranks, 2, str(tmp_path), cases, timeout_s=280)
+    for number, case in enumerate(cases):
         expected = _through(_layer(case), case.depth, *_inputs(case))
         got = [by_rank[number] for by_rank, _ in results]
         for name in ("y", "dx", "dweights"):

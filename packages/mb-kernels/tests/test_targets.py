@@ -108,6 +108,25 @@ def test_a_ledger_leaves_out_what_was_sound(monkeypatch, capsys, tmp_path) -> No
     )
 
 
+def test_a_ledger_that_cannot_be_written_is_named_first_and_leaves_nothing(
+    monkeypatch, capsys, tmp_path
+) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(command, "build_all", lambda *_, **__: pytest.fail("builds came first"))
+    with pytest.raises(SystemExit):
+        main(["--target", "sm90", "--ledger", str(tmp_path / "none" / "gate.txt")])
+    assert "Expected a ledger in a folder that exists, got " in capsys.readouterr().err
+
+    def full(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.write(tmp_path / "gate.txt", ["0" * 16])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_whole_run_forgets_builds_that_are_no_more(monkeypatch, tmp_path) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)

@@ -36,8 +36,10 @@ def fingerprint(case: GateCase, target: Target) -> str:
 def read(path: Path) -> set[str]:
     """The hashes in a ledger, none if there is no such file.
 
-    Raises ValueError for a line that is none, as a merge leaves them.
+    Raises ValueError for a line that is none, as a merge leaves them, and where no ledger can be.
     """
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"Expected a ledger in a folder that exists, got {path}.")
     if not path.exists():
         return set()
     lines = path.read_text().splitlines()
@@ -53,5 +55,8 @@ def read(path: Path) -> set[str]:
 def write(path: Path, hashes: Iterable[str]) -> None:
     """Replace a ledger as a whole."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text("\n".join([_HEAD, *sorted(hashes)]) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text("\n".join([_HEAD, *sorted(hashes)]) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

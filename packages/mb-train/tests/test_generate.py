@@ -116,6 +116,24 @@ def test_greedy_tokens_are_the_likeliest_and_padding_is_never_chosen():
         tokens.append(token)
 
 
+def test_attention_of_any_length_needs_no_plan(monkeypatch):
+    """And what a caller computes between two tokens may be cuDNN's again."""
+    allowed = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    stream = continue_tokens(small_model(), [[3, 1]], Sampling(), vocab_size=20, context=4)
+    for _ in range(6):  # from the cache, and beyond the context
+        next(stream)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert allowed == [False] * 6
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_a_prompt_does_not_depend_on_its_neighbours(positions):
     model = small_model(position_embedding_type=positions)

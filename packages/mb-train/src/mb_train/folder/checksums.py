@@ -4,7 +4,7 @@
 
 SHA-256 because every processor of the last years has instructions for it (1 to 2 GB/s a core) and
 every machine has the command. Each rank sums what it writes; the files are checked by all ranks
-together, each its share.
+together, each its share, a file on each core at a time (one core takes 10 s for 10 GB).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
@@ -55,13 +57,17 @@ def read_sums(path: Path) -> dict[str, str]:
 
 def damage(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """What is wrong with the files `names` of a folder, in words; empty if nothing is."""
-    found = []
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif name not in sums:
-            found.append(f"{folder / SUMS_FILE} does not list {name}")
-        elif sum_of(path) != sums[name]:
-            found.append(f"{path} is damaged: it is not what was written")
-    return found
+    from mb_data.system import cores  # here: as above
+
+    with ThreadPoolExecutor(cores()) as pool:
+        found = pool.map(partial(_damage_of, folder, sums), names)
+        return [wrong for wrong in found if wrong is not None]
+
+
+def _damage_of(folder: Path, sums: Mapping[str, str], name: str) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return f"{path} is missing"
+    if name not in sums:
+        return f"{folder / SUMS_FILE} does not list {name}"
+    return None if sum_of(path) == sums[name] else f"{path} is damaged: it is not what was written"

@@ -250,11 +250,8 @@ def test_a_run_on_a_gpu_learns_in_bf16(tokens, tmp_path, capsys):
     [
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-        pytest.param(
-            "--moe-balance-over global_batch --deterministic-mode --dataloader-type cyclic "
-            "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32",
-            marks=pytest.mark.slow,
-        ),
+        "--moe-balance-over global_batch --deterministic-mode --dataloader-type cyclic "
+        "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32 "
         "--fp16 --initial-loss-scale 1024 --optimizer adafactor",
         "--optimizer muon --optimizer-state-dtype bf16 --recompute-granularity selective "
         "--position-embedding-type rope --normalization RMSNorm --qk-layernorm "

@@ -540,13 +540,7 @@ def test_sparse_mixer_weighs_no_expert_by_nothing() -> None:
     assert_close("best", routed.weights_TK[:, 1], router(x).weights_TK[:, 0])
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        *(ExpertChoiceRouter, NoisyTopKRouter),
-        *(pytest.param(r, marks=pytest.mark.slow) for r in (SinkhornRouter, SparseMixerRouter)),
-    ],
-)
+@pytest.mark.parametrize("router", ROUTERS)
 def test_routers_compile_without_graph_breaks(router: type) -> None:
     layer = build(router)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)

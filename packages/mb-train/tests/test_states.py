@@ -216,7 +216,7 @@ def _parts_of_sequences(rank, ranks, config, again, compiled):
         ("convolution", False, False),
         ("delta", True, True),
         pytest.param("mamba", True, True, marks=pytest.mark.slow),
-        pytest.param("convolution", True, True, marks=pytest.mark.slow),
+        ("convolution", True, True),
     ],
 )
 def test_ranks_that_share_sequences_add_up_to_one(kind, again, compiled):

@@ -225,6 +225,17 @@ def test_a_link_to_a_checkpoint_leads_there_from_where_it_is_moved(tmp_path, mon
     assert run_folder.checkpoints(run) == [run / "iter_0000010"]
 
 
+def test_a_link_to_a_disk_that_is_away_is_moved_too(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    fill(run, [10])
+    on_another_disk(run / "iter_0000010", disk)
+    disk.rename(tmp_path / "away")
+    assert set_aside(run) == run / "previous-1"
+    (tmp_path / "away").rename(disk)
+    assert find_checkpoint(run) is None
+    assert find_checkpoint(run / "previous-1") == run / "previous-1" / "iter_0000010"
+
+
 def test_two_may_write_one_file_at_once(tmp_path):
     page = tmp_path / "report.html"
     with replaced(page) as first:

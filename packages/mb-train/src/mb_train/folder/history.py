@@ -147,8 +147,8 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
     target.mkdir(exist_ok=True)
     for name in move["names"]:
         here, there = folder / name, target / name
-        if here.is_symlink() and here.exists():  # a relative one would lead elsewhere from there
-            if not there.exists():
+        if here.is_symlink():  # a relative one would lead elsewhere from there
+            if not there.is_symlink():
                 there.symlink_to(here.resolve())
             here.unlink()
         elif here.exists() and not there.exists():

@@ -682,6 +682,22 @@ def test_only_those_written_last_are_kept(tmp_path, asynchronous):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_link_to_a_checkpoint_goes_without_what_it_leads_to(tmp_path, asynchronous):
+    model, _ = make()
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    saver = Saver(run, keep=1, asynchronous=asynchronous)
+    begin(saver, model, None, 1)
+    saver.wait()
+    (run / "iter_0000001").rename(disk)
+    (run / "iter_0000001").symlink_to(disk)
+    begin(saver, model, None, 2)
+    saver.wait()
+    saver.close()
+    assert sorted(os.listdir(run)) == ["iter_0000002", LATEST]
+    assert (disk / "run.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("flags", "kept"),
     [

@@ -304,6 +304,15 @@ def test_going_back_keeps_what_came_after(run, capsys):
     assert losses(branch).items() > first.items()
 
 
+def test_a_checkpoint_behind_a_link_is_its_runs(run, tmp_path):
+    assert run("--train-iters", 2) == 0
+    (run.folder / "iter_0000002").rename(tmp_path / "on-another-disk")
+    (run.folder / "iter_0000002").symlink_to("../on-another-disk")
+    assert go_on(run.folder, "--train-iters", 3) == 0
+    assert names(run.folder) == ["iter_0000002", "iter_0000003"]
+    assert losses(run.folder).keys() == {1, 2, 3}
+
+
 def test_loading_from_elsewhere_sets_an_earlier_run_aside(run, tmp_path):
     assert run("--train-iters", 2) == 0
     other = tmp_path / "other"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from mb_train.folder import run_folder
-from mb_train.folder.history import recover, set_aside, set_later_aside, withdraw
+from mb_train.folder.history import delete, recover, set_aside, set_later_aside, withdraw
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
 from mb_train.folder.whole_files import replaced, replaced_folder, write_text
@@ -180,6 +180,60 @@ def test_what_a_kill_left_half_written_is_removed(tmp_path):
     assert [p.name for p in run_folder.checkpoints(tmp_path)] == ["iter_0000010", "iter_0000020"]
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".partial", ".surplus")]
     assert len(done) == 1
+
+
+def on_another_disk(checkpoint, disk):
+    """Move a checkpoint, and leave a relative link in its place."""
+    disk.mkdir(exist_ok=True)
+    moved = checkpoint.rename(disk / checkpoint.name)
+    checkpoint.symlink_to(os.path.relpath(moved, checkpoint.parent))
+    return moved
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_of_a_checkpoint_behind_a_link_the_link_is_deleted(tmp_path, killed):
+    fill(tmp_path / "run", [10, 20])
+    moved = on_another_disk(tmp_path / "run" / "iter_0000010", tmp_path / "disk")
+    withdrawn = withdraw(tmp_path / "run" / "iter_0000010")
+    if not killed:
+        delete(withdrawn)
+    recover(tmp_path / "run")
+    assert os.listdir(moved) == ["run.json"]
+    assert not [name for name in os.listdir(tmp_path / "run") if "10" in name]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_link_to_a_checkpoint_leads_there_from_where_it_is_moved(tmp_path, monkeypatch, killed):
+    run = tmp_path / "run"
+    fill(run, [10, 20])
+    on_another_disk(run / "iter_0000020", tmp_path / "disk")
+    unlink = type(run).unlink
+
+    def dying(path, **options):
+        if path.is_symlink():
+            raise Killed
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        if killed:
+            patch.setattr(type(run), "unlink", dying)
+        set_later_aside(run, 10)
+    recover(run)
+    found = find_checkpoint(run / "previous-1")
+    assert found is not None
+    assert (found / "run.json").read_text() == "old"
+    assert run_folder.checkpoints(run) == [run / "iter_0000010"]
+
+
+def test_a_link_to_a_disk_that_is_away_is_moved_too(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    fill(run, [10])
+    on_another_disk(run / "iter_0000010", disk)
+    disk.rename(tmp_path / "away")
+    assert set_aside(run) == run / "previous-1"
+    (tmp_path / "away").rename(disk)
+    assert find_checkpoint(run) is None
+    assert find_checkpoint(run / "previous-1") == run / "previous-1" / "iter_0000010"
 
 
 def test_two_may_write_one_file_at_once(tmp_path):

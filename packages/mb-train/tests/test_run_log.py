@@ -173,6 +173,23 @@ def test_what_an_editor_leaves_is_no_event(tmp_path):
     assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 4}]
 
 
+def test_what_a_full_disk_never_takes_is_told(tmp_path):
+    resource = pytest.importorskip("resource")  # not on Windows
+    path = tmp_path / "log.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = RunLog(path)
+    log.write("a", n=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        log.write("b", n=2)
+        log.write("c", n=3)
+        with pytest.warns(RuntimeWarning, match=r"log\.jsonl lacks the last 2 events .*too large"):
+            log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [e["event"] for e in read_log(path)] == ["a", "torn"]
+
+
 def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch):
     log = RunLog(tmp_path / "log.jsonl")
     log.write("a", n=1)

@@ -37,7 +37,7 @@ from mb_train.checkpoint.host_copy import use_stream
 from mb_train.checkpoint.read import Progress, cause_of, quiet
 from mb_train.checkpoint.snapshot import Snapshots
 from mb_train.checkpoint.tensors import Modules, Optimizer, parts_of, tensors_of
-from mb_train.folder.history import withdraw
+from mb_train.folder.history import delete, withdraw
 from mb_train.folder.run_folder import (
     FORMAT,
     LATEST,
@@ -279,9 +279,9 @@ class Saver:
             with contextlib.suppress(OSError):
                 withdrawn = withdraw(old)
                 if self._thread is None:
-                    shutil.rmtree(withdrawn)
+                    delete(withdrawn)
                 else:
-                    self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
+                    self._thread.submit(delete, withdrawn)
 
     def _now(self) -> float:
         """The time, later than that of the checkpoints that are there: by it the last are known.

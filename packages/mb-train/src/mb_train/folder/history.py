@@ -65,7 +65,7 @@ def recover(folder: Path) -> list[str]:
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
     for surplus in folder.glob("iter_*.surplus"):
-        shutil.rmtree(surplus)
+        delete(surplus)
     for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST, f"{TOKENIZER}/**/"):
         for draft in folder.glob(f"{name}*{PARTIAL}"):
             draft.unlink(missing_ok=True)
@@ -81,6 +81,19 @@ def withdraw(checkpoint: Path) -> Path:
         OSError: it cannot be renamed.
     """
     return checkpoint.rename(checkpoint.with_name(checkpoint.name + ".surplus"))
+
+
+def delete(withdrawn: Path) -> None:
+    """Delete what `withdraw` renamed. Of a checkpoint that somebody moved to another disk, and left
+    a link to, the link alone.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if withdrawn.is_symlink():
+        withdrawn.unlink()
+    else:
+        shutil.rmtree(withdrawn)
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -133,8 +146,13 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
     target = _target(folder, move)
     target.mkdir(exist_ok=True)
     for name in move["names"]:
-        if (folder / name).exists() and not (target / name).exists():
-            os.rename(folder / name, target / name)
+        here, there = folder / name, target / name
+        if here.is_symlink():  # a relative one would lead elsewhere from there
+            if not there.is_symlink():
+                there.symlink_to(here.resolve())
+            here.unlink()
+        elif here.exists() and not there.exists():
+            os.rename(here, there)
     if move["branch"] is not None:
         for name in (CONFIG_FILE, LOG_FILE):
             if (folder / name).exists():

@@ -38,8 +38,12 @@ class Start:
         return {"checkpoint": str(self.checkpoint), "written": self.saved.written}
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the checkpoint is one of this run folder's."""
-        return self.checkpoint.resolve().parent == folder.resolve()
+        """Whether the checkpoint is one of this run folder's, where links in either lead to.
+
+        One that was moved to another disk, and has a link in its place, still is.
+        """
+        places = self.run.resolve(), self.checkpoint.resolve().parent
+        return folder.resolve() in places
 
     def is_end_of(self, config: TrainConfig) -> bool:
         """Whether a run of this configuration has nothing left to do here."""

@@ -6,12 +6,14 @@ import io
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 from mb_train.folder.run_folder import LOG_FILE
 from mb_train.logs.boards import Boards
 from mb_train.untrusted import json_of
+from mb_train.words import counted
 
 
 class RunLog:
@@ -26,9 +28,9 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, boards: Boards | None = None) -> None:
-        self._boards = boards
+        self._path, self._boards = path, boards
         self._file: io.FileIO | None = None
-        self._held = b""
+        self._held, self._why = b"", ""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+", buffering=0)
@@ -44,12 +46,20 @@ class RunLog:
             self._boards.write(event, values)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; warn of events that there was no room for until now."""
         self._append(b"")
         if self._file is not None:
             self._file.close()
         if self._boards is not None:
             self._boards.close()
+        if self._held:
+            lost = counted(self._held.count(b"\n"), "event")
+            warnings.warn(
+                f"{self._path} lacks the last {lost} of this run, which could not be written: "
+                f"{self._why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _append(self, content: bytes) -> None:
         if self._file is None:
@@ -58,7 +68,8 @@ class RunLog:
         while self._held:
             try:
                 self._held = self._held[self._file.write(self._held) :]
-            except OSError:
+            except OSError as error:
+                self._why = error.strerror or str(error)
                 return
 
 

@@ -72,6 +72,8 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --decoupled-lr": "--head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
+    "weights are drawn from a normal distribution, by --init-method-std: leave it out, as it is "
+    "without effect in MegaBlocks' fork of Megatron": "--init-method-xavier-uniform",
     "say --hybrid-layer-pattern, with a letter for each layer, in place of it or in its shares": """
         --hybrid-attention-ratio --hybrid-mlp-ratio --is-hybrid-model
     """,

@@ -145,6 +145,7 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--num-layers 5 --moe-layer-freq [0,1]*2", r"--moe-layer-freq to be of --num-layers 5"),
+        ("--encoder-num-layers 5 --moe-layer-freq [0]+[1]*5", r"-freq to be of --num-layers 5"),
         ("--moe-layer-freq [1]*1000000000000", "at most 10,000 layers of a list"),
         ("--moe-layer-freq ([1]*10000)*10000", "at most 10,000 layers of a list"),
         ("--no-rope-freq [0]*6000+[1]*6000", "at most 10,000 layers of a list"),

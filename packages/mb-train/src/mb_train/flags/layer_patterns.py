@@ -208,7 +208,7 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = 
 
 def _number_of_layers(words: Sequence[str]) -> list[str]:
     """The last that was said, if any."""
-    return re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+    return re.findall(r"(?<!\S)--(?:encoder-)?num-layers[= ](\d+)", " ".join(words))[-1:]
 
 
 def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[str]) -> None:

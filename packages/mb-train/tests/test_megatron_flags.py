@@ -79,6 +79,10 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             r"--fp4-format cannot .*--enable-gpt-oss cannot .*--recipe gpt-oss-20b.*Unknown flag "
             r"--tomorrow.*-num-buckets 16 cannot be honoured: T5 tells 32 distances",
         ),
+        (
+            "--mtp-loss-scaling-factor-decay 0.15 --mtp-loss-scaling-factor-decay-start 5",
+            r"-decay, --mtp-loss-scaling-factor-decay-start cannot .*: --mtp-loss-s.* whole run",
+        ),
         ("--mtp-use-repeated-layer", r"cannot be honoured: each module of --mtp-num-layers is a"),
         (
             "--use-multi-token-prediction --num-mtp-predictor 1",

@@ -64,6 +64,7 @@ _REASONS: Mapping[str, str] = {
         --extra-vocab-size
     """,
     "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
+    "--mtp-loss-scaling-factor holds for the whole run": "--mtp-loss-scaling-factor-*",
     "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
         --mtp-*
     """,

@@ -140,6 +140,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                    "moe_router_topk_scaling_factor": 2.5,
                    "moe_router_load_balancing_type": "seq_aux_loss"}, {},
     ),
+    "experts by probabilities in groups": (
+        f"{ROUTED} --moe-router-topk 4 --moe-router-pre-softmax --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 1.7",
+        EXPERTS | {"moe_router_topk": 4, "moe_router_pre_softmax": True,
+                   "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+                   "moe_router_topk_scaling_factor": 1.7}, {},
+    ),
+    "one expert by Sinkhorn": (
+        f"{GATES} --num-experts 8 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+        EXPERTS | {"moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn",
+                   "moe_aux_loss_coeff": 0.0}, {},
+    ),
     "experts with a capacity": (
         f"{ROUTED} --moe-router-topk 2 --moe-expert-capacity-factor 0.7",
         EXPERTS | {"moe_router_topk": 2, "moe_expert_capacity_factor": 0.7,
@@ -154,6 +166,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         f"{LATENT} --q-lora-rank 24 --rotary-scaling-factor 4 --mscale-all-dim 0.7",
         GATED | LATENTS | {"q_lora_rank": 24, "rope_type": "yarn", "rotary_scaling_factor": 4.0,
                            "mscale_all_dim": 0.7}, {},
+    ),
+    "latent attention, queries of none, turned sharper": (
+        f"{LATENT} --rotary-scaling-factor 40 --mscale 0.7 --max-position-embeddings 163840",
+        GATED | LATENTS | {"q_lora_rank": None, "rope_type": "yarn",
+                           "rotary_scaling_factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.0}, {},
     ),
     "further tokens": (
         f"{GATES} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",

@@ -205,7 +205,7 @@ FORK_FLAGS = """
     --no-async-tensor-model-parallel-allreduce | --no-persist-layer-norm | --sequence-parallel
     --no-gradient-accumulation-fusion
 
-    --seed 1 | --data-parallel-random-init | --init-method-std 0.02 | --init-method-xavier-uniform
+    --seed 1 | --data-parallel-random-init | --init-method-std 0.02
 
     --lr 0.1 | --lr-decay-style inverse-square-root | --lr-decay-iters 5 | --lr-decay-samples 5
     --lr-warmup-fraction 0.1 | --lr-warmup-iters 5 | --lr-warmup-samples 5 | --min-lr 0.1

@@ -508,7 +508,7 @@ def test_every_argument_of_a_moe_layer_has_a_field():
     built = MoEConfig(hidden_size=32, ffn_hidden_size=64, **config.moe_arguments())
     assert (built.num_experts, built.top_k, built.capacity_factor) == (4, 2, 1.5)
     # Megatron's scripts say whom a capacity would drop without one, too.
-    idle = {"moe_drop_policy": "probability", "moe_renormalize_p": 2.0}
+    idle = {"moe_drop_policy": "probability", "moe_renormalize_p": 2.0, "moe_min_capacity": 4}
     idle_moe = TrainConfig(**RUN, moe_num_experts=4, **idle).moe_arguments()
     assert MoEConfig(hidden_size=32, ffn_hidden_size=64, **idle_moe).renormalize_p == 1
     plain = TrainConfig(**RUN).moe_arguments()

@@ -79,6 +79,10 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             r"--fp4-format cannot .*--enable-gpt-oss cannot .*--recipe gpt-oss-20b.*Unknown flag "
             r"--tomorrow.*-num-buckets 16 cannot be honoured: T5 tells 32 distances",
         ),
+        (
+            "--mtp-loss-scaling-factor-decay 0.15 --mtp-loss-scaling-factor-decay-start 5",
+            r"-decay, --mtp-loss-scaling-factor-decay-start cannot .*: --mtp-loss-s.* whole run",
+        ),
         ("--mtp-use-repeated-layer", r"cannot be honoured: each module of --mtp-num-layers is a"),
         (
             "--use-multi-token-prediction --num-mtp-predictor 1",
@@ -145,6 +149,7 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--num-layers 5 --moe-layer-freq [0,1]*2", r"--moe-layer-freq to be of --num-layers 5"),
+        ("--encoder-num-layers 5 --moe-layer-freq [0]+[1]*5", r"-freq to be of --num-layers 5"),
         ("--moe-layer-freq [1]*1000000000000", "at most 10,000 layers of a list"),
         ("--moe-layer-freq ([1]*10000)*10000", "at most 10,000 layers of a list"),
         ("--no-rope-freq [0]*6000+[1]*6000", "at most 10,000 layers of a list"),
@@ -222,6 +227,12 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             "--img-h 224 --retro-add-retriever --vision-model-type clip",
             r"--img-h, --vision-model-type cannot .*no models of images\. --retro-add-ret",
         ),
+        (
+            "--no-position-embedding --position-embedding-type learned_absolute",
+            r"--no-position-embedding or --position-embedding-type learned, got both",
+        ),
+        ("--init-method-xavier-uniform", r"-uniform cannot be .* normal distribution, by --init-m"),
+        ("--moe-layer-freq [01]", r"--moe-layer-freq to be 1 for each layer .*, got \[01\]"),
         (
             "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
             r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
@@ -301,15 +312,26 @@ def test_what_is_done_in_another_way_is_said():
 
 def test_a_flag_that_the_fields_own_overrules_is_said():
     words = (
-        "--position-embedding-type none --use-rotary-position-embeddings --use-torch-fsdp2 "
-        "--zero-stage 3 --moe-aux-loss-coeff 0.2 --moe-loss-weight 0.2"
+        "--recompute-granularity full --recompute-activations --use-torch-fsdp2 --zero-stage 3 "
+        "--moe-aux-loss-coeff 0.2 --moe-loss-weight 0.2"
     )
     command = parse(words.split())
-    assert command.values["position_embedding_type"] == "none"
+    assert command.values["recompute_granularity"] == "full"
     assert command.notes == (
-        "no effect beside --position-embedding-type none: --use-rotary-position-embeddings",
+        "no effect beside --recompute-granularity full: --recompute-activations",
         "no effect beside --moe-loss-weight 0.2: --moe-aux-loss-coeff",
     )
+
+
+@pytest.mark.parametrize("kind", ["learned", "none", "rope"])
+def test_the_older_flag_of_rotary_positions_overrules_the_newer_as_in_megatron(kind):
+    newer = ["--position-embedding-type", kind]
+    command = parse([*RUN, *newer, "--use-rotary-position-embeddings"])
+    assert resolve(command).position_embedding_type == "rope"
+    assert command.notes == (
+        () if kind == "rope"
+        else (f"no effect beside --use-rotary-position-embeddings: {' '.join(newer)}",)
+    )  # fmt: skip
 
 
 def test_older_spellings_mean_what_they_meant():
@@ -386,6 +408,7 @@ def test_older_spellings_mean_what_they_meant():
         ("--moe-layer-freq ([1]*1+[0]*1)*3", {"moe_first_k_dense": 0, "moe_layer_freq": 2}),
         ("--moe-layer-freq [0]*2+([1]+[0])*4", {"moe_first_k_dense": 2, "moe_layer_freq": 2}),
         ("--moe-layer-freq [1]*4", {"moe_first_k_dense": 0, "moe_layer_freq": 1}),
+        ("--moe-layer-freq [0]*3+2*[1,]*2", {"moe_first_k_dense": 3, "moe_layer_freq": 1}),
         (
             "--num-layers 9 --moe-layer-freq [0]*3+[1]*6 --num-layers 2 --moe-layer-freq [0,1]",
             {"num_layers": 2, "moe_first_k_dense": 1, "moe_layer_freq": 1},

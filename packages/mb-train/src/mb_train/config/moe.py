@@ -203,7 +203,7 @@ class MoEFields:
             arguments["num_expert_groups"] = None
         # Idle here, which a remark says, and refused there.
         if not self.moe_capacity_factor:
-            arguments["drop_policy"] = "position"
+            arguments |= {"drop_policy": "position", "min_capacity": 0}
         if not self.moe_renormalize:
             arguments["renormalize_p"] = 1.0
         return arguments | {"capacity_factor": self.moe_capacity_factor or None}

@@ -16,6 +16,7 @@ own.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +208,7 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = 
 
 def _number_of_layers(words: Sequence[str]) -> list[str]:
     """The last that was said, if any."""
-    return re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+    return re.findall(r"(?<!\S)--(?:encoder-)?num-layers[= ](\d+)", " ".join(words))[-1:]
 
 
 def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[str]) -> None:
@@ -220,33 +221,38 @@ def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[s
 
 
 def _layers(text: str) -> list[int]:
-    """The list that an expression makes, of sums and repetitions of lists of 0 and 1."""
-    text = text.replace(" ", "")
-    if not re.fullmatch(r"[\[\]()01,+*\d]+", text):
+    """The list of 0 and 1 that Python makes of sums and repetitions of lists; [] of all else."""
+    if not re.fullmatch(r"[\[\]()\d,+* ]+", text):
         return []
-    # Innermost parentheses first: a repeated group becomes the list it stands for.
-    group = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
-    while (match := group.search(text)) is not None:
-        inner = _repeated(_sum(match[1]), match[2])
-        text = text[: match.start()] + str(inner).replace(" ", "") + text[match.end() :]
-    return _sum(text)
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):  # the latter two of very many parentheses
+        return []
+    return found if isinstance(found, list) else []
 
 
-def _sum(text: str) -> list[int]:
-    layers: list[int] = []
-    for term in text.split("+"):
-        match = re.fullmatch(r"\[((?:[01],?)*)\](?:\*(\d+))?", term)
-        if match is None:
-            return []
-        layers += _repeated([int(digit) for digit in match[1].replace(",", "")], match[2])
-        _check_most(len(layers))
-    return layers
-
-
-def _repeated(layers: list[int], times: str | None) -> list[int]:
-    number = int(times or 1)
-    _check_most(len(layers) * number)
-    return layers * number if layers else []  # none, however often, is no number too large
+def _value(node: ast.expr) -> list[int] | int | None:
+    """The list, or the number, that a part of such a text is; None for what is neither."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int) else None
+    if isinstance(node, ast.List):
+        items = [_value(item) for item in node.elts]
+        layers = [item for item in items if isinstance(item, int) and item in (0, 1)]
+        return layers if len(layers) == len(items) else None
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _value(node.left), _value(node.right)
+    if isinstance(node.op, ast.Mult) and isinstance(left, int):  # 3*[1]
+        left, right = right, left
+    if not isinstance(left, list):
+        return None
+    if isinstance(node.op, ast.Add) and isinstance(right, list):
+        _check_most(len(left) + len(right))
+        return left + right
+    if isinstance(node.op, ast.Mult) and isinstance(right, int):
+        _check_most(len(left) * right)
+        return left * right if left else []  # none, however often, is no number too large
+    return None
 
 
 def _check_most(layers: int) -> None:

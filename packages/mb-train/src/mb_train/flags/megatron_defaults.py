@@ -11,7 +11,7 @@ from typing import Any
 
 from mb_train.config.field import flag_name
 from mb_train.flags.settled import NO_FUSED_GELU
-from mb_train.flags.together import QUICK_GEGLU
+from mb_train.flags.together import NO_POSITIONS, QUICK_GEGLU, ROTARY
 from mb_train.flags.translated import TRANSLATED
 
 TOPK = "--moe-router-topk"
@@ -19,8 +19,6 @@ BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
-_ROTARY = "--use-rotary-position-embeddings"
-_NO_POSITIONS = "--no-position-embedding"
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -89,7 +87,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         values: the fields that they set.
     """
     found: dict[str, Any] = {}
-    if _NO_POSITIONS in typed:  # scripts have it beside rotary positions too
+    if NO_POSITIONS in typed:  # scripts have it beside rotary positions too
         found["position_embedding_type"] = "none"
     rotary_t5 = values.get("model") == "t5" and _positions(typed, values) == "rope"
     if is_whole(values) and rotary_t5 and not values.get("untie_embeddings_and_output_weights"):
@@ -180,9 +178,9 @@ def is_whole(values: Mapping[str, Any]) -> bool:
 
 def _positions(typed: Container[str], values: Mapping[str, Any]) -> str:
     """The kind of positions of a whole script."""
-    if _ROTARY in typed:
+    if ROTARY in typed:
         return "rope"
-    unsaid = "none" if _NO_POSITIONS in typed else "learned"
+    unsaid = "none" if NO_POSITIONS in typed else "learned"
     return values.get("position_embedding_type", unsaid)
 
 

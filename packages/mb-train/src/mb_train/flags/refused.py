@@ -64,6 +64,7 @@ _REASONS: Mapping[str, str] = {
         --extra-vocab-size
     """,
     "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
+    "--mtp-loss-scaling-factor holds for the whole run": "--mtp-loss-scaling-factor-*",
     "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
         --mtp-*
     """,
@@ -72,6 +73,8 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --decoupled-lr": "--head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
+    "weights are drawn from a normal distribution, by --init-method-std: leave it out, as it is "
+    "without effect in MegaBlocks' fork of Megatron": "--init-method-xavier-uniform",
     "say --hybrid-layer-pattern, with a letter for each layer, in place of it or in its shares": """
         --hybrid-attention-ratio --hybrid-mlp-ratio --is-hybrid-model
     """,

@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 NO_FUSED_GELU = "--no-bias-gelu-fusion"
-_NORMAL = (
-    "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
-    "where only ViT heeds this flag; Megatron Core draws them uniformly"
-)
 OVERRIDING = """
     --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
 """
@@ -90,7 +86,6 @@ _ANSWERS: Mapping[str, str] = {
     "it belongs to Megatron's text server, not to training": """
         --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1 --cache-mla-latents
     """,
-    _NORMAL: "--init-method-xavier-uniform",
     "all ranks begin from one initialization": "--data-parallel-random-init",
     "initialization does not depend on the number of ranks": "--use-cpu-initialization",
     "rearranged samples need no padding": "--fim-pad-token=1",

@@ -12,6 +12,8 @@
 --cpu-offloading --cpu-offloading-num-layers 4           --cpu-offloading-num-layers 4
 --use-mup and --mup-embedding-mult 10                    --use-mup --embedding-multiplier 10
 --muon-tp-mode blockwise, of one tensor-parallel rank    --muon-tp-mode duplicated
+--use-rotary-position-embeddings and                     --position-embedding-type rope
+    --position-embedding-type learned_absolute
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ _BASES = {
     "--scaling-base-head-dim": "mup_base_head_dim",
 }
 _MUON_PARTS = "--muon-tp-mode"
+ROTARY = "--use-rotary-position-embeddings"
+NO_POSITIONS = "--no-position-embedding"
 # Modules whose activations Megatron can compute anew one by one, and which here are kept.
 KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
 
@@ -175,6 +179,19 @@ def _muon_parts(said: Mapping[str, Any]) -> dict[str, Any]:
     return {_MUON_PARTS: "duplicated"}
 
 
+def _positions(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's older flag overrules the newer one. That of none alone is a default: see
+    `megatron_defaults.defaults_beside`."""
+    if ROTARY in said:
+        return {"position_embedding_type": "rope"}
+    if NO_POSITIONS in said and said.get("position_embedding_type") == "learned":
+        raise ValueError(
+            f"Expected {NO_POSITIONS} or --position-embedding-type learned, got both. Leave one of "
+            "the two out."
+        )
+    return {}
+
+
 # What flags are read together, and by what: the fields, or flags, that they set.
 _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = (
     ((QUICK_GEGLU, *_NUMBERS), _gate),
@@ -184,12 +201,13 @@ _READINGS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], dict[st
     (tuple(_OFFLOADING), _offloading),
     ((*_MUP, _RECIPE, *_BASES), _mup),
     ((_MUON_PARTS,), _muon_parts),
+    ((ROTARY, NO_POSITIONS), _positions),
 )
 # Those that nothing else reads, and whether a value follows.
 TOGETHER: Mapping[str, bool] = {
     **dict.fromkeys((*_NUMBERS, _CUT, _CHUNKS, "--num-shared-experts"), True),
     **dict.fromkeys((*_MUP, _RECIPE, *_BASES), True),
-    **dict.fromkeys(("--enable-shared-expert", *_OFFLOADING), False),
+    **dict.fromkeys(("--enable-shared-expert", *_OFFLOADING, ROTARY, NO_POSITIONS), False),
 }
 
 
@@ -214,6 +232,8 @@ def done_otherwise(said: Mapping[str, Any]) -> list[str]:
             f"{_CUT} {said[_CUT]}: as many ranks share the experts, which stay whole while there "
             "are enough of them"
         )
+    if ROTARY in said and (kind := said.get("position_embedding_type", "rope")) != "rope":
+        found.append(f"no effect beside {ROTARY}: --position-embedding-type {kind}")
     if kept := [name for name in said.get(_MODULES, ()) if name in KEPT]:
         found.append(f"{_MODULES}: without {', '.join(kept)}, which keep what they compute")
     if len({*EXPERT_MODULES}.intersection(said.get("offload_modules") or ())) == 1:

@@ -185,8 +185,6 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         True,
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
-    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),  # see `defaults_beside`
     **{flag: (_SEVERAL.get(flag, True), partial(_one_of, flag)) for flag in _VALUES},
     **{flag: (_SEVERAL.get(flag, True), partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     **{flag: (True, partial(_nothing, flag)) for flag in _IDLE},

@@ -813,6 +813,10 @@ def test_the_command_line(tmp_path, capsys):
     assert "Expected an empty or new folder" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2
     assert "holds a run" in capsys.readouterr().err
+    for source in (str(tmp_path / "hf"), run):
+        assert main(["convert", source, str(tmp_path / "iter_0000099")]) == 2
+        assert "the name of a checkpoint. Give another" in capsys.readouterr().err
+        assert not (tmp_path / "iter_0000099").exists()
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
     assert "or a run folder with a checkpoint, got" in capsys.readouterr().err
 

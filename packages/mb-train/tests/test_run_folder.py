@@ -366,6 +366,21 @@ with locked(Path(sys.argv[1])):
     assert tree(run) == [".lock"]
 
 
+@pytest.mark.parametrize("name", ["iter_0000009", "iter_0000009.partial", "iter_0000009.surplus"])
+def test_no_run_is_written_where_a_checkpoint_would_be(tmp_path, monkeypatch, name):
+    """It could not be gone on from, and the run around it would move or delete it."""
+    wanted = r"--save to be the folder of a run, got .*, the name of a checkpoint"
+    with pytest.raises(ValueError, match=wanted), only_writer(str(tmp_path / name)):
+        pytest.fail("got in")
+    assert os.listdir(tmp_path) == []
+    with only_writer(str(tmp_path / f"{name}.of-mine")):
+        pass
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(ValueError, match=wanted), only_writer("."):
+        pytest.fail("got in")
+
+
 def test_no_run_is_written_into_a_checkpoint(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     wanted = r"--save to be the folder of a run, got .* a checkpoint"

@@ -19,7 +19,13 @@ from mb_train.convert.vocabulary import rows_of
 from mb_train.data.tokenizer_files import keep_tokenizer
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.lock import locked
-from mb_train.folder.run_folder import FORMAT, TOKENIZER, SavedRun, checkpoints
+from mb_train.folder.run_folder import (
+    FORMAT,
+    TOKENIZER,
+    SavedRun,
+    checkpoints,
+    has_name_of_a_checkpoint,
+)
 from mb_train.logs.megatron_lines import saved_line, saving_line
 from mb_train.models.unfilled import unfilled
 from mb_train.tasks.make import whole_model
@@ -81,10 +87,15 @@ def check_dtype(dtype: torch.dtype | str, what: str) -> torch.dtype:
 
 
 def refuse_run(target: Path) -> None:
-    """Raise ValueError if a folder holds checkpoints already, or a model of others.
+    """Raise ValueError if a folder holds checkpoints already, or a model of others, or would pass
+    for a checkpoint.
 
     What is done with a folder of both is done with that model.
     """
+    if has_name_of_a_checkpoint(target):
+        raise ValueError(
+            f"Expected the folder of a run, got {target}, the name of a checkpoint. Give another."
+        )
     for holds, found in (
         ("a run", checkpoints(target)),
         ("a model of Hugging Face's", (target / "config.json").exists()),

@@ -27,6 +27,7 @@ from mb_train.folder.run_folder import (
     PAGE,
     PARTIAL,
     PICTURE,
+    SURPLUS,
     TOKENIZER,
     checkpoints,
     iteration_of,
@@ -64,7 +65,7 @@ def recover(folder: Path) -> list[str]:
     for draft in sorted(folder.glob(f"iter_*{PARTIAL}")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
-    for surplus in folder.glob("iter_*.surplus"):
+    for surplus in folder.glob(f"iter_*{SURPLUS}"):
         delete(surplus)
     for name in (MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST, f"{TOKENIZER}/**/"):
         for draft in folder.glob(f"{name}*{PARTIAL}"):
@@ -80,7 +81,7 @@ def withdraw(checkpoint: Path) -> Path:
     Raises:
         OSError: it cannot be renamed.
     """
-    return checkpoint.rename(checkpoint.with_name(checkpoint.name + ".surplus"))
+    return checkpoint.rename(checkpoint.with_name(checkpoint.name + SURPLUS))
 
 
 def delete(withdrawn: Path) -> None:

@@ -34,6 +34,7 @@ PAGE = "report.html"
 TOKENIZER = "tokenizer"
 MOVING = ".moving.json"
 PARTIAL = ".partial"  # behind the name of what is being written
+SURPLUS = ".surplus"  # behind that of a checkpoint which is being deleted
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,13 @@ def checkpoints(folder: Path) -> list[Path]:
 def is_iteration(path: Path) -> bool:
     """Whether a path is named as a checkpoint's folder is."""
     return re.fullmatch(r"iter_\d{7,}", path.name) is not None
+
+
+def has_name_of_a_checkpoint(path: Path) -> bool:
+    """Whether a run would take a folder of this name in its own for one of its checkpoints, also
+    one half written or withdrawn."""
+    name = path.absolute()
+    return is_iteration(name.with_suffix("") if name.suffix in (PARTIAL, SURPLUS) else name)
 
 
 def find_checkpoint(path: Path) -> Path | None:

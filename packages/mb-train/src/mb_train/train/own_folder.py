@@ -31,14 +31,17 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         def hold() -> list[str]:
             if save is None:
                 return []
-            if (Path(save) / run_folder.RUN_FILE).is_file():
+            folder = Path(save)
+            whole = (folder / run_folder.RUN_FILE).is_file()
+            if whole or run_folder.has_name_of_a_checkpoint(folder):
+                which = "which is a checkpoint" if whole else "the name of a checkpoint"
                 raise ValueError(
-                    f"Expected --save to be the folder of a run, got {save}, which is a "
-                    "checkpoint. Give the folder around it, or a new one."
+                    f"Expected --save to be the folder of a run, got {save}, {which}. Give the "
+                    "folder around it, or a new one."
                 )
             try:
-                held.enter_context(locked(Path(save)))
-                return history.recover(Path(save))
+                held.enter_context(locked(folder))
+                return history.recover(folder)
             except OSError as error:
                 why = error.strerror or error
                 raise OSError(f"Cannot write into --save {save}: {why}.") from None

@@ -18,6 +18,7 @@ from mb_train.convert.hugging_face.architecture import EMBEDDING, HEAD, copies_b
 from mb_train.convert.hugging_face.architectures import architecture_for
 from mb_train.convert.hugging_face.safetensors_files import write_tensors
 from mb_train.convert.hugging_face.tokenizer import write_tokenizer
+from mb_train.folder.run_folder import has_name_of_a_checkpoint
 from mb_train.folder.whole_files import replaceable, replaced_folder, write_text
 from mb_train.loading import Trained, outlined
 
@@ -110,5 +111,9 @@ def _checked(dtype: torch.dtype, name: str, weight: Tensor) -> Tensor:
 
 
 def _refuse_filled(target: Path) -> None:
+    if has_name_of_a_checkpoint(target):
+        raise ValueError(
+            f"Expected a folder for a model, got {target}, the name of a checkpoint. Give another."
+        )
     if replaceable(target).exists() and any(target.iterdir()):
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")

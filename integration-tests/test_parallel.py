@@ -298,7 +298,7 @@ ALWAYS = (
     *("latent tp2 pp2", "sinks tp2 pp2 ep2", "gates cp2 tp2 sp", "outputs tp2 pp2 sp dense"),
     *("states cp2 tp2 sp, documents", "mamba tp2 pp2 ep2", "lists tp2 sp ep2 zero3", "pp4"),
     *("cp4 ep2, first slots kept", "cp2 pp2 zero-bubble", "further cp2 pp2, documents"),
-    *("group cp2 tp2 sp, documents", "cp2 tp2 pp2 ep4"),
+    *("further pp2 zero-bubble", "group cp2 tp2 sp, documents", "cp2 tp2 pp2 ep4"),
 )
 assert LAYOUTS.keys() >= set(ALWAYS)
 PLACES_CHANGED = [layout for layout in LAYOUTS if "places" in layout]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,9 @@ def read_sums(path: Path) -> dict[str, str]:
 
 def damage(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """What is wrong with the files `names` of a folder, in words; empty if nothing is."""
-    from mb_data.system import cores  # here: as above
+    from concurrent.futures import ThreadPoolExecutor  # here: 20 ms, which help does not wait for
+
+    from mb_data.system import cores
 
     with ThreadPoolExecutor(cores()) as pool:
         found = pool.map(partial(_damage_of, folder, sums), names)

@@ -24,7 +24,8 @@ from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 
-# Without cuDNN, which makes a plan for every number of keys: 69 ms a token on an H200.
+# Without cuDNN, which makes a plan for every number of keys: 69 ms a token on an H200
+# (benchmarks/results/2026-11-28-h200.md).
 _OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -267,6 +267,20 @@ def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
         resolve(parse([*RUN, *typed.split()]))
 
 
+def test_a_list_of_layers_is_counted_wherever_their_number_was_said(tmp_path):
+    (tmp_path / "run.toml").write_text("num_layers = 5\n")
+    typed = ["--train-iters", "1", "--num-experts", "4", "--moe-layer-freq", "[0]+[1]*5"]
+    said = r"--moe-layer-freq to be of --num-layers {}, got \[0\]\+\[1\]\*5, which is of 6"
+    with pytest.raises(ValueError, match=said.format(4)):
+        resolve(parse(typed), {"num_layers": 4})
+    with pytest.raises(ValueError, match=said.format(5)):
+        resolve(parse([*typed, "--config", str(tmp_path / "run.toml")]))
+    with pytest.raises(ValueError, match=said.format(12)):
+        resolve(parse([*typed, "--recipe", "dmoe-125m"]))
+    config = resolve(parse([*typed, "--recipe", "dmoe-46m"]), {"num_layers": 4})
+    assert (config.num_layers, config.moe_first_k_dense) == (6, 1)
+
+
 def test_a_refused_flag_has_one_reason_whose_flags_there_are():
     """The last of two would be told; that of a flag that is taken, never."""
     refused = Counter(name for names in _REASONS.values() for name in names.split())

@@ -24,7 +24,7 @@ from mb_train.config.network import Network
 from mb_train.config.recipes import recipe
 from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
-from mb_train.flags.layer_patterns import counted, spelled_out
+from mb_train.flags.layer_patterns import LayerLists, counted, spelled_out
 from mb_train.flags.megatron_defaults import (
     beside_sinkhorn,
     defaults_beside,
@@ -59,6 +59,7 @@ class CommandLine:
     `unsaid` are those of `values` that nobody said: defaults that Megatron's scripts have.
     `whole` is what `megatron_defaults.is_whole` says of the flags alone.
     `own` holds the arguments of a command that are not a run's.
+    `layer_lists` are counted by `resolve`, which knows the number of layers.
     """
 
     values: dict[str, Any]
@@ -69,6 +70,7 @@ class CommandLine:
     unsaid: dict[str, Any] = dataclasses.field(default_factory=dict)
     own: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
     whole: bool = False
+    layer_lists: LayerLists = dataclasses.field(default_factory=LayerLists)
 
     def going_on(self) -> CommandLine:
         """The same where a run goes on, which has been told what is unsaid here."""
@@ -106,7 +108,8 @@ def parse(
     # All that is wrong is said at once: a script of another program may have many such flags.
     wrong = wrong_flags(typed, parser)
     try:
-        namespace, unknown = _parse_words(parser, spelled_out(argv), own)
+        words, lists = spelled_out(argv)
+        namespace, unknown = _parse_words(parser, words, own)
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
@@ -139,7 +142,9 @@ def parse(
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
     of_every = tuple(of_every_layer)
-    return CommandLine(values, named, print_config, tuple(notes), of_every, unsaid, owned, whole)
+    return CommandLine(
+        values, named, print_config, tuple(notes), of_every, unsaid, owned, whole, lists
+    )
 
 
 def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -219,6 +224,8 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
         values = _laid_over(values, layer, said=layer is said)
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
         values |= schedules(loaded, values)
+    if values.get("num_layers") is not None:  # TrainConfig asks for it
+        command.layer_lists.check(values["num_layers"])
     return with_means(TrainConfig(**values), command.of_every_layer)
 
 

@@ -20,20 +20,42 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from mb_train.config.layers import every_nth_behind, every_nth_full
 
 
-def spelled_out(words: Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class LayerLists:
+    """Flags that were given a list of all layers: flag and text -> layers of the list.
+
+    How many the model has may be said by a recipe or a file: `check` is for when it is known.
+    """
+
+    lengths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def check(self, num_layers: int) -> None:
+        """Raise ValueError if a list is of other layers than the model's."""
+        for (flag, text), layers in self.lengths.items():
+            if layers != num_layers:
+                raise ValueError(
+                    f"Expected {flag} to be of --num-layers {num_layers}, got {text}, which is of "
+                    f"{layers}."
+                )
+
+
+def spelled_out(words: Sequence[str]) -> tuple[list[str], LayerLists]:
     """The command line with numbers for what Megatron Core also takes as a list or a pair.
+
+    Returns:
+        The command line, and the lists that were in it.
 
     Raises:
         ValueError: experts in no layer; states in others than all but every n-th; lists of
-            something else, of other layers than `--num-layers` or of very many; a window that
-            reaches behind a token.
+            something else or of very many layers; a window that reaches behind a token.
     """
-    found, replaced = list(words), set()
+    found, replaced, lengths = list(words), set(), {}
     for place in reversed(range(len(found))):
         name, equals, value = found[place].partition("=")
         if name not in _NUMBERS:
@@ -44,9 +66,11 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         if name in replaced:  # by a later one: it says nothing, of no layer
             found[place : place + (1 if equals else 2)] = []
         elif mark in value:
-            found[place : place + (1 if equals else 2)] = numbers(value, words)
+            found[place : place + (1 if equals else 2)] = numbers(value)
+            if mark == "[":
+                lengths[name, value] = len(_layers(value))
         replaced.add(name)
-    return found
+    return found, LayerLists(lengths)
 
 
 def counted(words: Sequence[str]) -> list[str]:
@@ -71,7 +95,8 @@ def counted(words: Sequence[str]) -> list[str]:
     hybrid = patterns or stacks or "--is-hybrid-model" in words
     if shares and not hybrid and all(map(_is_zero, shares.values())):  # its default, of a GPT
         return [word for word in found if word.partition("=")[0] not in _SHARES]
-    numbers = _number_of_layers(words)
+    # The last that was said, if any.
+    numbers = re.findall(r"(?<!\S)--(?:encoder-)?num-layers[= ](\d+)", " ".join(words))[-1:]
     layers = int(numbers[0]) if numbers else len(patterns[-1]) if patterns else 0
     spread = pattern_of_shares(shares, layers) if shares or stacks else ""
     pattern = patterns[-1] if patterns else spread
@@ -127,14 +152,13 @@ def _put(kinds: list[str], letter: str, gap: float) -> None:
             ahead -= 1
 
 
-def _experts(text: str, words: Sequence[str]) -> list[str]:
+def _experts(text: str) -> list[str]:
     layers = _layers(text)
     if 1 not in layers:
         raise ValueError(
             "Expected --moe-layer-freq to be 1 for each layer with experts and 0 for the others, "
             f"as ([0]*3+[1]*24), got {text}."
         )
-    _check_number("--moe-layer-freq", text, layers, words)
     if (numbers := every_nth_behind(layers)) is None:
         return ["--moe-layers", *map(str, layers)]
     every, dense = numbers
@@ -146,7 +170,6 @@ def _all_but_every_nth(
     what: str,
     example: str,
     text: str,
-    words: Sequence[str],
     *,
     of_the_nth: bool = False,
     listed: str | None = None,
@@ -161,7 +184,6 @@ def _all_but_every_nth(
     every = every_nth_full(has)
     if not layers or (every is None and listed is None):
         raise ValueError(f"Expected {flag} to be {what}, as {example}, got {text}.")
-    _check_number(flag, text, layers, words)
     if every is None and listed is not None:
         return [listed, *(str(int(one)) for one in has)]
     return [f"{flag}={every}"]
@@ -181,7 +203,7 @@ _without_positions = partial(
 )  # fmt: skip
 
 
-def _window(text: str, _: Sequence[str]) -> list[str]:
+def _window(text: str) -> list[str]:
     sides = re.fullmatch(r"[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?", text)
     if sides is None or int(sides[1]) < 0 or int(sides[2]) != 0:
         raise ValueError(
@@ -197,27 +219,13 @@ _SHARES = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 # Core's own stacks of such layers, behind the module in --spec.
 _STACKS = (["mamba_stack_spec"], ["hybrid_stack_spec"])
 # Flag -> what a value has that is no number, and what it says as numbers.
-_NUMBERS: Mapping[str, tuple[str, Callable[[str, Sequence[str]], list[str]]]] = {
+_NUMBERS: Mapping[str, tuple[str, Callable[[str], list[str]]]] = {
     "--moe-layer-freq": ("[", _experts),
     "--window-attn-skip-freq": ("[", _windows),
     "--linear-attention-freq": ("[", _states),
     "--no-rope-freq": ("[", _without_positions),
     "--window-size": (",", _window),
 }
-
-
-def _number_of_layers(words: Sequence[str]) -> list[str]:
-    """The last that was said, if any."""
-    return re.findall(r"(?<!\S)--(?:encoder-)?num-layers[= ](\d+)", " ".join(words))[-1:]
-
-
-def _check_number(flag: str, text: str, layers: Sequence[int], words: Sequence[str]) -> None:
-    said = _number_of_layers(words)
-    if said not in ([], [str(len(layers))]):
-        raise ValueError(
-            f"Expected {flag} to be of --num-layers {said[0]}, got {text}, which is of "
-            f"{len(layers)}."
-        )
 
 
 def _layers(text: str) -> list[int]:

@@ -162,14 +162,15 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 def _of_layers(given: Mapping[str, Any]) -> dict[str, int | list[int] | None]:
     """What is said of each layer by a list, or of a window by a pair."""
-    layers = ["--num-layers", str(given["num_layers"])]
+    layers: list[str] = []
     by_layer = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"
     said: dict[str, int | list[int] | None] = {}
     for name in (*by_layer, "window_size"):
         if isinstance(given.get(name), (list, tuple)):
             said[name] = getattr(TrainConfig, name)  # its default, unless it is a number, too
             layers += [flag_name(name), str(given[name])]
-    _, _, *words = spelled_out(layers)
+    words, lists = spelled_out(layers)
+    lists.check(given["num_layers"])
     for flag, numbers in re.findall(r"--([a-z-]+)[= ]([\d ]+)", " ".join(words)):
         each = list(map(int, numbers.split()))
         said[_argument(flag)] = each if f"--{flag}" in words else each[0]

@@ -269,6 +269,25 @@ def test_old_names_and_copies(tmp_path):
         read_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("bert", "cls.predictions.decoder.weight"),
+        ("t5 1.0", "decoder.embed_tokens.weight"),  # as safetensors' save_model
+        ("t5 1.0", "lm_head.weight"),
+    ],
+)
+def test_a_copy_may_be_all_that_there_is(tmp_path, kind, kept):
+    model = theirs(kind)
+    model.save_pretrained(tmp_path)
+    name = {"bert": "bert.embeddings.word_embeddings.weight"}.get(kind, "shared.weight")
+    weight = TensorFolder(tmp_path)[name]
+    others = {n: t for n, t in TensorFolder(tmp_path).items() if n != name}
+    change_tensors(tmp_path, lambda _: others | {kept: weight})
+    assert torch.equal(type(model).from_pretrained(tmp_path).get_input_embeddings().weight, weight)
+    assert torch.equal(read_model(tmp_path)[1]["embedding.tokens.weight"], weight)
+
+
 def test_a_head_of_its_own_in_a_file_that_says_tied(tmp_path):
     """As transformers writes T5 1.1."""
     theirs("t5 1.1").save_pretrained(tmp_path)

@@ -104,8 +104,10 @@ def read_model(
     rules = rules_of(config, transformer_config(config, vocab_size))
     embedding = next(r.sources[0] for r in rules if r.target == _TOKENS)
     tied = not config.untie_embeddings_and_output_weights
-    if tied and HEAD in source and embedding in source:
-        if torch.equal(source[HEAD], source[embedding]):
+    if tied and HEAD in source:
+        if embedding not in source:  # safetensors' save_model keeps one name, the first by alphabet
+            source.rename(f"^{re.escape(HEAD)}$", embedding)
+        elif torch.equal(source[HEAD], source[embedding]):
             source.leave_out(re.escape(HEAD))
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
@@ -216,13 +218,15 @@ def _tensors(folder: Path, found: Architecture, block: tuple[int, int] | None) -
 
 
 def _leave_out_copies(source: TensorFolder, folder: Path, copies: Mapping[str, str]) -> None:
-    """Forget tensors that are there once more under another name.
+    """Forget tensors that are there once more under another name, or take one for what is not.
 
     Raises:
         ValueError: they hold other numbers.
     """
     for copy, name in copies.items():
-        if copy in source and name in source:
+        if copy in source and name not in source:
+            source.rename(f"^{re.escape(copy)}$", name)
+        elif copy in source:
             if not torch.equal(source[copy], source[name]):
                 raise ValueError(
                     f"Expected {copy} of {folder} to be {name} once more, got other numbers: this "

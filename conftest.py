@@ -3,7 +3,9 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -46,7 +48,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+def mark_further_cases(items: Iterable[pytest.Item]) -> None:
+    """Make the cases of a test that is marked `sweep(n)` slow, but for one in n of them.
+
+    Which ones stay is drawn, so that no parameter has a single value in them, and is the same every
+    time.
+    """
+    sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        (one_in,) = cases[0].get_closest_marker("sweep").args
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in cases[-(-len(cases) // one_in) :]:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow cases are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_further_cases(items)
+
     def turn(item: pytest.Item) -> int:
         names = enumerate(LONGEST_FIRST)
         return next((i for i, name in names if item.path.as_posix().endswith(name)), 99)

@@ -56,6 +56,7 @@ def test_ranks_share_sequences(one_process, tokens, tmp_path, ranks):
         ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_for_a_sequence(one_process, tokens, tmp_path):
     """Two, one, two, and four of which each pair shares sequences."""
     run = tmp_path / "run"
@@ -72,6 +73,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_for_a_sequence(one_process, 
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_stop_changes_nothing_to_the_bit(tokens, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = f"{CP} 2 {DROPOUT} --expert-model-parallel-size 2 --moe-dispatcher all_to_all"
@@ -107,6 +109,7 @@ def _drawn(rank: int, world_size: int, arguments: list[str]) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 def test_batches_grow_by_whole_sequences(tokens, tmp_path):
     grow = "--train-samples 24 --rampup-batch-size 2 2 8 --lr-decay-samples 24 --lr-warmup-samples"
     more = f"{SAME} {grow} 4 --micro-batch-size 1"

@@ -48,6 +48,7 @@ def one_process(conversations, tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -50,6 +50,7 @@ def _one_after_the_other(rank: int, world_size: int, *lines: list[str]) -> list[
     return [_main(rank, world_size, arguments)[0] for arguments in lines]
 
 
+@pytest.mark.slow
 def test_two_ranks_in_bf16_stay_close_to_one_and_go_on_as_they_would_have(tokens, tmp_path):
     one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
     assert tiny_run.train(tiny_run.flags(tokens, one, "--bf16")) == 0

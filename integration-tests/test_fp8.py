@@ -84,6 +84,7 @@ def _losses(folder: Path, name: str, *more: str) -> torch.Tensor:
     return torch.tensor(tiny_run.losses(folder / name))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_beside_that_of_fp32(tmp_path, monkeypatch):
     tiny_run.write_tokens(tmp_path)
     unrounded, rounded = _losses(tmp_path, "unrounded"), _losses(tmp_path, "rounded", FP8)

@@ -245,6 +245,7 @@ def test_a_run_on_a_gpu_learns_in_bf16(tokens, tmp_path, capsys):
     assert losses[-1] < losses[0] - 3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "options",
     [

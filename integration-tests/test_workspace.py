@@ -138,3 +138,27 @@ def test_readme_tree_names_files_that_exist() -> None:
         for name in re.findall(r"(?:^|(?<= ))[\w/]+(?:\.py|/)(?=;| |$)", line.split("  ;")[0]):
             if folder != ROOT and line.startswith("    "):
                 assert (folder / name).exists(), f"README names {folder / name}"
+
+
+@pytest.mark.parametrize(("one_in", "always"), [(1, 7), (2, 4), (3, 3), (9, 1)])
+def test_of_a_sweep_some_cases_always_run(request, one_in: int, always: int) -> None:
+    settings = request.config.pluginmanager.getplugin(str(ROOT / "conftest.py"))
+
+    class Case:
+        def __init__(self, test: str, name: str, *marks: pytest.Mark) -> None:
+            self.nodeid, self.name, self.marks = f"{test}[{name}]", name, list(marks)
+
+        def get_closest_marker(self, name: str) -> pytest.Mark | None:
+            return next((mark for mark in self.marks if mark.name == name), None)
+
+        def add_marker(self, mark: pytest.MarkDecorator) -> None:
+            self.marks.append(mark.mark)
+
+    sweep, slow = pytest.mark.sweep(one_in).mark, pytest.mark.slow.mark
+    swept = [Case("file::test_swept", str(number), sweep) for number in range(7)]
+    further = [Case("file::test_swept", f"slow {number}", sweep, slow) for number in range(7)]
+    plain = [Case("file::test_plain", str(number)) for number in range(7)]
+    settings.mark_further_cases([*swept, *further, *plain])
+    assert sum(case.get_closest_marker("slow") is None for case in swept) == always
+    assert all(case.get_closest_marker("slow") for case in further)
+    assert not any(case.get_closest_marker("slow") for case in plain)

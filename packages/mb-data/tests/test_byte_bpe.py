@@ -26,6 +26,7 @@ def structure(request, tmp_path_factory):
     return path, library(description)
 
 
+@pytest.mark.sweep(2)
 def test_byte_level_structures_reach_the_engine(structure):
     path, judge = structure
     tokenizer, readable = load_tokenizer(path), load_tokenizer(path, engine="python")
@@ -46,6 +47,7 @@ def test_byte_level_structures_reach_the_engine(structure):
     assert load_tokenizer(path, eod_token="<think>").eod == 50256
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "pattern", [r" ?[^(\s|[.,!?…。])]+", r"\p{Han}+|[\p{L}&&[^\p{Han}]]+|\s*[\r\n]+|\s"]
 )
@@ -60,6 +62,7 @@ def test_sets_of_letters_within_sets(tmp_path, pattern, engine):
         assert tokenizer.encode(text) == judge.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.sweep(2)
 def test_every_letter_of_unicode(structure):
     """Engine and twin agree on every undisputed letter in four surroundings, and where a letter is
     disputed the document takes the readable way.
@@ -86,6 +89,7 @@ def test_every_letter_of_unicode(structure):
     assert tokenizer.careful_documents == 1
 
 
+@pytest.mark.sweep(2)
 def test_care_is_taken_of_what_surrounds_a_letter_not_of_the_document(structure, monkeypatch):
     tokenizer = load_tokenizer(structure[0])
     rng = random.Random(1)

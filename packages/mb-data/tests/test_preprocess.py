@@ -236,6 +236,7 @@ def test_a_difference_between_engines_stops_the_run(tmp_path, append_eod, tail):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("packing", ["", ".gz"])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_shards_merge_to_the_bytes_of_one_run(tmp_path, packing, count):

@@ -30,6 +30,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("case", "block_bytes"),
     [*((case, 4 << 20) for case in BAD_LINES), ("broken JSON", 64), ("too long", 64)],
@@ -328,6 +329,7 @@ def test_an_object_store(tmp_path):
             preprocess("s3://a/b", tmp_path / "out")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("packing", [bytes, gzip.compress], ids=["plain", "gz"])
 @pytest.mark.parametrize("error", [TimeoutError, RuntimeError, None], ids=str)
 def test_a_broken_connection_is_no_damage(tmp_path, monkeypatch, packing, error):

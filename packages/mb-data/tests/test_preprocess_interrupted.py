@@ -126,6 +126,7 @@ SLOW_RUN = """
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("packing", ["", ".gz", "many archives"])
 def test_kill_9_in_the_middle_and_run_again(tmp_path, packing):
     source = write(tmp_path / "in.jsonl", random_records(5, 400))
@@ -204,6 +205,7 @@ def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [

@@ -163,6 +163,7 @@ def test_threads_that_start_workers_at_once_leave_the_main_module_in_place():
     assert sys.modules["__main__"] is main
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", [{}, {"split_sentences": True}, {"shard": (1, 2)}])
 def test_many_archives_are_unpacked_by_the_workers(tmp_path, monkeypatch, options):
     """Of any sizes, in any worker: the first is so long that all others wait for it on the disk."""

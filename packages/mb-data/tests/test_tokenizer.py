@@ -55,6 +55,7 @@ def random_texts(seed, count):
         yield "".join(letters)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("engine", ["gigatoken", "python"])
 def test_gpt2_equals_tiktoken(name, engine, oracle):
@@ -91,6 +92,7 @@ def test_end_of_text_in_a_document_stays_text(gpt2):
     assert gpt2.decode([gpt2.eod]) == "<|endoftext|>"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("engine", ["gigatoken", "python"])
 @pytest.mark.parametrize("texts", [[], ["", ""], ["", "a b", "", "c"], [SEPARATOR, "d"]])
 def test_bulk_forms_agree_with_one_by_one(engine, texts):

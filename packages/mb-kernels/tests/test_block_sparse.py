@@ -141,6 +141,7 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(loss, (a, b), fast_mode=True, atol=1e-4)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", ["sdd", "dsd", "dsd_transposed"])
 def test_op_is_sound_for_compile(op):
     s = make_sparse("ragged", dtype=torch.float32)

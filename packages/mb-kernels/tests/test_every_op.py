@@ -29,6 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     STRIDED = [pytest.param(p.values[0], [p.values[1]], id=p.id) for p in ARGUMENTS]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "arguments"), STRIDED)
 def test_any_memory_order(name, arguments):
     op = make_op(name)
@@ -103,6 +104,7 @@ def test_autocast_does_not_reach_into_an_op(name):
         assert torch.equal(got[what], value), what
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OPS)
 def test_torchs_default_dtype_and_device_change_nothing(name):
     op = make_op(name)

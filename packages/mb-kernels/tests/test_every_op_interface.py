@@ -31,6 +31,7 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(interpret, reason="of schemas and fakes, which kernels and references share")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)

@@ -294,6 +294,7 @@ def test_quantised_activations_take_a_half_and_a_quarter():
     assert kept(None) - kept(4) == h - h // 4 - scales
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_quantised_activations_compile(backend):
     x, w1, w2, bins, weights = make_case((12, 4, 4, 3, 2, "uniform", None), dtype=torch.float32)

@@ -390,6 +390,7 @@ def _words(value):
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
     ("simulated", "layout", "save_h", "scaled"), RUNS, ids=_words, indirect=["simulated", "layout"]
@@ -424,6 +425,7 @@ def test_up(layout, save_h, scaled):
         assert h[rows:].isnan().all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
     ("simulated", "layout", "scaled"),

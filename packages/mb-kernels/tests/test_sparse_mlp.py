@@ -79,6 +79,7 @@ def test_topology_gives_every_expert_its_own_columns(tokens, experts, top_k, rou
     assert pattern.data.untyped_storage().nbytes() == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "gelu", "squared_relu"])
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -279,6 +279,7 @@ def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
     assert min(heights) >= SMALLEST_BLOCK_M
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
 @pytest.mark.parametrize(
     "name",
@@ -298,6 +299,7 @@ def test_loads_run_ahead_of_products_on_hopper(name: str) -> None:
     assert loads >= 2 * case.num_stages  # both operands in each stage before the last, and the loop
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("fp8", ["", " fp8"])

@@ -35,6 +35,7 @@ def test_swapped_transformers_model_keeps_its_logits() -> None:
     assert max(run("swap_transformers.py")) < 1e-5
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["run.py", "host.py", "qwen3.py", "families.py"])
 def test_benchmarks_run_tiny_on_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,7 @@ COMPILED = ("dMoE", "MoE", "jitter", "8-bit")
 FURTHER = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in COMPILED]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [*COMPILED, *FURTHER])
 def test_compiles_without_graph_breaks(kind: str) -> None:
     """Some for any number of tokens at once, some for one number, dMoE for one and then for any."""

@@ -366,6 +366,7 @@ def test_all_weights_are_frozen_or_none() -> None:
     assert type(layer.experts.w1) is nn.Parameter
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_adapters_over_frozen_bits_compile(recompute: bool) -> None:
     layer = build(recompute=recompute)

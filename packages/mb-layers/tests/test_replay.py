@@ -162,6 +162,7 @@ def test_passes_of_several_batches_are_not_joined() -> None:
         routing.expert_ids()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_replays() -> None:
     model = Blocks()
     x, ids = torch.randn(9, 16, dtype=torch.float64), torch.randint(0, 6, (9, 2, 2))

@@ -88,6 +88,7 @@ def error_by_row(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got - exact).abs() / largest.clamp(min=1e-300)).max().item()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_compiled_logits_are_as_accurate(monkeypatch, dtype: torch.dtype) -> None:
     """The compiler leaves out casts to 16 bits and back, by which parts of a weight were made."""

@@ -540,6 +540,7 @@ def test_sparse_mixer_weighs_no_expert_by_nothing() -> None:
     assert_close("best", routed.weights_TK[:, 1], router(x).weights_TK[:, 0])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_routers_compile_without_graph_breaks(router: type) -> None:
     layer = build(router)

@@ -253,6 +253,7 @@ def test_groups_that_are_closed_in_other_ways_are_refused() -> None:
         mb.moe_from_block(lone_block(*GLM5_NEXT, n_group=1, topk_group=0))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_experts_compile_without_graph_breaks(family: str) -> None:
     model = build(family)

@@ -167,6 +167,7 @@ def _states(rank: int, ranks: int, compiled: bool) -> None:
     torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("ranks", "compiled"), [(2, False), (4, False), (2, True)])
 def test_states_are_exchanged_by_key_head_and_in_their_dtypes(ranks, compiled):
     run_ranks(_states, ranks, compiled)
@@ -375,6 +376,7 @@ def _layer_in_parts(rank: int, ranks: int, ep: int, padded: bool) -> None:
             assert 0 < wanted.metrics["dropped_fraction"] < 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)])
 def test_experts_see_the_micro_batch_of_one_process(ranks, ep, padded):

@@ -185,6 +185,7 @@ FURTHER = (
 )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -397,6 +398,7 @@ def collectives(rank, world_size, zero_stage):
     return counts, whole
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("zero_stage", "gathers", "reductions"), [(1, 4, 4), (2, 4, 12), (3, 27, 15)]
 )
@@ -525,6 +527,7 @@ def gives_up(rank, world_size, zero_stage, dtype, replicas):
     return norms
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("zero_stage", "dtype", "replicas"),
     [(0, torch.float32, 1), (1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
@@ -563,6 +566,7 @@ def test_zero_grad_gives_up_a_backward_pass_that_raised(zero_stage):
         assert after == [undisturbed] * 2
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
     """In stage 1 the experts, which have their gradients at once, would train alone."""
@@ -615,6 +619,7 @@ def groups_of_other_seeds(rank, world_size, ep):
     return [full(p).detach() for p in model.parameters()]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_sharded_groups_start_with_the_first_ones_weights(ep):
     first, *others = run_ranks(groups_of_other_seeds, 4, ep)
@@ -911,6 +916,7 @@ def evaluates_before_the_step(rank, world_size, zero_stage):
     return losses
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_an_evaluation_before_the_step_changes_nothing(zero_stage):
     for without, between in run_ranks(evaluates_before_the_step, 2, zero_stage):

@@ -656,6 +656,7 @@ def _evaluated_and_compiled(rank, ranks):
     return out.y.detach(), out.metrics["dropped_fraction"]
 
 
+@pytest.mark.slow
 def test_capacity_of_evaluation_and_compiled():
     case = Case(routing="zipf", config={"capacity_factor": 0.25, "eval_capacity_factor": 0.75})
     expected = _layer(case).eval()(_inputs(case, 2)[0])

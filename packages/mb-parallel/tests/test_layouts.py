@@ -110,6 +110,7 @@ def results():
     return run_all(TESTED, steps=2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", TESTED)
 def test_layout_equals_one_process(results, layout):
     history, _ = results[alone(LAYOUTS[layout])]

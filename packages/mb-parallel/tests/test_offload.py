@@ -142,6 +142,7 @@ def test_same_numbers_and_two_blocks_on_the_device(recompute, count, cargos):
     assert list(other.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_a_compiled_block_gives_what_its_graph_saves(recompute):
     model = blocks_of(3)

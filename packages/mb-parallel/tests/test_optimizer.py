@@ -110,6 +110,7 @@ def test_steps_with_clipping_match_another_implementation(name):
             torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OURS)
 def test_a_compiled_step_is_compiled_once_whatever_the_learning_rate(name):
     results = []

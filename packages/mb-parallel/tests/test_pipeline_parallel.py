@@ -473,6 +473,7 @@ def _taken_apart_or_not(rank, world_size, kind, schedule, dims):
             torch.testing.assert_close(tiny_gpt.whole(p.grad), alone.grad)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
 @pytest.mark.parametrize(
     ("kind", "dims"),

@@ -174,6 +174,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_the_same_losses(ranks, cases):
     found = run_ranks(_all_losses, ranks, cases)

@@ -557,6 +557,7 @@ def _compiled(rank, world_size):
     return results
 
 
+@pytest.mark.slow
 def test_recomputed_and_compiled_blocks():
     for eager, *others in run_ranks(_compiled, 2):
         for other in others:

@@ -95,6 +95,7 @@ def test_layers_that_share_a_weight_share_its_copy():
     torch.testing.assert_close(_losses(kept, ours, micro_batches=1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_as_without_copies(name, micro_batches):
@@ -277,6 +278,7 @@ def test_frozen_adapted_and_fp32_experts():
     assert not hold_working_copies([adapted], torch.bfloat16)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mlp_bias", [False, True])
 def test_under_compile(mlp_bias):
     plain, kept = _Model(mlp_bias=mlp_bias), _Model(mlp_bias=mlp_bias)

@@ -68,6 +68,7 @@ def called(words):
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("first", range(0, 32, 8))
 def test_flags_drawn_at_random(first, tokens, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a folder named by a flag would appear

@@ -204,6 +204,7 @@ def test_far_positions_turn_as_theirs(tmp_path, rope):
         torch.testing.assert_close(got[:, :4, 0], table[:, :4], rtol=0, atol=1e-3)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -330,6 +331,7 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -379,6 +381,7 @@ def test_it_is_written_as_what_computes_the_same(tmp_path, kind, also):
     assert config.moe_first_k_dense == first[0].moe_first_k_dense
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -458,6 +461,7 @@ def test_a_routers_bias_keeps_its_bits(tmp_path):
     assert torch.equal(back["model.layers.2.mlp.gate.e_score_correction_bias"], bias)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "gpt2"])
 def test_norms_have_their_epsilons(tmp_path, kind):
     """Those of DeepSeek's latents have one of their own."""
@@ -473,6 +477,7 @@ def test_norms_have_their_epsilons(tmp_path, kind):
     assert len(norms) >= 5
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -548,6 +553,7 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
     torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "also", "windows"),
     [

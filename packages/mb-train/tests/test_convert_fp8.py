@@ -85,6 +85,7 @@ def test_whole_blocks_are_as_transformers_has_them():
     assert found.isnan().sum() == 128 * 4  # two bytes of e4m3 are none
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -134,6 +135,7 @@ def raw(folder):
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -159,6 +161,7 @@ def test_every_number_and_every_scale_is_used_once(tmp_path, change, says):
         read_model(tmp_path / "hf")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -125,6 +125,7 @@ def test_modules_compute_what_they_were_published_for(tmp_path, kind):
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_there_and_back(tmp_path, kind):
     modules = KINDS[kind]
@@ -146,6 +147,7 @@ def test_there_and_back(tmp_path, kind):
     torch.testing.assert_close(logits_of(trained.model), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_trained_further_they_are_theirs_again(tmp_path, kind):
     modules = KINDS[kind]

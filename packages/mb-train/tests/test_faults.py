@@ -451,6 +451,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diver
     assert main(["generate", str(run.folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --min-loss-scale 4 --initial-loss-scale 64"])
 def test_a_run_without_gradients_stops_and_keeps_its_checkpoints(
     run, monkeypatch, capsys, data, dtype

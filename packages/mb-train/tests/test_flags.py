@@ -517,6 +517,7 @@ ALSO_SAID = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("f", fields(TrainConfig), ids=lambda f: f.name)
 def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
     value, words = sample(f, value_types(TrainConfig)[f.name])

@@ -115,6 +115,7 @@ def test_a_run_by_samples_finishes_and_its_tokens_are_those_consumed(tmp_path):
     assert len(points_of([run])) == 1
 
 
+@pytest.mark.slow
 def test_tokens_are_those_that_the_log_of_the_run_counts(tmp_path):
     """Of a T5 the encoder's and the decoder's."""
     config = TrainConfig(

@@ -234,6 +234,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
     sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 80}
@@ -262,6 +263,7 @@ def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
     assert done == [70, 1, 9, 66]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "qwen3-next"])
 def test_the_cache_changes_no_token(kind):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}

@@ -309,6 +309,7 @@ def replayed_on_a_cpu():
         yield
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["dmoe", "bert"])
 def test_gradients_stay_where_graphs_of_any_shape_read_them(name):
     options = {"dtype": torch.bfloat16, "counts": (1, 4, 2), "device": "cpu"}
@@ -336,6 +337,7 @@ FURTHER = [({}, 1, (2,)), ({}, 1, (1,)), (MOE, 2, (2,)), (MOE, 2, (1, 4, 2))]
 RANKS += [pytest.param(*further, marks=pytest.mark.slow) for further in FURTHER]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("fields", "ep", "counts"), RANKS, ids=str)
 def test_graphs_of_ranks_sum_their_gradients(fields, ep, counts):
     for expected, got in run_ranks(trained_both_ways, 2, fields, ep, counts):

@@ -139,6 +139,7 @@ print(there)
 """
 
 
+@pytest.mark.slow
 def test_what_is_imported_first_is_not_looked_through():
     words = [sys.executable, "-c", IMPORTING]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

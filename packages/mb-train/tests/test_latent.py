@@ -227,6 +227,7 @@ def test_yarns_tables_are_those_of_transformers(factor, mscale, all_dim, trained
     assert sharpening(scaling, 2.0) == (1 + 0.2 * math.log(factor) if factor > 1 else 1)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("attends", ["causal", "bounds", "kept"])
 def test_one_graph_of_a_block(attends):
     """Values of another width break no compiled block, in the kernel over segments either."""

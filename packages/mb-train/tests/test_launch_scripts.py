@@ -180,6 +180,7 @@ def test_ranks_of_megatron_core_share_sequences():
     assert (config.data_parallel_size(8), config.expert_parallel_size(8)) == (4, 1)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))
 def test_every_flag_of_the_fork_and_of_megatron_core_is_accepted(words):
     command = parse(words)
@@ -301,6 +302,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_script_trains(tmp_path, files, name, capsys):
     model, words = (EXAMPLES | CORE | OTHERS).get(name) or ("gpt", MEGABLOCKS[name])

@@ -73,6 +73,7 @@ def change_each(folder, change):
 L2_NORMS = {"qk_layernorm": False, "qk_l2_norm": True}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["te", "local"])
 @pytest.mark.parametrize(
     ("fields", "args", "ranks"),

@@ -238,6 +238,7 @@ def test_a_run_stops_and_goes_on_to_the_bit(tmp_path, capsys):
         )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (2, 1), (0, 2), (1, 2)])
 def test_a_new_run_from_its_weights_takes_as_many_as_it_likes(tmp_path, before, after):
     """The first of those that there are, and further ones as a run without --load draws them."""

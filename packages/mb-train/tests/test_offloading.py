@@ -56,6 +56,7 @@ def offloaded(config, model):
     return offload
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_model_stay_as_they_are(kind):
     config, _, model = config_and_model(KINDS[kind])
@@ -104,6 +105,7 @@ def losses(folder):
     return [line["losses"] for line in lines if line["event"] in ("train", "validation")]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("more", [[], ["--moe-num-experts", "4", "--mtp-num-layers", "1"]], ids=str)
 def test_a_run_has_its_offload_put_in(tmp_path, monkeypatch, capsys, more):
     """On a CPU nothing goes anywhere, and the run says so; a GPU's is put in by hand."""

@@ -8,6 +8,7 @@ to 2^15.
 import re
 from types import SimpleNamespace
 
+import pytest
 import torch
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer import WorkingCopies
@@ -45,6 +46,7 @@ class Overflowing:
         return {"lm loss": torch.tensor(5.0)}
 
 
+@pytest.mark.slow
 def test_the_posts_rates_and_scales():
     device, mesh = torch.device("cpu"), ParallelDims().build("cpu")
     part, said, task = nn.Linear(1, 1, bias=False), [], GPTTask(CONFIG, vocab_size=128, eod=0)

@@ -101,6 +101,7 @@ def counts(load):
     return [[100 * one, *[(400 - 100 * one) / 3] * 3] for one in load or []]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("load", "steps"),
     [(None, 1), ([1.5, 2.0], 2), ([1.0] * 30, 2500)],
@@ -195,6 +196,7 @@ def axis_of_gradients(folder, norms):
     return next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("norms", [(0.95, 0.99), (0.7, 1.3), (0.3, 4.0), (2e-3, 5e3), (1.0, 1.0)])
 def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):
     """In full: of gradient norms within a tenth, `1e+00` stood beside each line."""
@@ -262,6 +264,7 @@ def test_markup_in_a_name_stays_text(tmp_path):
     assert "&lt;b&gt;&amp;" in content
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["_mine", "$x_{$", "a$b$", "$$"])
 def test_a_name_is_drawn_as_it_is(tmp_path, name):
     for folder in (tmp_path / name, tmp_path / "other"):

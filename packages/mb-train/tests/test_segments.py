@@ -250,6 +250,7 @@ def test_documents_are_counted_in_powers_of_two():
     assert ends_of(np.array(ENDS["every"])).shape == (1, 16)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("experts", [False, True], ids=["", "experts and a bias by distance"])
 def test_a_block_over_segments_is_one_graph(experts):
     """The kernels in it: a break would cost the host as much again in every block."""

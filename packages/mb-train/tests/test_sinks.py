@@ -117,6 +117,7 @@ def of_core(window, softmax, ends_BN, *, flash, dtype=torch.float32):
     return BlockContext(**within)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("ends", [ENDS, torch.full((3, 1), S)], ids=["documents", "whole"])
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("window", [None, 0, 1, 3, 40])

@@ -217,6 +217,7 @@ def kept_bytes(model, config):
     return sum(held.values())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_autograd_keeps(kind):
     config, work, model = config_and_model(KINDS[kind])
@@ -246,6 +247,7 @@ def test_activations_are_what_autograd_keeps(kind):
     assert counted == pytest.approx(kept, rel=0.15)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("letter", ["M", "S"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_what_a_compiler_makes_again_is_not_counted(letter, bf16):
@@ -404,6 +406,7 @@ def by_token(q, k, v, decay, beta, context, *, state_BHCV):
     return torch.cat(found, dim=2).transpose(1, 2).to(v.dtype), None
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", _COUNTED)
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind, monkeypatch):
     monkeypatch.setattr("mb_train.models.delta_net.gated_delta_rule", by_token)
@@ -479,6 +482,7 @@ def test_parameters_are_those_of_the_model(kind):
     assert sizes(config, V, 1, "CPU").parameters == built
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_can_be_planned(name, capsys):
     assert main(["plan", "--recipe", name, "--gpus", "1", "--gpu", "H200"]) == 0

@@ -208,6 +208,7 @@ def _parts_of_sequences(rank, ranks, config, again, compiled):
         torch.testing.assert_close(mesh.all_reduce(got.detach(), "dp"), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kind", "again", "compiled"),
     [

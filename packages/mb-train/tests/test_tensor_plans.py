@@ -272,6 +272,7 @@ def gradients(rank, world_size, sequence_parallel):
     return results
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 def test_two_ranks_equal_one_process(sequence_parallel):
     want = gradients(0, 1, sequence_parallel)

@@ -92,6 +92,7 @@ def test_packed_documents_are_as_if_alone(kind):
     assert (without - total).abs() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_block_in_8_bits_compiles_without_a_break():
     fp8 = {"fp8": True, "fp8_spares": (1, 0), "bias": False}
     plain, model, x = make("mixed"), make("mixed", **fp8), tokens(2, S)
@@ -295,6 +296,7 @@ def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, norms):
     assert model(x, labels_BS=x).x.dtype == torch.float32  # what travels to the next stage
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("norms", ["before", "output", "both"])
 def test_blocks_compile_once_for_all_layers(norms):
     """What a compiled run waits for at its start does not grow with its depth."""

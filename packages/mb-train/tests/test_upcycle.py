@@ -53,6 +53,7 @@ def outputs_of(run):
     return trained.model.decode(x_BS, read, ones_BS, memory_BSD, read)[0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("fields", "flags"),
     [

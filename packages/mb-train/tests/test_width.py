@@ -38,6 +38,7 @@ def batch_of(config):
     return torch.randint(61, (2, 9)), batch
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("norms", ["before", "output", "both", "kept"])
 @pytest.mark.parametrize("further", [0, 2])
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])

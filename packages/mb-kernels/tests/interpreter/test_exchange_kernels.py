@@ -63,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("ranks", "lengths", "hidden", "columns", "dtype"), CASES)
 def test_there_and_back(ranks, lengths, hidden, columns, dtype):
     generator = torch.Generator().manual_seed(ranks)

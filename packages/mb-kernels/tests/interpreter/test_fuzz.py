@@ -98,6 +98,7 @@ def check(seed: int, reachable: list[torch.Tensor], device: str = "cpu") -> None
         assert found <= bound, f"{what} off by {found:.1e}, allowed are {bound:.0e}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_arguments(seed, reachable):
     check(seed, reachable)

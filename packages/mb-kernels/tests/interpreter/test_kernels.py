@@ -97,6 +97,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize(("case", "dtype", "operands"), RUNS, ids=str, indirect=["operands"])
 def test_expert_mlp(case, dtype):
@@ -135,6 +136,7 @@ STORED = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize(("top_k", "fp8", "operands"), STORED, indirect=["operands"])
 def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, fp8, reachable):
@@ -382,6 +384,7 @@ def test_topk_ids(tokens, experts, k, dtype):
     assert torch.equal(topk_ids(scores, k), reference.topk_ids(scores, k))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "routing", "capacity"),
     [

@@ -56,6 +56,7 @@ IN_PARTS = [((3, 20_000), False), ((3, 300), True)]
 SHAPES = itertools.product([(3, 128), (2, 5, 256), (7, 16), (2, 600, 33)], [False, True])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "transpose"), [*SHAPES, *IN_PARTS], ids=str)
 def test_float8_is_equal_to_the_reference(shape, transpose, dtype, chip):

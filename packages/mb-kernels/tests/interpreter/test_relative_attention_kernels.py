@@ -18,6 +18,7 @@ CASES = [  # lengths, longest, heads, groups, width, causal, dtype
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("lengths", "longest", "heads", "groups", "width", "causal", "dtype"), CASES
 )

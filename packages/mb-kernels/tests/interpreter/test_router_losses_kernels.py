@@ -11,6 +11,7 @@ from mb_kernels.testing import assert_close
 WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("elsewhere", "score_function"),
     [(False, "softmax"), (True, "softmax"), (True, "sigmoid")],

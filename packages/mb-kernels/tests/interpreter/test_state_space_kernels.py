@@ -20,6 +20,7 @@ CASES = [  # sequences, tokens, heads, groups, N, P; documents; dtype
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "state", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["state", "none"]
 )
@@ -51,5 +52,6 @@ def test_chunks_of_another_length(monkeypatch):
     check((1, 40, 2, 1, 8, 16), True, torch.float32)
 
 
+@pytest.mark.slow
 def test_rates_of_heads_that_forget_at_once_have_their_gradient():
     assert error_of_rates(torch.bfloat16, longest=4) < 0.01

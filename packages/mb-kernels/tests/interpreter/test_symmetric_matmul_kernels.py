@@ -20,6 +20,7 @@ def target(request):
         yield request.param
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(
     ("shape", "target", "dtype"),

@@ -206,7 +206,7 @@ def _ranks(rank: int, ranks: int, folder: str, cases: list[Case]):
 
 @pytest.mark.parametrize(
     "cases",
-    [CASES[::2], pytest.param(CASES[1::2], marks=pytest.mark.slow)],
+    [CASES[::4], pytest.param([c for i, c in enumerate(CASES) if i % 4], marks=pytest.mark.slow)],
     ids=["some", "further"],
 )
 def test_two_processes(tmp_path, cases):

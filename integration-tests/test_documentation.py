@@ -164,3 +164,16 @@ def test_the_first_page_predicts_what_the_plan_does(capsys) -> None:
     number = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
     minutes = [number[round(int(seconds) / 60)] for seconds in (on_h200, on_h100)]
     assert [f"{float(gib):.0f}", *minutes] == list(said.groups())
+
+
+def test_the_first_page_counts_the_models_beside_megatron_core() -> None:
+    """Those of the tool, which needs Megatron Core to be imported."""
+    source = (ROOT / "integration-tests" / "against_core.py").read_text("utf-8")
+    (cases,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CASES"
+    )
+    assert isinstance(cases, ast.Dict)
+    assert len(cases.keys) == 14
+    assert "Small GPTs of fourteen kinds," in (ROOT / "README.md").read_text("utf-8")

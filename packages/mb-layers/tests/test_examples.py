@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -86,6 +87,11 @@ def test_memory_by_option_is_what_the_page_says(
     runpy.run_path(str(EXAMPLES.parent / "benchmarks" / "memory.py"))["main"]()
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     bytes_of = {row["option"]: row["bytes per token"] for row in printed["rows"]}
+    page = (EXAMPLES.parent / "docs" / "memory.md").read_text("utf-8")
+    said = dict(re.findall(r"^\| ([^|]+) \| (\d+) \|$", page, flags=re.MULTILINE))
+    assert said.keys() == bytes_of.keys()
+    for option, bytes_said in said.items():  # which are of more tokens, who share the offsets
+        assert 0 <= bytes_of[option] - int(bytes_said) <= 8, option
     theory = 2 * 512 + 4 * 192 * 8  # x, and the pre-activations of K gated experts
     for option in ("dMoE", "mask", "mlp_bias", "LoRA, rank 16", "LoRA over 4 bits", GPT_OSS):
         assert bytes_of[option] < 1.05 * theory, option

@@ -63,6 +63,19 @@ def test_arguments_are_taken_as_the_table_writes_them():
     assert checked > 15
 
 
+def test_layouts_are_as_many_and_as_near_as_the_page_of_figures_has_it():
+    """As it was measured; `benchmarks/equality.py` measures again."""
+    page = (PACKAGE / "docs" / "equality.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| \d (\|.*\d-?\d) \|$", page, flags=re.MULTILINE)
+    most = max(float(figure) for row in rows for figure in re.findall(r"[\d.]+e-\d+", row))
+    assert len(rows) == 12
+    said = re.search(
+        r"of twelve layouts .* within (\S+) in fp32", (PACKAGE / "README.md").read_text()
+    )
+    assert said is not None
+    assert most <= float(said[1]) <= 1e-5
+
+
 def _plan(rank, world_size):
     """Apply the plan to a model of these names; the parameters that are shared out."""
     maps = {name: nn.Linear(4, 4) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}

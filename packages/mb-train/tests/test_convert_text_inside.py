@@ -1,10 +1,13 @@
 """Texts inside of models that also see images: read without these, with theirs logits of a text."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.hugging_face import text_inside
 from mb_train.convert.hugging_face.safetensors_files import TensorFolder, write_tensors
 from mb_train.loading import load_trained
 from their_models import (
@@ -103,6 +106,12 @@ def seeing(kind):
             if tensor.ndim == 1 and tensor.is_floating_point():
                 tensor.add_(0.3 * torch.randn_like(tensor))
     return model
+
+
+def test_the_page_names_them():
+    page = (Path(__file__).parents[1] / "docs" / "convert.md").read_text("utf-8")
+    (line,) = re.findall(r"Of a model that also sees images .*? the part that thinks", page, re.S)
+    assert set(re.findall(r"`(\w+)`", line)) == set(text_inside.INSIDE)
 
 
 @pytest.mark.parametrize("kind", INSIDE)

@@ -60,6 +60,21 @@ def test_all_maps_of_blocks_are_and_nothing_else():
     assert in_fp8(fp8_format=None, **EXPERTS)[0] == set()
 
 
+def test_of_each_kind_of_layers_the_maps_that_stay_are_those_the_page_names():
+    states = {
+        "experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    mamba = {
+        "hybrid_layer_pattern": "MS*-", "position_embedding_type": "none", "mamba_head_dim": 8,
+        "mamba_num_groups": 1,
+    }  # fmt: skip
+    left = [in_fp8(**kind)[1] for kind in (states, mamba, {"mtp_num_layers": 1})]
+    assert [{name.rpartition(".")[2] for name in names} for names in left] == [
+        {"ba"}, {"dt"}, {"eh_proj"},
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("said", "left"),
     [({}, {1, 2}), ({"num_layers_at_start_in_bf16": 0}, {0, 1, 2}),

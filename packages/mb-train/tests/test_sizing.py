@@ -768,6 +768,22 @@ def test_the_time_and_the_memory_with_activations_on_the_host_or_computed_again(
     assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.05)
 
 
+# Moments in the host's memory, by the same program (the same page): layers of OLMoE, sequences of
+# 4096 in a pass and in a step, GiB, ms.
+MOMENTS = [(2, 4, 8, 12.7, 301.8), (16, 1, 32, 70.2, 4301.0)]
+
+
+@pytest.mark.parametrize(("layers", "sequences", "step", "gib", "milliseconds"), MOMENTS)
+def test_the_time_and_the_memory_with_moments_on_the_host(
+    layers, sequences, step, gib, milliseconds
+):
+    batch = {"micro_batch_size": sequences, "global_batch_size": step}
+    fields = recipe(OLMOE) | batch | {"num_layers": layers, "optimizer_cpu_offload": True}
+    found = sizes(TrainConfig(**fields), 50304, 1, "NVIDIA H200")
+    assert found.memory / GIB == pytest.approx(gib, rel=0.05)
+    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.06)
+
+
 def test_copies_hide_behind_the_layers_between():
     """By hand: one layer computes for 3 ms forward and 6 backward, a copy takes 10."""
     layer = Demand(products=0.71 * 989e12 * 9e-3)
@@ -820,6 +836,10 @@ def test_the_page_counts_these_cases():
     assert f"within 10 % of {timed} cases" in page
     assert len(ON_HOST) == 7
     assert "within 5 % of seven measured cases, the memory within 6 %" in page
+    assert len(MOMENTS) == 2
+    assert "within 6 % of two measured cases, the memory within 5 %" in page
+    assert len(IN_FP8) == 3
+    assert "within 6 % of three measured cases, and what they gain over bf16 within 1.5 %" in page
 
 
 @pytest.mark.parametrize(("fused", "steps"), [((), 5), ((2, 1, 1), 5), ((), 4), ((), 1)])

@@ -158,7 +158,7 @@ class MoELayer(nn.Module):
                 capacity, not exchanged, and in no loss: losses are means over the real tokens.
             valid_tokens: divide the losses by this number of tokens, a number or a scalar tensor.
                 Ranks, or micro-batches, with uneven numbers of real tokens pass the mean of these
-                numbers: then the mean of their losses is the loss of all tokens together.
+                numbers: then every token weighs the same in the mean of their losses.
             routing: integer expert ids [..., K] chosen elsewhere (a rollout's routing, a hash), -1
                 for none; the router still gives the weights. Or a whole `RouterOutput`: then the
                 router does not run.

@@ -30,7 +30,7 @@ from mb_layers.tensors import at_least_fp32, draw, to_plain, without_autocast
 
 
 class RouterOutput(NamedTuple):
-    """What the router decided, sorted by descending score within a token.
+    """What the router decided: within a token the best choice first, or the caller's ids in order.
 
     weights_TK: fp32, with gradient.
     expert_ids_TK: int32; -1 is no expert.

@@ -189,7 +189,8 @@ class TrainingFields:
         falsy_is_none=True,
     )  # fmt: skip
     nan_limit: int = flag(
-        "stop after this many steps in a row without finite loss and gradients; 0: never (ours)",
+        "stop after this many steps in a row without finite loss and gradients, at the next "
+        "progress line; 0: never (ours)",
         10, bounds=AT_LEAST_0,
     )  # fmt: skip
     recompute_granularity: str | None = flag(

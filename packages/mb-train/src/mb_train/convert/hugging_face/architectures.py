@@ -48,6 +48,7 @@ from mb_train.convert.hugging_face.chosen import INDEXER
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
 from mb_train.convert.hugging_face.experts import ExpertNames, ExpertRules, expert_rules
+from mb_train.convert.hugging_face.text_inside import INSIDE
 from mb_train.convert.new_run import imported_config
 from mb_train.models.config import TransformerConfig
 
@@ -58,11 +59,12 @@ def architecture_of(config: Json) -> Architecture:
     Raises:
         ValueError: one that is not supported.
     """
-    kind = config.get("model_type")
-    kind = _SAME.get(kind, kind) if isinstance(kind, str) else kind
+    said = config.get("model_type")
+    kind = _SAME.get(said, said) if isinstance(said, str) else said
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
-            f"Expected a model of type {', '.join(ARCHITECTURES)}, got {kind!r} in config.json."
+            f"Expected a model of type {', '.join((*ARCHITECTURES, *_SAME))}, or the text inside "
+            f"of {', '.join(INSIDE)}, got {said!r} in config.json."
         )
     return ARCHITECTURES[kind]
 

@@ -18,7 +18,7 @@ from mb_train.convert.hugging_face.config_json import Json
 _TEXT = "text_config"
 _THINKER = {"qwen3_omni_moe": "thinker_config"}
 # What each is a model of if its file does not say so, and whether its head is tied then.
-_INSIDE = {
+INSIDE = {
     "glm4v_moe": ("glm4v_moe_text", False), "kimi_k25": ("deepseek_v3", True),
     "lfm2_vl": ("lfm2", True), "llama4": ("llama4_text", False),
     "minimax_m3_vl": ("minimax_m3_vl_text", False), "mistral3": ("mistral", True),
@@ -45,7 +45,7 @@ def text_settings(config: Json) -> Json:
         ValueError: they are no settings.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _INSIDE:
+    if not isinstance(kind, str) or kind not in INSIDE:
         return config
     part = config.get(_THINKER[kind]) if kind in _THINKER else config
     text = part.get(_TEXT) if isinstance(part, Mapping) else None
@@ -53,7 +53,7 @@ def text_settings(config: Json) -> Json:
         raise ValueError(
             f"Expected {_TEXT} of config.json, settings of the text inside of {kind}, got {text!r}."
         )
-    model_type, tied = _INSIDE[kind]
+    model_type, tied = INSIDE[kind]
     # Said of the whole model, and of no part of it.
     whole = {
         "tie_word_embeddings": part.get("tie_word_embeddings", tied),

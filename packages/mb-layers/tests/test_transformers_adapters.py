@@ -143,6 +143,17 @@ def test_experts_without_a_gate_have_two_projections(tmp_path: Path) -> None:
     assert not saved
 
 
+def test_an_earlier_peft_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    model = peft.get_peft_model(build("olmoe"), config)
+    monkeypatch.delattr(ParamWrapper, "get_delta_factors")
+    with pytest.raises(ValueError, match=r"expected adapters of PEFT 0\.21 or later"):
+        mb.adapters_by_expert(model)
+
+
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one alpha / rank and one rank, got none"):
         mb.save_adapters(build("qwen3_moe"), tmp_path / "adapter")

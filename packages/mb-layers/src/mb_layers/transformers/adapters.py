@@ -44,8 +44,8 @@ def adapters_by_expert(
             Mixtral's are ("w1", "w3", "w2").
 
     Raises:
-        ValueError: no adapters, adapters of different scalings or ranks, or weights of another
-            layout.
+        ValueError: no adapters, adapters of different scalings or ranks, weights of another
+            layout, or PEFT before 0.21.
     """
     tensors: dict[str, Tensor] = {}
     forms = set()
@@ -128,6 +128,11 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, slice, LowRank]
                 raise ValueError(
                     f"expected one active adapter on {place}.{weight}, got "
                     f"{', '.join(wrapper.active_adapters) or 'none'}; choose one by set_adapter"
+                )
+            if not hasattr(wrapper, "get_delta_factors"):
+                raise ValueError(
+                    "expected adapters of PEFT 0.21 or later, got an earlier one, which adds them "
+                    "to the weights; load them with a later PEFT"
                 )
             (adapter,) = wrapper.active_adapters
             lhs, rhs, scaling = wrapper.get_delta_factors(adapter)

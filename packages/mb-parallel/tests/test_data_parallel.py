@@ -1170,11 +1170,13 @@ def collects(rank, world_size, how):
     # Each by itself may have one, as soon as a tensor with a gradient is in there.
     with mock.patch("mb_parallel.fsdp_units._JOINED", 1):
         apart = collecting(2, False)
+    refused = ""
     try:  # what is copied then differs between releases of torch
         apart(x).backward()
         models.append(apart)
     except ValueError as error:
-        assert "got a Collecting that writes into" in str(error)
+        refused = str(error)
+    assert not refused or "got a Collecting that writes into" in refused
     return [full(model.blocks[0].weight.grad) for model in models]
 
 

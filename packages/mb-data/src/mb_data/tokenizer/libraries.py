@@ -164,6 +164,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.vocab_size = base + num_extra_ids
         self.fast = fast
         self._read_from = description
+        # Ids of bytes, by which letters are spelt that are no entries.
+        spelt = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
+        decodes = None not in spelt and "ByteFallback" in json.dumps(description.get("decoder"))
+        self._spelt: list[Any] = spelt if decodes else []
+        self._bytes = {i: byte for byte, i in enumerate(self._spelt)}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
@@ -188,7 +193,19 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return found
 
     def _decode_run(self, ids: list[int]) -> str:
-        return self._library.decode(ids, skip_special_tokens=False)
+        return self._library.decode(self._of_whole_letters(ids), skip_special_tokens=False)
+
+    def _of_whole_letters(self, ids: list[int]) -> list[int]:
+        """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a
+        text is cut, the library would show none of the letters that are spelt next to it."""
+        found: list[int] = []
+        for are_bytes, group in itertools.groupby(ids, self._bytes.__contains__):
+            run = list(group)
+            if are_bytes:
+                text = bytes(self._bytes[i] for i in run).decode(errors="replace")
+                run = [self._spelt[byte] for byte in text.encode()]
+            found += run
+        return found
 
 
 class SentencePieceTokenizer(LibraryTokenizer):

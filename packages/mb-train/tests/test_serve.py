@@ -19,7 +19,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.inference.completions import Answer, Request, Told
 from mb_train.inference.decoding import Likelihood, Sampling
-from mb_train.inference.generate import Generator
+from mb_train.inference.generate import Completion, Generator
 from mb_train.inference.service import Service
 
 pytest.importorskip("httpx")
@@ -159,6 +159,28 @@ def test_likelihoods(client, echo):
     parts = [part["choices"][0]["logprobs"] for part in streamed(client, **body)]
     joined = {name: [one for part in parts for one in part[name]] for name in told}
     assert joined == told
+
+
+def test_tokens_are_told_with_their_text(client):
+    """Of a character all that it is made of; in a stream none that a stop word may cut off yet."""
+    tokenizer = load_tokenizer("gpt2")
+    answer = Answer(SimpleNamespace(logprobs=0), "run", tokenizer)
+    tokens = tokenizer.encode("a\N{SNOWMAN} b")
+
+    def told(count, text, reason):
+        one = Completion(text, tokens[:count], [None] * count, reason)
+        return len(answer.told(Told([], [], []), one).tokens)
+
+    assert told(3, "a\N{SNOWMAN}", "stop") == 3  # by the end of a document
+    assert told(4, "a\N{SNOWMAN}", "stop") == 3
+    assert told(4, "", "stop") == 0
+    assert told(2, "a\N{REPLACEMENT CHARACTER}", "length") == 2
+    assert told(2, "a", None) == 1
+    assert told(4, "a\N{SNOWMAN} ", None) == 3
+    body = {"prompt": "a", "max_tokens": 6, "stop": ["bx", "cd"], "logprobs": 0}
+    (choice,), _ = ask(client, **body)
+    parts = [part["choices"][0]["logprobs"]["tokens"] for part in streamed(client, **body)]
+    assert choice["logprobs"]["tokens"] == [token for part in parts for token in part] == ["b"]
 
 
 def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch):

@@ -227,8 +227,14 @@ def test_tokenizer_json_with_byte_fallback_reaches_the_engine(models, tmp_path, 
     joined = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     joined += [{"type": kind} for kind in ("ByteFallback", "Fuse")]
     description["decoder"] = {"type": "Sequence", "decoders": joined}
+    judge = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": kept}))
+    description["added_tokens"].append(added(341, "\r\r\r", False))  # 340 to the library
     path.write_text(json.dumps(description))
     tokenizer = load_tokenizer(path)
+    assert tokenizer.decode([*tokenizer.encode("a\r\r\r"), 340]).lstrip() == "a\r\r\r<think>"
+    for text in texts:  # runs of spaces, too
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == judge.decode(ids, skip_special_tokens=False)
     ids = tokenizer.encode("ab ☃🙂")
     for cut, said in enumerate(("☃🙂", *["☃\ufffd"] * 3, "☃", "\ufffd", "\ufffd", "")):
         assert tokenizer.decode(ids[: len(ids) - cut]).lstrip() == f"ab {said}"

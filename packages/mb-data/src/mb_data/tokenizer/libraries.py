@@ -149,6 +149,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         # The library numbers added tokens anew, one after the other from the vocabulary's end.
         known = engine.get_vocab(with_added_tokens=True)
         self._renumbered = {i: added[t] for t, i in known.items() if added.get(t, i) != i}
+        self._numbers = {i: number for number, i in self._renumbered.items()}
         known = {text: self._renumbered.get(i, i) for text, i in known.items()}
         if not known:
             raise ValueError(f"{name}: expected a vocabulary, got one of no tokens")
@@ -159,7 +160,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             there = itertools.takewhile(added.__contains__, names)
             self.extra_ids = tuple(added[name] for name in there)
         self._ids = {**known, **added}
-        self._added = {i: text for text, i in added.items()}
+        # Tokens that are text, as runs of spaces, are spelt by its decoder.
+        texts = {token["content"] for token in description.get("added_tokens", [])}
+        self._added = {i: text for text, i in added.items() if text not in texts}
         self._added |= {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
         self.vocab_size = base + num_extra_ids
         self.fast = fast
@@ -193,7 +196,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return found
 
     def _decode_run(self, ids: list[int]) -> str:
-        return self._library.decode(self._of_whole_letters(ids), skip_special_tokens=False)
+        known = [self._numbers.get(i, i) for i in self._of_whole_letters(ids)]
+        return self._library.decode(known, skip_special_tokens=False)
 
     def _of_whole_letters(self, ids: list[int]) -> list[int]:
         """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a

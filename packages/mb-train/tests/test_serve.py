@@ -168,7 +168,7 @@ def test_tokens_are_told_with_their_text(client):
     tokens = tokenizer.encode("a\N{SNOWMAN} b")
 
     def told(count, text, reason):
-        one = Completion(text, tokens[:count], [None] * count, reason)
+        one = Completion(text, tokens[:count], finish_reason=reason, likelihoods=[None] * count)
         return len(answer.told(Told([], [], []), one).tokens)
 
     assert told(3, "a\N{SNOWMAN}", "stop") == 3  # by the end of a document
@@ -256,6 +256,21 @@ def test_a_text_is_scored(client):
     assert told["token_logprobs"] == [None, pytest.approx(unlikely)]
     assert told["top_logprobs"][1].keys() >= {"b", "c"}
     assert choices[1]["logprobs"]["tokens"] == []
+
+
+def test_an_end_is_told_behind_the_text(client):
+    """Who asks for one token beside a text, to score that, takes the last for that one."""
+    body = {"prompt": "}~", "max_tokens": 1, "logprobs": 1, "echo": True}
+    (choice,), answer = ask(client, **body)
+    told, sure = choice["logprobs"], 4 - math.log(math.exp(4) + 127)
+    assert (choice["text"], choice["finish_reason"]) == ("}~", "stop")
+    assert told["tokens"] == ["}", "~", "\x7f"]
+    assert told["token_logprobs"] == [None, *[pytest.approx(sure)] * 2]
+    assert told["text_offset"] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 0
+    parts = [part["choices"][0] for part in streamed(client, **body)]
+    assert [part["logprobs"]["tokens"] for part in parts] == [["}", "~"], ["\x7f"]]
+    assert "".join(part["text"] for part in parts) == "}~"
 
 
 def test_a_tokenizer_does_not_remember_all_texts_of_a_server(client, generator, monkeypatch):

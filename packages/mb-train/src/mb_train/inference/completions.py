@@ -143,7 +143,7 @@ class Answer:
 
     def told(self, echo: Told, one: Completion) -> Told:
         """The tokens so far whose text is decided, and their likelihoods: not those that a stop
-        word has cut off, or may."""
+        word has cut off, or may. Behind them the end of a document, if that is what ended it."""
         count, prompt = len(one.tokens), [*echo.before, *echo.tokens]
 
         def text(count: int) -> str:
@@ -156,8 +156,10 @@ class Answer:
             else:
                 while count and text(count - 1).startswith(one.text):
                     count -= 1
-        tokens = [*echo.tokens, *one.tokens[:count]]
-        return Told(tokens, [*echo.likelihoods, *one.likelihoods[:count]], echo.before)
+        tokens, likelihoods = one.tokens[:count], one.likelihoods[:count]
+        if one.end is not None:
+            tokens, likelihoods = [*tokens, one.end], one.likelihoods
+        return Told([*echo.tokens, *tokens], [*echo.likelihoods, *likelihoods], echo.before)
 
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]

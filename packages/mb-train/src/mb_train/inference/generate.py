@@ -113,14 +113,14 @@ class Generator:
 
     @cached_property
     def _chats(self) -> ChatTokenizer:
-        """Raises ValueError, or ModuleNotFoundError, for a model that cannot be asked so."""
+        """Raises ValueError for a model that cannot be asked so."""
         return chat_tokenizer(self._config, self._run)
 
     def _ends_of_answers(self) -> list[int]:
         """The token that a chat model's answers end with; none of a model without a template."""
         try:
             end = self._chats.end()
-        except (ValueError, ModuleNotFoundError):  # told to who asks by the template
+        except ValueError:  # told to who asks by the template
             return []
         return [] if end is None else [end]
 

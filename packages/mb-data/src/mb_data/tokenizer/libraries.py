@@ -27,6 +27,9 @@ class LibraryTokenizer(Tokenizer):
     library: str
     fast: bool  # whether to use gigatoken where it can
     _added: dict[int, str]  # tokens that the library does not know, by id
+    # Ids of the 256 bytes, by which letters are spelt that are no entries; none if they are not.
+    _spelt: Sequence[int] = ()
+    _bytes: Mapping[int, int] = {}
 
     @property
     def engine(self) -> str:
@@ -61,9 +64,31 @@ class LibraryTokenizer(Tokenizer):
         parts: list[str] = []
         for is_added, group in itertools.groupby(checked_ids(ids, self), self._added.__contains__):
             run = list(group)
-            text = "".join(self._added[i] for i in run) if is_added else self._decode_run(run)
-            parts.append(text)
+            if is_added:
+                parts += [self._added[i] for i in run]
+            else:
+                parts.append(self._decode_run(self._of_whole_letters(run)))
         return "".join(parts)
+
+    def _spell(self, ids: Mapping[str, int]) -> None:
+        """Note which tokens are bytes, if the vocabulary has all."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        if all(name in ids for name in names):
+            self._spelt = [ids[name] for name in names]
+            self._bytes = {i: byte for byte, i in enumerate(self._spelt)}
+
+    def _of_whole_letters(self, ids: list[int]) -> list[int]:
+        """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a
+        text is cut, tokenizers would show none of the letters that are spelt next to it, and
+        sentencepiece one for each byte of a letter."""
+        found: list[int] = []
+        for are_bytes, group in itertools.groupby(ids, self._bytes.__contains__):
+            run = list(group)
+            if are_bytes:
+                text = bytes(self._bytes[i] for i in run).decode(errors="replace")
+                run = [self._spelt[byte] for byte in text.encode()]
+            found += run
+        return found
 
     @abstractmethod
     def _decode_run(self, ids: list[int]) -> str:
@@ -167,11 +192,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.vocab_size = base + num_extra_ids
         self.fast = fast
         self._read_from = description
-        # Ids of bytes, by which letters are spelt that are no entries.
-        spelt = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
-        decodes = None not in spelt and "ByteFallback" in json.dumps(description.get("decoder"))
-        self._spelt: list[Any] = spelt if decodes else []
-        self._bytes = {i: byte for byte, i in enumerate(self._spelt)}
+        if "ByteFallback" in json.dumps(description.get("decoder")):
+            self._spell(known)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
@@ -196,20 +218,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return found
 
     def _decode_run(self, ids: list[int]) -> str:
-        known = [self._numbers.get(i, i) for i in self._of_whole_letters(ids)]
+        known = [self._numbers.get(i, i) for i in ids]
         return self._library.decode(known, skip_special_tokens=False)
-
-    def _of_whole_letters(self, ids: list[int]) -> list[int]:
-        """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a
-        text is cut, the library would show none of the letters that are spelt next to it."""
-        found: list[int] = []
-        for are_bytes, group in itertools.groupby(ids, self._bytes.__contains__):
-            run = list(group)
-            if are_bytes:
-                text = bytes(self._bytes[i] for i in run).decode(errors="replace")
-                run = [self._spelt[byte] for byte in text.encode()]
-            found += run
-        return found
 
 
 class SentencePieceTokenizer(LibraryTokenizer):
@@ -252,6 +262,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self.fingerprint = f"{fingerprint}, roles added" if add_roles else fingerprint
         self._size = size = self._library.GetPieceSize()
         self._pieces = {self._library.IdToPiece(i): i for i in range(size)}
+        self._spell({piece: i for piece, i in self._pieces.items() if self._library.IsByte(i)})
         self._added = {}
         self.special = {}
         for role in ("cls", "sep", "eod", "mask", "pad", "bos", "eos"):

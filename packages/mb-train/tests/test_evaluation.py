@@ -370,6 +370,11 @@ def test_the_harness_gets_its_log_likelihoods(trained, harness):
         assert greedy == all(hit for _, hit in expected)
     (rolled,) = model.loglikelihood_rolling([SimpleNamespace(args=("x y",))])
     assert rolled == pytest.approx(found[1][0], abs=1e-4)
+    long = " ".join("abcdefghijkl")  # of which the model sees the end
+    ((total, _),) = model.loglikelihood([SimpleNamespace(args=("m", f" {long}"))])
+    window = Words().encode(long)[-CONTEXT - 1 :]
+    expected = [log_prob(trained, window[:at], window[at])[0] for at in range(1, len(window))]
+    assert total == pytest.approx(sum(expected), abs=1e-4)
 
 
 def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harness):

@@ -103,7 +103,9 @@ def _class() -> type:
                 prefix = self._tokenizer.encode(before) if before else []
                 tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
                 start = [*beginning(self._tokenizer), *prefix] or preceding(self._tokenizer)
-                windows.append(continuation(start, tokens[-self._context :], self._context))
+                # Of what is longer than the context its end is scored, behind the token before.
+                most = self._context
+                windows.append(continuation([*start, *tokens[:-most]], tokens[-most:], most))
             scores = score(self._trained.model, windows, batch_size=self._batch_size)
             return [(found.log_prob, found.greedy) for found in scores]
 

@@ -339,6 +339,10 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
             '{"messages": [{"role": "assistant", "content": ""}], "tools": 1}',
             "tools must be a list",
         ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a \\ud83d"}]}',
+            r"message 0: expected text of valid Unicode, got '\ud83d' in it",
+        ),
     ],
 )
 def test_bad_lines(folder, tmp_path, line, said):

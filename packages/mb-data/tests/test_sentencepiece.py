@@ -223,6 +223,24 @@ def test_tokenizer_json_with_byte_fallback_reaches_the_engine(models, tmp_path, 
         assert tokens[end - n : end].tolist() == judge.encode(text, add_special_tokens=False).ids
     assert not {1, 340} & set(tokens.tolist())
     assert tokenizer.decode([340]) == "<think>"
+    # Bytes that are cut off hide no letter that is spelt in front of them.
+    joined = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    joined += [{"type": kind} for kind in ("ByteFallback", "Fuse")]
+    description["decoder"] = {"type": "Sequence", "decoders": joined}
+    judge = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": kept}))
+    description["added_tokens"].append(added(341, "\r\r\r", False))  # 340 to the library
+    path.write_text(json.dumps(description))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode([*tokenizer.encode("a\r\r\r"), 340]).lstrip() == "a\r\r\r<think>"
+    for text in texts:  # runs of spaces, too
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == judge.decode(ids, skip_special_tokens=False)
+    ids = tokenizer.encode("ab ☃🙂")
+    for cut, said in enumerate(("☃🙂", *["☃\ufffd"] * 3, "☃", "\ufffd", "\ufffd", "")):
+        for each in (tokenizer, model):
+            assert each.decode(ids[: len(ids) - cut]).lstrip() == f"ab {said}"
+    begun = description["model"]["vocab"]["<0xE2>"]
+    assert tokenizer.decode([*ids[-7:], begun, *ids[-4:]]) == "☃🙂\ufffd🙂"
     # The engine merges what the library then takes whole; none of the probes is such a text.
     description["model"]["ignore_merges"] = True
     path.write_text(json.dumps(description))

@@ -62,7 +62,7 @@ def test_texts_end_as_theirs(tmp_path):
         generator = Generator(load_trained(tmp_path / run))
         steps = generator.stream(["Ab"], Sampling(temperature=0), max_new_tokens=6, likeliest=1)
         *_, (found,) = steps
-        assert len(found.likelihoods) == len(found.tokens)
+        assert len(found.likelihoods) == len(found.tokens) + (found.end is not None)
         return found
 
     endless = completed("run")

@@ -1,5 +1,6 @@
 """Zero-shot tasks against a slow reference: one token at a time, the whole context each time."""
 
+import fnmatch
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.inference.evaluation import EvalOptions, detokenized, task_of
-from mb_train.inference.harness import harness_model
+from mb_train.inference.harness import harness_model, tasks_of
 from mb_train.inference.scoring import Window, continuation, rolling, score
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -369,6 +370,11 @@ def test_the_harness_gets_its_log_likelihoods(trained, harness):
         assert greedy == all(hit for _, hit in expected)
     (rolled,) = model.loglikelihood_rolling([SimpleNamespace(args=("x y",))])
     assert rolled == pytest.approx(found[1][0], abs=1e-4)
+    long = " ".join("abcdefghijkl")  # of which the model sees the end
+    ((total, _),) = model.loglikelihood([SimpleNamespace(args=("m", f" {long}"))])
+    window = Words().encode(long)[-CONTEXT - 1 :]
+    expected = [log_prob(trained, window[:at], window[at])[0] for at in range(1, len(window))]
+    assert total == pytest.approx(sum(expected), abs=1e-4)
 
 
 def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harness):
@@ -395,6 +401,28 @@ def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harne
         assert asked(3, max_gen_toks=6, do_sample=True, temperature=2.0, **alone) == [greedy] * 3
     with pytest.raises(ValueError, match=r"Expected generation_kwargs of until, .* got num_beams"):
         asked(num_beams=4)
+
+
+def test_a_pattern_is_all_tasks_that_it_matches(trained, harness, monkeypatch):
+    class TaskManager:
+        def __init__(self, include_path):
+            pass
+
+        def match_tasks(self, names):
+            return [task for name in names for task in fnmatch.filter(["arc_a", "arc_b"], name)]
+
+    def simple_evaluate(model, tasks, task_manager):
+        return {"results": {task: {"acc,none": 0.5} for task in tasks}}
+
+    modules = {"lm_eval": simple_evaluate, "lm_eval.tasks": TaskManager}
+    for name, attribute in modules.items():
+        module = types.ModuleType(name)
+        setattr(module, attribute.__name__, attribute)
+        monkeypatch.setitem(sys.modules, name, module)
+    measured = tasks_of(["arc_*"])(trained, batch_size=8)
+    assert measured == {"arc_a acc": 0.5, "arc_b acc": 0.5}
+    with pytest.raises(ValueError, match=r"tasks that lm_eval knows, got wino\*"):
+        tasks_of(["arc_*", "wino*"])
 
 
 def test_the_harness_itself_runs_a_task_of_ones_own(trained, tmp_path, monkeypatch):

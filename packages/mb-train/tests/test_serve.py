@@ -19,7 +19,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.inference.completions import Answer, Request, Told
 from mb_train.inference.decoding import Likelihood, Sampling
-from mb_train.inference.generate import Generator
+from mb_train.inference.generate import Completion, Generator
 from mb_train.inference.service import Service
 
 pytest.importorskip("httpx")
@@ -161,6 +161,28 @@ def test_likelihoods(client, echo):
     assert joined == told
 
 
+def test_tokens_are_told_with_their_text(client):
+    """Of a character all that it is made of; in a stream none that a stop word may cut off yet."""
+    tokenizer = load_tokenizer("gpt2")
+    answer = Answer(SimpleNamespace(logprobs=0), "run", tokenizer)
+    tokens = tokenizer.encode("a\N{SNOWMAN} b")
+
+    def told(count, text, reason):
+        one = Completion(text, tokens[:count], finish_reason=reason, likelihoods=[None] * count)
+        return len(answer.told(Told([], [], []), one).tokens)
+
+    assert told(3, "a\N{SNOWMAN}", "stop") == 3  # by the end of a document
+    assert told(4, "a\N{SNOWMAN}", "stop") == 3
+    assert told(4, "", "stop") == 0
+    assert told(2, "a\N{REPLACEMENT CHARACTER}", "length") == 2
+    assert told(2, "a", None) == 1
+    assert told(4, "a\N{SNOWMAN} ", None) == 3
+    body = {"prompt": "a", "max_tokens": 6, "stop": ["bx", "cd"], "logprobs": 0}
+    (choice,), _ = ask(client, **body)
+    parts = [part["choices"][0]["logprobs"]["tokens"] for part in streamed(client, **body)]
+    assert choice["logprobs"]["tokens"] == [token for part in parts for token in part] == ["b"]
+
+
 def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch):
     monkeypatch.setattr(generator, "tokenizer", load_tokenizer("null:127"))
     client = testclient.TestClient(application(generator, "run"))
@@ -234,6 +256,21 @@ def test_a_text_is_scored(client):
     assert told["token_logprobs"] == [None, pytest.approx(unlikely)]
     assert told["top_logprobs"][1].keys() >= {"b", "c"}
     assert choices[1]["logprobs"]["tokens"] == []
+
+
+def test_an_end_is_told_behind_the_text(client):
+    """Who asks for one token beside a text, to score that, takes the last for that one."""
+    body = {"prompt": "}~", "max_tokens": 1, "logprobs": 1, "echo": True}
+    (choice,), answer = ask(client, **body)
+    told, sure = choice["logprobs"], 4 - math.log(math.exp(4) + 127)
+    assert (choice["text"], choice["finish_reason"]) == ("}~", "stop")
+    assert told["tokens"] == ["}", "~", "\x7f"]
+    assert told["token_logprobs"] == [None, *[pytest.approx(sure)] * 2]
+    assert told["text_offset"] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 0
+    parts = [part["choices"][0] for part in streamed(client, **body)]
+    assert [part["logprobs"]["tokens"] for part in parts] == [["}", "~"], ["\x7f"]]
+    assert "".join(part["text"] for part in parts) == "}~"
 
 
 def test_a_tokenizer_does_not_remember_all_texts_of_a_server(client, generator, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +15,9 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.config.data import TOKENIZER_TYPES
 from mb_train.config.recipes import recipe
+from mb_train.convert.hugging_face.tokenizer import find_tokenizer
 from mb_train.data.tokenizer_files import keep_tokenizer
-from mb_train.data.tokenizers import load_tokenizer
+from mb_train.data.tokenizers import chat_tokenizer, load_tokenizer
 from mb_train.data.vocabulary import vocabulary_rows
 from mb_train.folder.history import set_aside, set_later_aside
 from mb_train.tasks.make import one_process_task
@@ -193,6 +195,22 @@ def test_a_model_learns_another_end_from_its_weights_on(tmp_path, monkeypatch, c
     assert main([*on, "--train-iters=1", "--finetune"]) == 0
     (file,) = (tmp_path / "next" / "data").glob("*.bin")
     assert mb_data.IndexedDataset(file.with_suffix(""))[0][-1] == 50257
+
+
+def test_a_library_that_reads_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
+    """By every command as the caller's to install, and to clients of a server too."""
+    words = {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "<e>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": words, "added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    config = TrainConfig(**recipe("quickstart") | {"tokenizer": str(tmp_path)})
+    for read in (load_tokenizer, chat_tokenizer):
+        with pytest.raises(ValueError, match="needs the tokenizers library: pip install"):
+            read(config)
+    with pytest.raises(ValueError, match="needs the tokenizers library: pip install"):
+        find_tokenizer(tmp_path)
+    assert main([*TINY[:-2], "--mock-data", f"--tokenizer={tmp_path}"]) == 2
+    assert "needs the tokenizers library: pip install" in capsys.readouterr().err
 
 
 def test_a_sample_corpus_with_another_end_is_another(tmp_path, monkeypatch, capsys):

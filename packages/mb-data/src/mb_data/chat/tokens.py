@@ -22,6 +22,8 @@ from mb_data.chat.template import ChatTemplate, Message
 from mb_data.untrusted import json_of
 
 FILE = "tokenizer.json"
+# JSON can say half of a letter beyond 16 bits; no library takes it.
+_HALF = re.compile("[\\ud800-\\udfff]")
 
 
 class Encoded(NamedTuple):
@@ -78,7 +80,7 @@ class ChatTokenizer:
         """The tokens that an answer to these messages stands behind.
 
         Raises:
-            ValueError: the template refuses them, or one holds a special token.
+            ValueError: the template refuses them, or one holds a special token or is no Unicode.
         """
         self._check(messages, tools)
         text = self.template.render(messages, tools=tools, add_generation_prompt=True)
@@ -105,7 +107,7 @@ class ChatTokenizer:
         """See ``conversation.write``, for messages and tools without special tokens.
 
         Raises:
-            ValueError: see there; a message or a tool holds a special token.
+            ValueError: see there; a message or a tool holds a special token, or is no Unicode.
         """
         self._check(*conversation)
         return write(conversation, self.template, turns)
@@ -124,6 +126,11 @@ class ChatTokenizer:
         for kind, of_kind in (("message", messages), ("tool", tools or ())):
             for place, one in enumerate(of_kind):
                 for text in texts_in(one):
+                    if found := _HALF.search(text):
+                        raise ValueError(
+                            f"{kind} {place}: expected text of valid Unicode, got {found[0]!r} in "
+                            "it, half of a surrogate pair"
+                        )
                     if found := self._special.search(text):
                         raise ValueError(
                             f"{kind} {place} holds {found[0]!r}, a special token of the tokenizer: "

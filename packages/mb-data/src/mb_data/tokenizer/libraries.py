@@ -27,6 +27,9 @@ class LibraryTokenizer(Tokenizer):
     library: str
     fast: bool  # whether to use gigatoken where it can
     _added: dict[int, str]  # tokens that the library does not know, by id
+    # Ids of the 256 bytes, by which letters are spelt that are no entries; none if they are not.
+    _spelt: Sequence[int] = ()
+    _bytes: Mapping[int, int] = {}
 
     @property
     def engine(self) -> str:
@@ -61,9 +64,31 @@ class LibraryTokenizer(Tokenizer):
         parts: list[str] = []
         for is_added, group in itertools.groupby(checked_ids(ids, self), self._added.__contains__):
             run = list(group)
-            text = "".join(self._added[i] for i in run) if is_added else self._decode_run(run)
-            parts.append(text)
+            if is_added:
+                parts += [self._added[i] for i in run]
+            else:
+                parts.append(self._decode_run(self._of_whole_letters(run)))
         return "".join(parts)
+
+    def _spell(self, ids: Mapping[str, int]) -> None:
+        """Note which tokens are bytes, if the vocabulary has all."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        if all(name in ids for name in names):
+            self._spelt = [ids[name] for name in names]
+            self._bytes = {i: byte for byte, i in enumerate(self._spelt)}
+
+    def _of_whole_letters(self, ids: list[int]) -> list[int]:
+        """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a
+        text is cut, tokenizers would show none of the letters that are spelt next to it, and
+        sentencepiece one for each byte of a letter."""
+        found: list[int] = []
+        for are_bytes, group in itertools.groupby(ids, self._bytes.__contains__):
+            run = list(group)
+            if are_bytes:
+                text = bytes(self._bytes[i] for i in run).decode(errors="replace")
+                run = [self._spelt[byte] for byte in text.encode()]
+            found += run
+        return found
 
     @abstractmethod
     def _decode_run(self, ids: list[int]) -> str:
@@ -149,6 +174,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         # The library numbers added tokens anew, one after the other from the vocabulary's end.
         known = engine.get_vocab(with_added_tokens=True)
         self._renumbered = {i: added[t] for t, i in known.items() if added.get(t, i) != i}
+        self._numbers = {i: number for number, i in self._renumbered.items()}
         known = {text: self._renumbered.get(i, i) for text, i in known.items()}
         if not known:
             raise ValueError(f"{name}: expected a vocabulary, got one of no tokens")
@@ -159,11 +185,15 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             there = itertools.takewhile(added.__contains__, names)
             self.extra_ids = tuple(added[name] for name in there)
         self._ids = {**known, **added}
-        self._added = {i: text for text, i in added.items()}
+        # Tokens that are text, as runs of spaces, are spelt by its decoder.
+        texts = {token["content"] for token in description.get("added_tokens", [])}
+        self._added = {i: text for text, i in added.items() if text not in texts}
         self._added |= {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
         self.vocab_size = base + num_extra_ids
         self.fast = fast
         self._read_from = description
+        if "ByteFallback" in json.dumps(description.get("decoder")):
+            self._spell(known)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
@@ -188,7 +218,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return found
 
     def _decode_run(self, ids: list[int]) -> str:
-        return self._library.decode(ids, skip_special_tokens=False)
+        known = [self._numbers.get(i, i) for i in ids]
+        return self._library.decode(known, skip_special_tokens=False)
 
 
 class SentencePieceTokenizer(LibraryTokenizer):
@@ -231,6 +262,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self.fingerprint = f"{fingerprint}, roles added" if add_roles else fingerprint
         self._size = size = self._library.GetPieceSize()
         self._pieces = {self._library.IdToPiece(i): i for i in range(size)}
+        self._spell({piece: i for piece, i in self._pieces.items() if self._library.IsByte(i)})
         self._added = {}
         self.special = {}
         for role in ("cls", "sep", "eod", "mask", "pad", "bos", "eos"):

@@ -21,12 +21,13 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
         run: folder of the run that `config` is from, with its copies; see `copies_for`.
 
     Raises:
-        ValueError: an unknown name, a file that is no vocabulary, or a file that is missing.
+        ValueError: an unknown name, a file that is no vocabulary, a file that is missing, or a
+            library that reads it.
         OSError: no such file.
     """
     try:
         return _load(dataclasses.replace(config, **found_files(config, run)))
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         names = ("tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
         given = [n for n in (*names, "eod_token", "vocab_extra_ids") if getattr(config, n)]
         said = " ".join(f"{flag_name(n)} {getattr(config, n)}" for n in given)
@@ -77,7 +78,7 @@ def chat_tokenizer(config: TrainConfig, run: Path | None = None) -> ChatTokenize
     """The run's tokenizer with its chat template; `run` as in `load_tokenizer`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, or a library that reads it is missing.
     """
     import mb_data
 
@@ -88,7 +89,10 @@ def chat_tokenizer(config: TrainConfig, run: Path | None = None) -> ChatTokenize
             "Expected the tokenizer of a chat model, a folder with tokenizer.json and its chat "
             f"template, got {config.tokenizer or config.tokenizer_type or 'gpt2'}."
         )
-    return mb_data.ChatTokenizer(described[0])
+    try:
+        return mb_data.ChatTokenizer(described[0])
+    except ModuleNotFoundError as missing:
+        raise ValueError(str(missing)) from None
 
 
 def _load(config: TrainConfig) -> Tokenizer:

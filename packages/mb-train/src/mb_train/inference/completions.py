@@ -142,13 +142,24 @@ class Answer:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
     def told(self, echo: Told, one: Completion) -> Told:
-        """All tokens so far and their likelihoods, but those that a stop word has cut off."""
+        """The tokens so far whose text is decided, and their likelihoods: not those that a stop
+        word has cut off, or may. Behind them the end of a document, if that is what ended it."""
         count, prompt = len(one.tokens), [*echo.before, *echo.tokens]
-        if self._request.logprobs is not None and one.finish_reason == "stop":
-            while count and self._length(prompt, one.tokens[: count - 1]) >= len(one.text):
-                count -= 1
-        tokens = [*echo.tokens, *one.tokens[:count]]
-        return Told(tokens, [*echo.likelihoods, *one.likelihoods[:count]], echo.before)
+
+        def text(count: int) -> str:
+            return text_behind(self._tokenizer, prompt, one.tokens[:count])
+
+        if self._request.logprobs is not None and text(count) != one.text:
+            if one.finish_reason is None:
+                while not one.text.startswith(text(count)):
+                    count -= 1
+            else:
+                while count and text(count - 1).startswith(one.text):
+                    count -= 1
+        tokens, likelihoods = one.tokens[:count], one.likelihoods[:count]
+        if one.end is not None:
+            tokens, likelihoods = [*tokens, one.end], one.likelihoods
+        return Told([*echo.tokens, *tokens], [*echo.likelihoods, *likelihoods], echo.before)
 
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]

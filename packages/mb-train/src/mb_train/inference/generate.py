@@ -57,13 +57,15 @@ class Completion:
     Attributes:
         text: as far as it is decided: a character may take several tokens.
         tokens: new ones.
-        likelihoods: of the tokens, if they were asked for.
+        end: the token that ended it, if one did; it is none of its text.
+        likelihoods: of the tokens, and then of the end, if they were asked for.
         finish_reason: None while it goes on, then "stop" (the end of a document, or a stop word)
             or "length".
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    end: int | None = None
     likelihoods: list[Likelihood] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -111,14 +113,14 @@ class Generator:
 
     @cached_property
     def _chats(self) -> ChatTokenizer:
-        """Raises ValueError, or ModuleNotFoundError, for a model that cannot be asked so."""
+        """Raises ValueError for a model that cannot be asked so."""
         return chat_tokenizer(self._config, self._run)
 
     def _ends_of_answers(self) -> list[int]:
         """The token that a chat model's answers end with; none of a model without a template."""
         try:
             end = self._chats.end()
-        except (ValueError, ModuleNotFoundError):  # told to who asks by the template
+        except ValueError:  # told to who asks by the template
             return []
         return [] if end is None else [end]
 
@@ -219,7 +221,7 @@ class Generator:
                         if one is None or completion.finish_reason is not None:
                             continue
                         self._add(completion, tokens[row], one.token, max_new_tokens, stop)
-                        if likeliest is not None and one.token not in self.ends:
+                        if likeliest is not None:
                             told = likelihood(one.logits_V, one.token, likeliest)
                             completion.likelihoods.append(told)
                     yield [completion.so_far() for completion in completions]
@@ -252,7 +254,7 @@ class Generator:
     ) -> None:
         if token in self.ends:
             completion.text = text_behind(self.tokenizer, prompt, completion.tokens)
-            completion.finish_reason = "stop"
+            completion.end, completion.finish_reason = token, "stop"
             return
         completion.tokens.append(token)
         text = text_behind(self.tokenizer, prompt, completion.tokens)

@@ -42,6 +42,7 @@ def tasks_of(
     """The harness's tasks of these names, which take a model and `batch_size` and return metrics.
 
     Args:
+        names: of tasks and groups, or patterns of them, as "arc_*".
         include: folder of further tasks, one YAML file each.
 
     Raises:
@@ -51,7 +52,8 @@ def tasks_of(
     manager = importlib.import_module("lm_eval.tasks").TaskManager(
         include_path=None if include is None else str(include)
     )
-    unknown = [name for name in names if not manager.match_tasks([name])]
+    known = {name: manager.match_tasks([name]) for name in names}
+    unknown = [name for name, tasks in known.items() if not tasks]
     if unknown:
         raise ValueError(
             f"Expected tasks that lm_eval knows, got {', '.join(unknown)}. See `lm_eval ls tasks`, "
@@ -61,7 +63,8 @@ def tasks_of(
     def measure(trained: Trained, *, batch_size: int) -> dict[str, float]:
         model = harness_model(trained, batch_size=batch_size)
         simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
-        found = simple_evaluate(model=model, tasks=list(names), task_manager=manager) or {}
+        tasks = [task for each in known.values() for task in each]
+        found = simple_evaluate(model=model, tasks=tasks, task_manager=manager) or {}
         return {
             f"{task} {metric.removesuffix(',none')}": value
             for task, metrics in found.get("results", {}).items()
@@ -100,7 +103,9 @@ def _class() -> type:
                 prefix = self._tokenizer.encode(before) if before else []
                 tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
                 start = [*beginning(self._tokenizer), *prefix] or preceding(self._tokenizer)
-                windows.append(continuation(start, tokens[-self._context :], self._context))
+                # Of what is longer than the context its end is scored, behind the token before.
+                most = self._context
+                windows.append(continuation([*start, *tokens[:-most]], tokens[-most:], most))
             scores = score(self._trained.model, windows, batch_size=self._batch_size)
             return [(found.log_prob, found.greedy) for found in scores]
 

@@ -23,7 +23,7 @@ def find_tokenizer(folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """How a run names the tokenizer of a folder, and the files that belong to it.
 
     Raises:
-        ValueError: there is none, or a file is damaged.
+        ValueError: there is none, a file is damaged, or a library that reads it is missing.
     """
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     main = next((folder / name for name in _MAIN_FILES if folder / name in files), None)
@@ -36,7 +36,7 @@ def named_tokenizer(name: str) -> dict[str, Any]:
     """How a run names the tokenizer of `--tokenizer`.
 
     Raises:
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or a library that reads it is missing.
     """
     return _fields(Path(name)) if Path(name).is_file() else {"tokenizer": name}
 
@@ -53,7 +53,11 @@ def _fields(file: Path) -> dict[str, str]:
         return {"tokenizer_type": _CASED, "vocab_file": str(file)}
     if file.suffix == ".model" and about.get("add_bos_token") is True:
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(file)}
-    if file.suffix == ".json" and mb_data.load_tokenizer(file).begins_with is not None:
+    try:
+        begins = file.suffix == ".json" and mb_data.load_tokenizer(file).begins_with is not None
+    except ModuleNotFoundError as missing:
+        raise ValueError(str(missing)) from None
+    if begins:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)}
     return {"tokenizer": str(file)}
 

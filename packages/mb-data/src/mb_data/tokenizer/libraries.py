@@ -78,9 +78,11 @@ class LibraryTokenizer(Tokenizer):
             self._bytes = {i: byte for byte, i in enumerate(self._spelt)}
 
     def _of_whole_letters(self, ids: list[int]) -> list[int]:
-        """The ids with U+FFFD in place of bytes that are not UTF-8. For one of those, as where a
-        text is cut, tokenizers would show none of the letters that are spelt next to it, and
-        sentencepiece one for each byte of a letter."""
+        """The ids with U+FFFD in place of bytes that are not UTF-8, as where a text is cut.
+
+        For one of those tokenizers would show none of the letters that are spelt next to it, and
+        sentencepiece one for each byte of a letter.
+        """
         found: list[int] = []
         for are_bytes, group in itertools.groupby(ids, self._bytes.__contains__):
             run = list(group)

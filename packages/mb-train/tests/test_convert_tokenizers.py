@@ -101,7 +101,7 @@ TEMPLATE = {
     [None, TEMPLATE, {"type": "Sequence", "processors": [TEMPLATE]}],
     ids=["nothing", "template", "sequence"],
 )
-def test_texts_begin_as_theirs(tmp_path, after):
+def test_texts_begin_as_theirs(tmp_path, after, monkeypatch):
     """A Llama knows texts that begin with its token for that, and continues others badly."""
     theirs("llama").save_pretrained(tmp_path / "hf")
     spaces = {
@@ -130,8 +130,17 @@ def test_texts_begin_as_theirs(tmp_path, after):
     import_model(tmp_path / "hf", tmp_path / "named", tokenizer=named, say=lambda line: None)
     begins = load_trained(tmp_path / "named").tokenizer.prepend_bos
     assert begins == load_trained(tmp_path / "run").tokenizer.prepend_bos == (after is not None)
+    # As of a run with --tokenizer, whose texts begin with nothing.
+    read = "mb_train.convert.hugging_face.read.named_tokenizer"
+    monkeypatch.setattr(read, lambda name: {"tokenizer": name})
+    import_model(tmp_path / "hf", tmp_path / "bare", tokenizer=named, say=lambda line: None)
+    lines: list[str] = []
+    export_model(tmp_path / "bare", tmp_path / "from bare", say=lines.append)
+    assert ("begins texts with <s>" in " ".join(lines)) == (after is not None)
     shutil.rmtree(tmp_path / "hf")
-    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    lines.clear()
+    export_model(tmp_path / "run", tmp_path / "back", say=lines.append)
+    assert "begins texts" not in " ".join(lines)
     assert {name: json.loads((tmp_path / "back" / name).read_text()) for name in files} == files
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     generator = Generator(load_trained(tmp_path / "run"))

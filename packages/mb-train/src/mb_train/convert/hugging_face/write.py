@@ -78,6 +78,12 @@ def export_model(
     if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
+    elif tokenizer.begins_with is not None and not tokenizer.prepend_bos:
+        first = tokenizer.decode([tokenizer.begins_with])
+        say(
+            f"its tokenizer.json begins texts with {first}, which this run was not told to: for "
+            "documents without it, tokenize with add_special_tokens=False"
+        )
 
 
 def _theirs(

@@ -12,7 +12,7 @@ type:   ## static types
 	uv run ty check packages/*/src integration-tests/sweep_*.py
 test:   ## the suite on CPU
 	uv run pytest
-all:    ## and further cases of its sweeps, 13 minutes more on two cores
+all:    ## and further cases of its sweeps, some 20 minutes more on two cores
 	uv run pytest -m "slow or not slow"
 gate:   ## compile what is new of the kernels for every GPU; commit the ledger with the kernels
 	uv run python -m mb_kernels.targets --ledger packages/mb-kernels/gate.txt

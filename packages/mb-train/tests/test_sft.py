@@ -143,6 +143,11 @@ def _asks_the_server(generator):
     message = {"role": "assistant", "content": "It is four."}
     assert answer["choices"] == [{"index": 0, "message": message, "finish_reason": "stop"}]
     assert answer["usage"]["completion_tokens"] > 1
+    parts = [{"type": "text", "text": "What is two?"}]
+    of_parts = client.post(
+        "/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": parts}]}
+    ).json()
+    assert (of_parts["choices"], of_parts["usage"]) == (answer["choices"], answer["usage"])
     streamed = client.post("/v1/chat/completions", json=body | {"stream": True}).text
     events = [json.loads(e[6:]) for e in streamed.split("\n\n") if e and e != "data: [DONE]"]
     assert {e["object"] for e in events} == {"chat.completion.chunk"}
@@ -164,6 +169,11 @@ def _asks_the_server(generator):
         ({}, "Expected messages"),
         ({"messages": ["a"]}, "Expected each of messages"),
         ({"messages": [{"role": "user"}], "tools": {}}, "Expected tools"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "content of message 0 to be a text, or parts",
+        ),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "content of message 0 to be a text,"),
         ({"messages": [{"role": "user"}], "prompt": "a"}, "Unknown parameter 'prompt'"),
         ({"messages": [{"role": "user"}], "logprobs": True}, "logprobs is not supported"),
         ({"messages": [{"role": "user"}], "max_tokens": 0}, "Expected max_tokens of at least 1"),
@@ -246,3 +256,11 @@ def test_from_hugging_face_and_back(folder, tmp_path, capsys):
     end = generator.tokenizer.eod
     assert [*takewhile(end.__ne__, found[0, len(tokens) :].tolist())] == ours.tokens
     assert not torch.equal(model.lm_head.weight, theirs.lm_head.weight)
+
+
+def test_parts_of_text_are_lines_of_one():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    seen = []
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]}
+    chat_request(body, lambda messages, tools: seen.extend(messages) or [1], 10)
+    assert [message["content"] for message in seen] == ["a\nb", "c"]

@@ -38,12 +38,29 @@ def chat_request(
         raise ValueError("Expected each of messages to be an object with role and content.")
     if tools is not None and not isinstance(tools, list):
         raise ValueError("Expected tools to be a list.")
-    prompt = asked(messages, tools or None)
+    prompt = asked([_of_one_text(i, one) for i, one in enumerate(messages)], tools or None)
     limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
     if limit is None:
         limit = max(context - len(prompt), 1)
     shared = {name: body[name] for name in _SHARED if name in body}
     return Request.of_json({"prompt": prompt, "max_tokens": limit, **shared})
+
+
+def _of_one_text(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its parts of text as lines of one, as vLLM does it: a template takes a text.
+
+    Raises:
+        ValueError: a part is something else.
+    """
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"Expected the content of message {place} to be a text, or parts of type text alone."
+        )
+    return {**message, "content": "\n".join(texts)}
 
 
 class ChatAnswer(Answer):

@@ -142,8 +142,11 @@ class Answer:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
     def told(self, echo: Told, one: Completion) -> Told:
-        """The tokens so far whose text is decided, and their likelihoods: not those that a stop
-        word has cut off, or may. Behind them the end of a document, if that is what ended it."""
+        """The tokens so far whose text is decided, and their likelihoods.
+
+        Not among them is what a stop word has cut off, or may. Behind them is the end of a
+        document, if one ended the text.
+        """
         count, prompt = len(one.tokens), [*echo.before, *echo.tokens]
 
         def text(count: int) -> str:

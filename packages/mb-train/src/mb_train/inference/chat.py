@@ -47,7 +47,7 @@ def chat_request(
 
 
 def _of_one_text(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its parts of text as lines of one, as vLLM does it: a template takes a text.
+    """The message with its parts of text as lines of one, for a template takes a text.
 
     Raises:
         ValueError: a part is something else.

@@ -1,11 +1,14 @@
 """What `mb-train plan` says of a run beside what the run then takes, on one GPU.
 
-    python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 24]
+    python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-46m:16x32] [--steps 24]
 
 Each case trains a few steps on random tokens, without evaluation or checkpoint; models of sentences
 on documents longer than their sequences, with little padding. Memory is the most that torch's
 allocator had given out, time the median mean of four steps after the warm-up; the plan's error is
 its figure over the measured one, less 1. Prints each row when it is known, then one line of JSON.
+
+A case RECIPE:SxN takes a recipe's steps as N micro-batches of S sequences, in CUDA graphs;
+RECIPE:SxN:L its first L layers. --no-dropout leaves out the dropout of such cases.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -90,12 +94,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WARM_UP, TOGETHER = 8, 4
 
 
-def measure(name: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
+def case(name: str, *, dropout: bool) -> tuple[str, dict[str, Any]]:
+    """A case of `CASES`, or what RECIPE:SxN or RECIPE:SxN:L says."""
+    if name in CASES:
+        return CASES[name]
+    found = re.fullmatch(r"([^:]+):(\d+)x(\d+)(?::(\d+))?", name)
+    if found is None:
+        raise ValueError(f"Expected one of {', '.join(CASES)}, or RECIPE:SxN[:L], got {name!r}.")
+    base, sequences, micro_batches, layers = found.groups()
+    own = {
+        "micro_batch_size": int(sequences),
+        "global_batch_size": int(sequences) * int(micro_batches),
+        "cuda_graph": True,
+    }
+    own |= {} if layers is None else {"num_layers": int(layers)}
+    return base, own | ({} if dropout else NO_DROPOUT)
+
+
+def measure(
+    name: str, folder: Path, steps: int, device: str, *, dropout: bool = True
+) -> dict[str, Any]:
     """Plan and actual figures of one case; `folder` has its data."""
-    base, own = CASES[name]
+    base, own = case(name, dropout=dropout)
     fields = recipe(base) | own | {"train_iters": steps, "device": device}
     data = random_sentences if "model" in fields else random_tokens
-    words = ["--recipe", base, *data(folder / "random"), "--save", str(folder / name)]
+    words = ["--recipe", base, *data(folder / "random"), "--save", str(folder / "run")]
     # A report waits for the device: after every step it would hold the host back.
     words += ["--device", device, "--train-iters", str(steps), "--log-interval", str(TOGETHER)]
     for field, value in own.items():
@@ -112,7 +135,7 @@ def measure(name: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     torch._dynamo.reset()  # shapes of other cases count towards its limit of recompilations
     train(words)
-    log = read_log(folder / name / "log.jsonl")
+    log = read_log(folder / "run" / "log.jsonl")
     events = [e for e in log if e["event"] == "train"]
     (start,) = (e for e in log if e["event"] == "start")
     times = [e["ms_per_iteration"] for e in events[WARM_UP // TOGETHER :]]
@@ -137,9 +160,15 @@ def measure(name: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
 def main() -> None:
     """Measure the cases and print them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help="; ".join(CASES))
+    parser.add_argument("--no-dropout", action="store_true")
     parser.add_argument("--steps", type=int, default=24, help=f"more than {WARM_UP}; default 24")
     options = parser.parse_args()
+    for name in options.cases:
+        try:
+            case(name, dropout=True)
+        except ValueError as error:
+            parser.error(str(error))
     if options.steps <= WARM_UP:
         raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,9 +178,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         end_at_sigterm(Path(folder))
         for name in options.cases:
-            own = Path(folder) / name
+            own = Path(folder) / name.replace(":", "-")
             own.mkdir()
-            rows.append(measure(name, own, options.steps, device))
+            dropout = not options.no_dropout
+            rows.append(measure(name, own, options.steps, device, dropout=dropout))
             print(_line(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}))

@@ -28,7 +28,7 @@ from mb_train.plan.flops import flops, flops_in_fp8
 from mb_train.plan.kept import activations_bytes, kept_by_layer, loss_bytes
 from mb_train.plan.rounding import rounding
 from mb_train.plan.sizing import _parts, sizes
-from mb_train.plan.step_time import Demand, orthogonalising, waiting
+from mb_train.plan.step_time import Demand, meeting_few_rows, orthogonalising, waiting
 from mb_train.plan.words import GIB, LESS_MEMORY, describe, memory_warning
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import one_process_task
@@ -302,7 +302,10 @@ def test_ranks_that_share_sequences_share_what_a_layer_keeps():
 
 
 def test_ranks_that_share_sequences_share_the_time_of_a_step():
-    config = config_of(seq_length=8192, moe_num_experts=8, global_batch_size=8, bf16=True)
+    config = config_of(
+        **{"seq_length": 8192, "moe_num_experts": 8, "global_batch_size": 8, "bf16": True},
+        **{"hidden_size": 1024, "num_attention_heads": 8},
+    )
     alone = sizes(config, 64, 1, "H200")
     shared = dataclasses.replace(config, context_parallel_size=4)
     found = sizes(shared, 64, 4, "H200")
@@ -552,7 +555,7 @@ def test_offloaded_moments_are_the_hosts_and_take_their_time_over_the_link(capsy
     assert [found.offloaded for found in (whole, half, none)] == [state, state // 2, 0]
     assert none == sizes(config_of(moe_num_experts=4), 64, 1, "H200")
     assert none.memory - whole.memory == pytest.approx(1.05 * state)
-    link, memory = 0.61 * 64e9, 0.75 * 4.8e12  # bytes a second, of the latter both ways
+    link, memory = 0.61 * 64e9, 0.87 * 4.8e12  # bytes a second, of the latter both ways
     for found, share in ((whole, 1.0), (half, 0.5)):
         longer = share * state * (1 / link - 2 / memory)
         assert found.step_s - none.step_s == pytest.approx(longer)
@@ -736,7 +739,7 @@ def test_the_time_in_fp8(case):
         for kind in (None, "hybrid")
     )
     assert 16.384 / with_fp8 == pytest.approx(rates[1], rel=0.06)
-    assert without / with_fp8 == pytest.approx(rates[1] / rates[0], rel=0.015)
+    assert without / with_fp8 == pytest.approx(rates[1] / rates[0], rel=0.025)
 
 
 # Activations that go to the host or are computed again, by benchmarks/plan.py
@@ -809,21 +812,88 @@ def test_modules_for_further_tokens_are_in_fp8_as_the_last_layer_is():
         assert counted(last_three) == counted(all_five) / 5 * 3
 
 
-# Recipes in steps of two micro-batches of 32, with their dropout, by benchmarks/plan.py
-# (benchmarks/results/2026-11-24-h200.md): rows of the vocabulary, ms.
+# Recipes with their dropout, by benchmarks/plan.py (benchmarks/results/2026-11-28-h200.md; BERT's
+# 2026-11-24): sequences of a micro-batch, micro-batches, ms; layers where these are not all.
 WITH_DROPOUT = {
-    "dense-125m": (50304, 132.9), "dmoe-125m": (50304, 191.5), "bert-110m": (30592, 62.3),
-}  # fmt: skip
+    ("bert-110m", 32, 2): 62.3,
+    ("dense-46m", 16, 4): 57.4,
+    ("dense-46m", 64, 2): 102.6,
+    ("dense-125m", 16, 4): 140.6,
+    ("dense-125m", 32, 2): 137.3,
+    ("dense-356m", 4, 8): 214.0,
+    ("dense-760m", 2, 4): 117.4,
+    ("dmoe-17m", 16, 8): 61.2,
+    ("dmoe-17m", 64, 4): 102.6,
+    ("dmoe-46m", 16, 4): 74.1,
+    ("dmoe-46m", 16, 32): 560.8,
+    ("dmoe-46m", 32, 8): 249.4,
+    ("dmoe-46m", 64, 4): 229.5,
+    ("dmoe-125m", 16, 4): 205.5,
+    ("dmoe-125m", 32, 2): 180.9,
+    ("moe-125m", 8, 8): 251.4,
+}
+WITHOUT = {
+    ("dense-46m", 4, 4): 18.2,
+    ("dense-46m", 16, 4): 50.6,
+    ("dense-125m", 4, 4): 41.6,
+    ("dense-125m", 16, 4): 126.6,
+    ("dmoe-46m", 4, 4): 35.0,
+    ("dmoe-46m", 16, 1): 20.8,
+    ("dmoe-46m", 16, 4): 68.6,
+    ("dmoe-46m", 64, 4): 210.1,
+    ("dmoe-125m", 4, 4): 104.5,
+    ("dmoe-125m", 16, 4): 188.4,
+    ("moe-46m", 16, 4): 64.2,
+    ("olmoe-1b-7b", 1, 4, 2): 66.2,
+    ("olmoe-1b-7b", 2, 2, 2): 57.2,
+    ("olmoe-1b-7b", 2, 4, 4): 189.0,
+    ("qwen3-30b-a3b", 1, 4, 2): 120.1,
+    ("gpt-oss-20b", 1, 4, 2): 212.3,
+}
+VOCABULARIES = {"bert-110m": 30592, "qwen3-30b-a3b": 151_936, "gpt-oss-20b": 201_088}
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_the_time_with_dropout(name):
-    vocab_size, milliseconds = WITH_DROPOUT[name]
-    batch = {"micro_batch_size": 32, "global_batch_size": 64}
-    config = TrainConfig(**recipe(name) | batch)
-    assert 0.1 == config.attention_dropout == config.hidden_dropout
-    found = sizes(config, vocab_size, 1, "NVIDIA H200")
-    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1)
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "none"])
+def test_the_time_of_small_and_large_micro_batches(dropout):
+    for (name, sequences, number, *layers), milliseconds in (
+        WITH_DROPOUT if dropout else WITHOUT
+    ).items():
+        fields = recipe(name) | ({} if dropout else NO_DROPOUT)
+        fields |= {"micro_batch_size": sequences, "global_batch_size": sequences * number}
+        config = TrainConfig(**fields | ({"num_layers": layers[0]} if layers else {}))
+        assert (config.attention_dropout > 0) == (config.hidden_dropout > 0) == dropout
+        found = sizes(config, VOCABULARIES.get(name, 51200), 1, "NVIDIA H200")
+        assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1), (name, sequences)
+
+
+def test_few_rows_are_a_matter_of_weights_and_of_tiles():
+    """By hand: 100 M weights, which are read twice and whose gradients are written."""
+    moving = 6e8 / (0.87 * 4.8e12)
+    row = 6e8 / (0.71 * 989e12)
+    assert meeting_few_rows(1e8, 0, "NVIDIA H200") == pytest.approx(moving)
+    assert meeting_few_rows(1e8, 32, "NVIDIA H200") == pytest.approx(moving - 32 * row)
+    assert meeting_few_rows(1e8, 1000, "NVIDIA H200") == pytest.approx(64 * row)
+    half = meeting_few_rows(1e8, 1000, "NVIDIA H200", in_fp8=True)
+    assert half == pytest.approx(64 * row * 2 / 3)
+    assert meeting_few_rows(1e8, 1000, "CPU") is None
+
+
+# GiB of those with a micro-batch of 16 or more: the graphs of further ones keep sums.
+GRAPHED = {
+    ("dmoe-125m", 32, 2): 69.2,
+    ("dmoe-125m", 16, 4): 74.7,
+    ("dmoe-46m", 16, 4): 18.7,
+    ("dmoe-46m", 64, 4): 22.9,
+}
+
+
+@pytest.mark.parametrize("case", GRAPHED)
+def test_the_memory_of_graphs(case):
+    name, sequences, number = case
+    batch = {"micro_batch_size": sequences, "global_batch_size": sequences * number}
+    config = TrainConfig(**recipe(name) | batch | {"cuda_graph": True})
+    found = sizes(config, 51200, 1, "NVIDIA H200")
+    assert found.memory / GIB == pytest.approx(GRAPHED[case], rel=0.06)
 
 
 def test_the_page_counts_these_cases():
@@ -831,15 +901,17 @@ def test_the_page_counts_these_cases():
     sized = [case for case in MEASURED.values() if case[4] is not None]
     on_four = sum(case[0] == 4 for case in sized)
     timed = sum(case[3] is not None for case in MEASURED.values())
-    timed += len(FRONTIER) + len(WITH_DROPOUT)
+    timed += len(FRONTIER) + len(WITH_DROPOUT) + len(WITHOUT)
     assert f"within 8 % of {len(sized)} measured cases, {on_four} of them on four H200s" in page
     assert f"within 10 % of {timed} cases" in page
     assert len(ON_HOST) == 7
     assert "within 5 % of seven measured cases, the memory within 6 %" in page
     assert len(MOMENTS) == 2
     assert "within 6 % of two measured cases, the memory within 5 %" in page
+    assert len(GRAPHED) == 4
+    assert "within 6 % of four in CUDA graphs" in page
     assert len(IN_FP8) == 3
-    assert "within 6 % of three measured cases, and what they gain over bf16 within 1.5 %" in page
+    assert "within 6 % of three measured cases, and what they gain over bf16 within 2.5 %" in page
 
 
 @pytest.mark.parametrize(("fused", "steps"), [((), 5), ((2, 1, 1), 5), ((), 4), ((), 1)])
@@ -927,7 +999,7 @@ def test_experts_that_are_computed_again_take_the_time_and_memory_of_one_layer_o
     assert plain.step_s < found.step_s < 11 / 9 * plain.step_s
     # One layer of two keeps no gate and up of two experts, beside what the loss needs before.
     saved = (plain.activations - found.activations) / (2 * 8 * 128)
-    assert saved == pytest.approx(2 * 2 * 8192, rel=0.02)
+    assert saved == pytest.approx(2 * 2 * 8192, rel=0.025)
 
 
 @pytest.mark.parametrize("device", ["Some GPU", "NVIDIA RTX A1000", "H2000"])
@@ -1042,7 +1114,7 @@ TINY = (
 def test_the_command(capsys):
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
-    for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "50 minutes"):
+    for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "51 minutes"):
         assert word in out
     rampup = ["--train-samples", "10000", "--rampup-batch-size", "64", "64", "1000"]
     for more, steps in (([], 19), (rampup[2:], 24)):
@@ -1055,7 +1127,7 @@ def test_the_command(capsys):
     out = capsys.readouterr().out
     assert re.search(r"^memory +0\.00\d+ GiB per rank: weights 0\.00", out, re.M)
     assert re.search(r"^step +32 tokens, 0\.0+\d\d TFLOP on 1 rank$", out, re.M)
-    assert re.search(r"^time +0\.00\d\d ms a step on H100", out, re.M)
+    assert re.search(r"^time +0\.20 ms a step on H100", out, re.M)  # that of a block at least
     assert re.search(r"^training +1 step, 0\.0+\d\d seconds$", out, re.M)
     assert main(["plan", "--recipe", "dmoe-125m", "--print-config"]) == 0
     assert capsys.readouterr().out.startswith("[model]")

@@ -178,6 +178,15 @@ def _ffn(config: TransformerConfig, layer: int) -> float:
     return 2 * (matrices * (routed + shared) + around)
 
 
+def expert_weights(config: TransformerConfig) -> int:
+    """Of all experts of a layer together, biases apart; 0 without experts."""
+    if config.moe is None:
+        return 0
+    matrices = 3 if is_glu(config.activation) else 2
+    expert = matrices * config.moe.ffn_hidden_size * config.moe.experts_hidden_size
+    return config.moe.num_experts * expert
+
+
 def visited(top_k: int, experts: int, zero_experts: int) -> float:
     """Experts that compute for a token whose choices are even; zero experts compute nothing."""
     return top_k * experts / (experts + zero_experts)

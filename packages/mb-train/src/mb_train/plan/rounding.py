@@ -13,7 +13,7 @@ from mb_kernels.activation import is_glu
 from mb_parallel import ParallelDims
 
 from mb_train.models.workload import Pass, Workload
-from mb_train.plan.flops import attention_maps, dense_maps, visited
+from mb_train.plan.flops import attention_maps, dense_maps, expert_weights, visited
 from mb_train.plan.step_time import Demand
 
 # Bytes of a number that is rounded.
@@ -71,7 +71,7 @@ def rounded(each: Pass, layer: int) -> Rounded:
             forward=tokens + chosen + shared,
             backward=tokens + up * (chosen + shared),
             dense=(up + 1) * D * shared,
-            experts=(up + 1) * inside * moe.ffn_hidden_size * moe.num_experts,
+            experts=expert_weights(config),
         )
     return Rounded(
         forward=found.forward + sum(one.share * one.inputs for one in maps),

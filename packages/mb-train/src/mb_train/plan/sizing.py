@@ -24,7 +24,7 @@ from mb_train.machine.device import compute_dtype
 from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.plan.devices import data_sheet
-from mb_train.plan.flops import flops, flops_again, flops_in_fp8, visited
+from mb_train.plan.flops import expert_weights, flops, flops_again, flops_in_fp8, visited
 from mb_train.plan.kept import (
     activations_bytes,
     away_by_layer,
@@ -33,7 +33,15 @@ from mb_train.plan.kept import (
     recomputes,
 )
 from mb_train.plan.rounding import rounding
-from mb_train.plan.step_time import Demand, attending, keeping, orthogonalising, waiting
+from mb_train.plan.step_time import (
+    Demand,
+    attending,
+    between_kernels,
+    keeping,
+    meeting_few_rows,
+    orthogonalising,
+    waiting,
+)
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
 
@@ -142,12 +150,11 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
-    # Those of graphs stay where they are: a first micro-batch's too, beside the sums of all.
-    staying = config.cuda_graph and micro_batches > 1
-    passes_before = micro_batches if staying else micro_batches - 1
+    # What a first micro-batch's graph leaves stays where it is, beside the sums of further ones.
+    staying = config.cuda_graph
 
     def of_part(part: _Part, passes: int) -> float:
-        beside = 2 if staying and part.copied else 0
+        beside = 2 if staying and part.copied and passes > 1 else 0
         number = part.here if waiting else part.sharded
         return (part.gradient_bytes(passes) + beside) * number
 
@@ -171,7 +178,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         ),
         block=int(activations.block),
         kept_on_host=int(activations.there),
-        gradients_at_loss=0 if micro_batches == 1 else gradients(passes_before),
+        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,
@@ -216,9 +223,10 @@ class _Part:
         # Read and written: weights and state; read: the gradient, by the norm and by the optimizer.
         step = 2 * 4 + 2 * here + 2 * gradient + 2 * self.copied
         # Of each micro-batch: the weights are cast, the gradients too, and added to a sum in fp32.
-        adding = 10 if micro_batches > 1 else 0
-        each = adding if self.copied else 6 + 8
-        moved = step * self.sharded + each * self.here * micro_batches
+        # Beside copies a second gradient makes the sum of two, and further ones are added to it.
+        summed = 8 * (micro_batches > 1) + 10 * max(micro_batches - 2, 0)
+        of_all = summed if self.copied else (6 + 8) * micro_batches
+        moved = step * self.sharded + of_all * self.here
         return Demand(moved=moved, linked=away * self.sharded)
 
 
@@ -320,6 +328,7 @@ def _step_s(
         Demand(products=products * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(kept, 0, sentences=sentences),
+        between_kernels(len(layers) * micro_batches),
     ]
     others = [
         Demand(products=heads * samples / ranks),
@@ -335,5 +344,26 @@ def _step_s(
     micro_batch = whole(config.micro_batch_size)
     away = [2 * numbers * micro_batch for numbers in away_by_layer(config, layers)]
     waits = waiting(away, sum(in_blocks, Demand()).shared(micro_batches), device)
+    few_rows = _few_rows(work, dims, micro_batch, device)
     computes = sum((*in_blocks, *others), Demand()).seconds(device)
-    return None if computes is None or waits is None else computes + micro_batches * waits
+    if computes is None or waits is None or few_rows is None:
+        return None
+    return computes + micro_batches * (waits + few_rows)
+
+
+def _few_rows(work: Workload, dims: ParallelDims, micro_batch: int, device: str) -> float | None:
+    """Seconds that the experts of a stage take beyond the products of a micro-batch's rows."""
+    found = 0.0
+    for each in (*work.passes, *work.behind):
+        config, moe = each.blocks, each.blocks.moe
+        if moe is None:
+            continue
+        chosen = visited(moe.top_k, moe.num_experts, moe.num_zero_experts)
+        rows = micro_batch * each.tokens / dims.cp_tp * chosen * dims.ep / moe.num_experts
+        weights = expert_weights(config) / dims.ep
+        for layer in filter(config.has_experts, range(config.num_layers)):
+            taken = meeting_few_rows(weights, rows, device, in_fp8=config.in_fp8(layer))
+            if taken is None:
+                return None
+            found += taken
+    return found / dims.pp

@@ -3,7 +3,8 @@
 Large products run at a share of the peak that all of them reach, attention at another. Everything
 else waits for the memory, and is counted by bytes: what blocks keep for the backward pass, logits,
 weights with their state. Of a wide model the products are most of a step; of a narrow one, and of
-one with many experts, they are not. What ranks tell each other is not counted, nor is the host.
+one with many experts, they are not. Of a small micro-batch kernels' beginnings and ends count, and
+that few rows meet an expert. What ranks tell each other is not counted, nor is the host.
 
 `tests/test_sizing.py` holds it to what was measured, of the models in `MEASURED`.
 """
@@ -28,8 +29,9 @@ _PRODUCTS = 0.71
 # 490 TFLOP/s, and 327 with dropout; with dropout a BERT's 133, at 512 positions, and a T5's 121
 # (2026-11-24-h200.md). A BERT's without dropout was not measured: it is put in proportion.
 _CAUSAL, _BIDIRECTIONAL, _WITH_DROPOUT = 0.5, 0.2, 0.66
-# The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
-_BANDWIDTH = 0.75
+# The optimizer's pass over 3.7 B weights, with the norm before it, and sums of gradients: 4.2 of
+# 4.8 TB/s (benchmarks/results/2026-11-28-h200.md).
+_BANDWIDTH = 0.87
 # That pass over moments in the host's memory, read and written at the same time: 39.3 of 64 GB/s
 # each way (benchmarks/results/2026-11-27-h200.md).
 _LINK = 0.61
@@ -40,7 +42,12 @@ _COPIES = 0.66
 # and the logits, written and read by three products and twice by the loss. Fitted to the measured
 # steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
 # padding is left out, tokens are gathered for every block's attention and laid out again.
-_KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.0, 7.5, 5.4
+_KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.4, 8.1, 6.3
+# Of the kernels of a block's two passes what no number of tokens makes shorter, in seconds: their
+# beginnings and ends, and the gaps between them (benchmarks/results/2026-11-28-h200.md).
+_OF_A_BLOCK = 2e-4
+# Rows that are computed for nothing for each expert: half a tile of 128, in the mean.
+_HALF_A_TILE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +58,29 @@ class Demand:
         products: FLOPs of large products.
         moved: bytes through the memory, beside these.
         linked: bytes to the host's memory, and as many from there.
+        fixed: seconds beside all that, whatever GPU it is.
     """
 
     products: float = 0.0
     moved: float = 0.0
     linked: float = 0.0
+    fixed: float = 0.0
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(
             products=self.products + other.products,
             moved=self.moved + other.moved,
             linked=self.linked + other.linked,
+            fixed=self.fixed + other.fixed,
         )
 
     def shared(self, ranks: int) -> Demand:
         """The share of one of so many ranks."""
         return Demand(
-            products=self.products / ranks, moved=self.moved / ranks, linked=self.linked / ranks
+            products=self.products / ranks,
+            moved=self.moved / ranks,
+            linked=self.linked / ranks,
+            fixed=self.fixed / ranks,
         )
 
     def seconds(self, device: str) -> float | None:
@@ -77,7 +90,8 @@ class Demand:
             return None
         moved_s = self.moved / (_BANDWIDTH * 1e12 * sheet.bandwidth_tb)
         linked_s = self.linked / (_LINK * 1e9 * sheet.link_gb)
-        return self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops) + moved_s + linked_s
+        products_s = self.products / (_PRODUCTS * 1e12 * sheet.peak_tflops)
+        return products_s + moved_s + linked_s + self.fixed
 
 
 def waiting(away: Sequence[float], blocks: Demand, device: str) -> float | None:
@@ -104,6 +118,35 @@ def waiting(away: Sequence[float], blocks: Demand, device: str) -> float | None:
         hidden = (following - place) * forward
         waits += max(copying - hidden, 0.0) + max(copying - 2 * hidden, 0.0)
     return waits
+
+
+def meeting_few_rows(
+    weights: float, rows: float, device: str, *, in_fp8: bool = False
+) -> float | None:
+    """Seconds that a micro-batch's experts take beyond the products of their rows.
+
+    Tiles are filled up, half a tile for each expert. And two products read each weight, a third
+    writes its gradient: where few rows meet an expert, the memory takes longer than they do.
+
+    Args:
+        weights: of a layer's experts on a rank.
+        rows: that an expert has, in the mean.
+        in_fp8: all but the gradients are, which halves what is read, and its products.
+
+    Returns:
+        None where the device's data sheet is not known.
+    """
+    each = weights * (4 if in_fp8 else 6)  # FLOPs of a row, and bytes
+    own, filled = (Demand(products=each * n).seconds(device) for n in (rows, rows + _HALF_A_TILE))
+    moving = Demand(moved=each).seconds(device)
+    if own is None or filled is None or moving is None:
+        return None
+    return max(filled, moving) - own
+
+
+def between_kernels(blocks: float) -> Demand:
+    """What the kernels of so many passes of blocks take, however few tokens there are."""
+    return Demand(fixed=_OF_A_BLOCK * blocks)
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:

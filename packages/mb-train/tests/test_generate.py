@@ -25,8 +25,9 @@ SCORES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
 
 def drawn(sampling, times=400):
+    """How often each token is, of one row drawn again and again."""
     generator = torch.Generator().manual_seed(1)
-    return Counter(choose(SCORES, sampling, generator) for _ in range(times))
+    return Counter(choose(SCORES[None], sampling, [generator])[0] for _ in range(times))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,9 @@ def test_scores_that_are_not_numbers_are_refused(temperature):
     """One is enough, and a model whose scores overflow has no likeliest token either."""
     for bad in (torch.nan, torch.inf):
         scores = torch.where(torch.arange(5) == 3, bad, SCORES)
+        two = torch.stack([SCORES, scores])
         with pytest.raises(ValueError, match="not numbers"):
-            choose(scores, Sampling(temperature=temperature), torch.Generator())
+            choose(two, Sampling(temperature=temperature), [torch.Generator()] * 2)
 
 
 def test_draws_follow_the_probabilities():
@@ -70,10 +72,24 @@ def test_a_rounding_of_the_scores_does_not_change_what_is_drawn():
     rounded = scores + 1e-7 * torch.randn(500, generator=torch.Generator().manual_seed(0))
     for seed in range(20):
         one, other = (
-            choose(found, Sampling(), torch.Generator().manual_seed(seed))
+            choose(found[None], Sampling(), [torch.Generator().manual_seed(seed)])
             for found in (scores, rounded)
         )
         assert one == other
+
+
+def test_rows_draw_by_themselves():
+    """As alone, whatever is beside them: each with its own kept tokens and its own generator."""
+    rows, sampling = (
+        torch.randn(5, 40, generator=torch.Generator().manual_seed(0)),
+        Sampling(top_p=0.7),
+    )
+    seeded = [torch.Generator().manual_seed(seed) for seed in range(5)]
+    together = [choose(rows, sampling, seeded) for _ in range(30)]
+    for row, alone in enumerate(rows):
+        generator = torch.Generator().manual_seed(row)
+        drawn = [choose(alone[None], sampling, [generator])[0] for _ in range(30)]
+        assert drawn == [step[row] for step in together]
 
 
 @pytest.mark.parametrize(

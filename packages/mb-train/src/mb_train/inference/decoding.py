@@ -58,34 +58,44 @@ class Sampling:
             raise ValueError(f"Expected a seed of at most 63 bits, got {self.seed}.")
 
 
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token from scores [V]; top-k is applied before top-p, as in Megatron-LM.
+def choose(
+    logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+) -> list[int]:
+    """Draw a token from each row of scores [B, V]; top-k is applied before top-p, as in Megatron-LM.
+
+    Args:
+        generators: of each row, on the scores' device.
 
     Raises:
         ValueError: scores that are not numbers.
     """
     if sampling.temperature == 0:
-        if not bool(logits_V.isfinite().all()):
+        if not bool(logits_BV.isfinite().all()):
             raise ValueError(NO_NUMBERS)
-        return int(logits_V.argmax())
-    values, ids = logits_V.float().sort(descending=True, stable=True)
+        return logits_BV.argmax(1).tolist()
+    values, ids = logits_BV.float().sort(dim=1, descending=True, stable=True)
     # What fp32 takes for 0 would make 0/0 of the likeliest, and leave no token to draw.
     temperature, top_p = (
         max(setting, torch.finfo(values.dtype).tiny)
         for setting in (sampling.temperature, sampling.top_p)
     )
-    values = (values - values[0]) / temperature  # no overflow, however cold
+    values = (values - values[:, :1]) / temperature  # no overflow, however cold
     if sampling.top_k:
-        values, ids = values[: sampling.top_k], ids[: sampling.top_k]
-    probs = values.softmax(0)
-    if not bool(probs[0] >= 0):
-        raise ValueError(NO_NUMBERS)
+        values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probs = values.softmax(1)
     # A token stays if those before it do not hold top_p already: at least one always does.
-    kept = probs.cumsum(0) - probs < top_p
-    # Drawn in the order of the vocabulary: in that of the scores, two that differ by a rounding, as
-    # beside other prompts, would change places and with them what is drawn.
-    probs_V = probs.new_zeros(len(logits_V)).scatter_(0, ids, probs * kept)
-    return int(torch.multinomial(probs_V.cpu(), 1, generator=generator))
+    kept = probs.cumsum(1) - probs < top_p
+    # A race: the token of the shortest time wins, and times are exponential with the probabilities
+    # as rates. Each token of the vocabulary has its own time, so that what a rounding does to one
+    # score, as beside other prompts, changes nothing for the others.
+    probs_BV = torch.zeros_like(logits_BV, dtype=probs.dtype).scatter_(1, ids, probs * kept)
+    times_BV = torch.empty_like(probs_BV)
+    for times_V, generator in zip(times_BV, generators, strict=True):
+        times_V.exponential_(generator=generator)
+    tokens = (probs_BV / times_BV).argmax(1)
+    if not bool((probs[:, 0] >= 0).all()):
+        raise ValueError(NO_NUMBERS)
+    return tokens.tolist()
 
 
 class Next(NamedTuple):
@@ -145,8 +155,8 @@ def continue_tokens(
         ValueError: scores that are not numbers.
     """
     seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     device = next(model.parameters()).device
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
     cache = KVCache(len(texts), device) if cached else None
@@ -167,8 +177,8 @@ def continue_tokens(
         for row in running:
             seen[row] = len(texts[row])
         step: list[Next | None] = [None] * len(texts)
-        for row, logits_V in zip(running, logits_BV, strict=True):
-            token = choose(logits_V, sampling, generators[row])
+        drawn = choose(logits_BV, sampling, [generators[row] for row in running])
+        for row, token, logits_V in zip(running, drawn, logits_BV, strict=True):
             texts[row].append(token)
             step[row] = Next(token, logits_V)
         still = [place for place, row in enumerate(running) if texts[row][-1] not in ends]

@@ -339,7 +339,7 @@ def test_a_pipe_is_opened_once(trained, tmp_path, monkeypatch, capsys):
             file.write("a b c d e f")
 
     found = SimpleNamespace(**vars(trained), saved=SimpleNamespace(iteration=3))
-    monkeypatch.setattr("mb_train.loading.load_trained", lambda run, device: found)
+    monkeypatch.setattr("mb_train.loading.load_trained", lambda *_, **how: found)
     monkeypatch.setattr(Path, "open", once)
     threading.Thread(target=write, daemon=True).start()
     assert main(["eval", "run", str(pipe), "--task", "wikitext"]) == 0

@@ -419,6 +419,7 @@ def test_a_model_is_the_same_by_kernels_and_without(monkeypatch, compiled):
         loss = model(tokens_BS, labels_BS=tokens_BS, ends_BN=ends_BN).total()
         grads = torch.autograd.grad(loss, list(model.parameters()))
         cache = KVCache(B, tokens_BS.device)
+        cache.reserve(30)
         with torch.no_grad():
             logits = [
                 model.go_on(tokens_BS[:, begin:end], torch.full((B,), end - begin).cuda(), cache)

@@ -14,9 +14,10 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.inference import going_on
 from mb_train.inference.decoding import Next, Sampling, choose, continue_tokens
 from mb_train.inference.generate import Generator, text_behind
-from mb_train.loading import load_trained
+from mb_train.loading import hold_as_used, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -270,6 +271,7 @@ def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
         counts = torch.tensor([len(part) for part in parts])
         padded = torch.tensor([part + [7] * (int(counts.max()) - len(part)) for part in parts])
         with torch.no_grad():
+            cache.reserve(padded.shape[1])
             got_BV = model.go_on(padded, counts, cache)
         for row, got_V in zip(here, got_BV, strict=True):
             done[row] += new[row]
@@ -294,6 +296,83 @@ def test_the_cache_changes_no_token(kind):
         assert first(continue_tokens(model, prompts, how, **options), 20) == plain
         ended += sum(None in step for step in plain[:7])
     assert ended  # while the others go on from the cache
+
+
+PROMPTS = [[3], [5, 6, 7, 8, 9], [1, 2]]
+
+
+def scores_of_steps(model, ends=()):
+    """Of up to 70 greedy tokens, beyond a cache's first room."""
+    how = {"vocab_size": 30, "context": 96, "ends": ends}
+    steps = continue_tokens(model, PROMPTS, Sampling(temperature=0), **how)
+    taken = [step for _, step in zip(range(70), steps, strict=False)]
+    return [[None if one is None else one.logits_V for one in step] for step in taken]
+
+
+def small_model_of(kind):
+    sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 96}
+    return small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "phimoe"])
+def test_passes_that_would_be_replayed_are_the_same(kind, monkeypatch):
+    """Where there are no graphs, what one would hold is computed when it would be replayed."""
+    model, captures = small_model_of(kind), []
+
+    def captured(run):
+        captures.append(run)
+        return run
+
+    for ends in ((), range(9, 21, 3)):
+        plain = scores_of_steps(model, ends)
+        captures.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(going_on, "can_be_captured", lambda *_: True)
+            patched.setattr(going_on, "captured", captured)
+            again = scores_of_steps(model, ends)
+        for step, other in zip(plain, again, strict=True):
+            assert [one is None for one in step] == [one is None for one in other]
+            for scores_V, same_V in zip(step, other, strict=True):
+                assert scores_V is None or torch.equal(scores_V, same_V)
+        # One for the first 64 places, one beyond; fewer rows have one of their own.
+        assert len(captures) == 2 if not ends else captures
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("kind", [*KINDS, "fp32 residual", "biases"])
+def test_weights_held_as_they_are_used_give_the_same_scores(kind):
+    """To the bit, in the dtype that they are cast to before each use."""
+    more = {
+        "fp32 residual": {"fp32_residual_connection": True},
+        "biases": {"moe_mlp_bias": True},
+    }
+    sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 24}
+    fields = sizes | {"moe_num_experts": 4} | (KINDS | more)[kind]
+    model = small_model(**fields)
+    model = GPT(model.config, compute_dtype=torch.bfloat16).eval()
+    tokens_BS = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model.logits(tokens_BS)
+        hold_as_used(model, torch.bfloat16)
+        assert torch.equal(model.logits(tokens_BS), before)
+    halves = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    of_experts = {name for name, _ in model.named_parameters() if ".experts." in name}
+    assert halves > of_experts
+    assert not any("router" in name or "norm" in name for name in halves)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_passes_are_the_same(kind, dtype, monkeypatch):
+    model = small_model_of(kind)
+    model = GPT(model.config, compute_dtype=dtype).eval().cuda()
+    replayed = scores_of_steps(model)
+    graphs = going_on.can_be_captured(model, torch.device("cuda"))
+    assert graphs == (kind not in ("qwen3-next", "granite-4", "lfm2"))
+    monkeypatch.setattr(going_on, "can_be_captured", lambda *_: False)
+    for step, other in zip(replayed, scores_of_steps(model), strict=True):
+        torch.testing.assert_close(torch.stack(step), torch.stack(other), rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

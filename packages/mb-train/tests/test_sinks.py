@@ -216,6 +216,7 @@ def test_a_cache_has_windows_and_sinks_too(kind):
     for new in ([9, 4], [1, 1], [3, 2], [1, 1], [55, 60]):
         new_B = torch.tensor(new)
         places = seen_B[:, None] + torch.arange(max(new))
+        cache.reserve(max(new))
         got = model.go_on(tokens_BS.gather(1, places.clamp(max=74)), new_B, cache)
         seen_B = seen_B + new_B
         for row, length in enumerate(seen_B.tolist()):

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mb_layers import Experts
+from torch import nn
 
 from mb_train.checkpoint.read import load_checkpoint
 from mb_train.config import TrainConfig
 from mb_train.data.tokenizers import load_tokenizer
 from mb_train.folder.run_folder import SavedRun, checkpoint_in, read_saved_run
 from mb_train.machine.device import device_type
+from mb_train.models.linear import Linear
 from mb_train.models.mtp import names_of_modules
 from mb_train.models.unfilled import unfilled
 from mb_train.tasks import Task
@@ -71,6 +74,7 @@ def load_trained(
     *,
     kinds: Sequence[str] = ("gpt",),
     mtp_num_layers: int | None = 0,
+    held_as_used: bool = False,
 ) -> Trained:
     """Load the model of a run folder or an iteration folder.
 
@@ -80,6 +84,7 @@ def load_trained(
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
+        held_as_used: for passes alone, see `hold_as_used`.
         kinds: of models that will do, by `--model`'s names.
         mtp_num_layers: how many of those modules to load; None: all that there are.
 
@@ -92,7 +97,21 @@ def load_trained(
     trained = outlined(run, device, dtype, kinds=kinds, mtp_num_layers=mtp_num_layers)
     left_out = trained.left_out
     load_checkpoint(trained.checkpoint, trained.model, None, alone=True, left_out=left_out)
+    if held_as_used:
+        hold_as_used(trained.model, dtype)
     return trained
+
+
+def hold_as_used(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of maps and experts once and for all, instead of in every pass.
+
+    The passes compute the same. Four fifths of what a GPU did for a token went into these casts
+    (benchmarks/results/2026-11-28-h200.md), and the weights take half the memory.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear | Experts):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
 
 
 def outlined(

@@ -113,7 +113,7 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     given = {"file": options.file, "--stride": options.stride, "--include": options.include}
     given["--strict"] = options.strict or None
     refuse_idle(given, takes, f" with --task {options.task}")
-    trained = load_trained(Path(options.run), options.device)
+    trained = load_trained(Path(options.run), options.device, held_as_used=True)
     found = measure(trained)
     print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")
     for name, value in found.items():

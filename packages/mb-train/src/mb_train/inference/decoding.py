@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mb_train.inference.going_on import GoingOn
 from mb_train.inference.scoring import NO_NUMBERS
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
@@ -61,7 +62,7 @@ class Sampling:
 def choose(
     logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> list[int]:
-    """Draw a token from each row of scores [B, V]; top-k is applied before top-p, as in Megatron-LM.
+    """Draw a token from each row of scores [B, V]; top-k comes before top-p, as in Megatron-LM.
 
     Args:
         generators: of each row, on the scores' device.
@@ -160,6 +161,7 @@ def continue_tokens(
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
     cache = KVCache(len(texts), device) if cached else None
+    go_on = GoingOn(model, device)
     seen = [0] * len(texts)
     while running:
         if max(len(texts[row]) for row in running) > context:
@@ -173,7 +175,7 @@ def continue_tokens(
             if cache is None:
                 logits_BV = model.logits(tokens_BS, at_B=lengths_B - 1)[:, :vocab_size]
             else:
-                logits_BV = model.go_on(tokens_BS, lengths_B, cache)[:, :vocab_size]
+                logits_BV = go_on(tokens_BS, lengths_B, cache)[:, :vocab_size]
         for row in running:
             seen[row] = len(texts[row])
         step: list[Next | None] = [None] * len(texts)

@@ -101,7 +101,7 @@ class Generator:
     @classmethod
     def of_run(cls, run: Path, device: str) -> Generator:
         """From a run folder or an iteration folder; as `load_trained`."""
-        return cls(load_trained(run, device))
+        return cls(load_trained(run, device, held_as_used=True))
 
     def asked(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
         """The tokens that an answer to messages stands behind.

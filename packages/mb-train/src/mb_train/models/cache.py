@@ -24,6 +24,9 @@ class KVCache:
     Args:
         rows: B.
         device: of keys and values.
+
+    Attributes:
+        places: of each row, S.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -31,10 +34,20 @@ class KVCache:
         self._longest = 0  # the same on the host
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
         self._positions_BQ = self._lengths_B[:, None]
-        self._places = _PLACES
+        self.places = _PLACES
+
+    def reserve(self, most: int) -> None:
+        """Make room for so many more tokens of each row. All else is left to the device.
+
+        So a pass within the room may be captured as a graph: what it reads and writes stays where
+        it is until there are more places, or fewer rows.
+        """
+        self._longest += most
+        while self.places < self._longest:
+            self.places *= 2
 
     def begin(self, new_B: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Make room for new tokens.
+        """Put new tokens behind each row's, for whom there is room.
 
         Args:
             new_B: how many each row gets.
@@ -46,28 +59,25 @@ class KVCache:
         """
         steps_Q = torch.arange(most, device=new_B.device)
         self._positions_BQ = self._lengths_B[:, None] + steps_Q
-        self._longest += most
-        while self._places < self._longest:
-            self._places *= 2
-        places_S = torch.arange(self._longest, device=new_B.device)
+        places_S = torch.arange(self.places, device=new_B.device)
         mask = (places_S <= self._positions_BQ[..., None])[:, None]
-        self._lengths_B = self._lengths_B + new_B
+        self._lengths_B += new_B
         return self._positions_BQ, mask, steps_Q < new_B[:, None]
 
     def extend(self, owner: nn.Module, k_BQGC: Tensor, v_BQGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a layer's new keys and values behind its own; return all of them, [B, S, G, C]."""
+        """Put a layer's new keys and values behind its own; return all places, [B, S, G, C]."""
         found = []
         rows_B1 = torch.arange(len(k_BQGC), device=k_BQGC.device)[:, None]
         for old, new in zip(self._held.get(owner, (None, None)), (k_BQGC, v_BQGC), strict=True):
-            held = new.new_zeros(len(new), self._places, *new.shape[2:]) if old is None else old
-            if held.shape[1] < self._places:
-                more = held.new_zeros(len(held), self._places - held.shape[1], *held.shape[2:])
+            held = new.new_zeros(len(new), self.places, *new.shape[2:]) if old is None else old
+            if held.shape[1] < self.places:
+                more = held.new_zeros(len(held), self.places - held.shape[1], *held.shape[2:])
                 held = torch.cat([held, more], dim=1)
             held[rows_B1, self._positions_BQ] = new
             found.append(held)
         k, v = found
         self._held[owner] = k, v
-        return k[:, : self._longest], v[:, : self._longest]
+        return k, v
 
     def held(self, owner: nn.Module) -> tuple[Tensor, ...] | None:
         """What a layer of another kind last had it hold, if anything."""

@@ -181,7 +181,8 @@ class GPT(nn.Module):
         Args:
             tokens_BQ: new tokens of each row, filled up behind.
             new_B: int64, how many of them are the row's, at least one.
-            cache: of the tokens before them; a fresh one if there are none.
+            cache: of the tokens before them, with room reserved for these; a fresh one if there
+                are none before them.
         """
         positions_BQ, mask, valid_BQ = cache.begin(new_B, tokens_BQ.shape[1])
         # Fillings may lie beyond the table of positions.

@@ -10,6 +10,7 @@ Letters: B sequences, S tokens of a sequence, H heads, C width of a head, W turn
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import TypeAlias
@@ -77,7 +78,7 @@ def sharpening(scaling: RopeScaling, mscale: float) -> float:
 
 def _slowed(speeds_W: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     if scaling.kind == "longrope":
-        return speeds_W / speeds_W.new_tensor(scaling.factors)
+        return speeds_W / _on(speeds_W.device, scaling.factors)
     slow_W = speeds_W / scaling.factor
     if scaling.kind == "linear":
         return slow_W
@@ -86,6 +87,11 @@ def _slowed(speeds_W: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     turns_W = speeds_W * (TRAINED_ON / (2 * math.pi))
     kept_W = ((turns_W - FEW_TURNS) / (MANY_TURNS - FEW_TURNS)).clamp(0, 1)
     return torch.lerp(slow_W, speeds_W, kept_W)
+
+
+@functools.cache  # a graph cannot capture that the host tells numbers
+def _on(device: torch.device, factors: tuple[float, ...]) -> Tensor:
+    return torch.tensor(factors, device=device)
 
 
 def _share_of_slow(pairs: int, scaling: RopeScaling, base: float, like: Tensor) -> Tensor:

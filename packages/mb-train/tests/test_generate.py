@@ -314,7 +314,7 @@ def small_model_of(kind):
     return small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "phimoe"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "phimoe", "qwen3-next", "granite-4"])
 def test_passes_that_would_be_replayed_are_the_same(kind, monkeypatch):
     """Where there are no graphs, what one would hold is computed when it would be replayed."""
     model, captures = small_model_of(kind), []
@@ -368,8 +368,7 @@ def test_replayed_passes_are_the_same(kind, dtype, monkeypatch):
     model = small_model_of(kind)
     model = GPT(model.config, compute_dtype=dtype).eval().cuda()
     replayed = scores_of_steps(model)
-    graphs = going_on.can_be_captured(model, torch.device("cuda"))
-    assert graphs == (kind not in ("qwen3-next", "granite-4", "lfm2"))
+    assert going_on.can_be_captured(model, torch.device("cuda"))
     monkeypatch.setattr(going_on, "can_be_captured", lambda *_: False)
     for step, other in zip(replayed, scores_of_steps(model), strict=True):
         torch.testing.assert_close(torch.stack(step), torch.stack(other), rtol=1e-6, atol=1e-6)

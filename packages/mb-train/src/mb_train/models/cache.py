@@ -84,8 +84,13 @@ class KVCache:
         return self._held.get(owner)
 
     def hold(self, owner: nn.Module, *tensors: Tensor) -> None:
-        """Hold tensors of each row, [B, ...], in place of its keys and values."""
-        self._held[owner] = tensors
+        """Hold tensors of each row, [B, ...], for its keys and values, where the last ones lie."""
+        held = self._held.get(owner)
+        if held is None:
+            self._held[owner] = tensors
+            return
+        for place, tensor in zip(held, tensors, strict=True):
+            place.copy_(tensor)
 
     def keep(self, rows: Tensor) -> None:
         """Let go of all rows but these, given by number."""

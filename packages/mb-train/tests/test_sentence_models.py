@@ -286,7 +286,7 @@ def test_states_of_a_t5_travel_in_fp32_if_the_residual_stream_is(kind):
 
 @pytest.mark.parametrize("positions", ["relative", "learned"])
 def test_norms_of_what_positions_turn_are_none_where_nothing_turns(positions):
-    """The flag says that it has no effect then; a decoder's attention to the encoder never turns."""
+    """The flag is said to have no effect then; what attends to an encoder turns nowhere."""
     tokens, batch = t5_batch()
     losses = []
     for qk_norm in ("none", "l2"):

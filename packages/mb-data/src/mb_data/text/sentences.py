@@ -84,14 +84,16 @@ class SentenceSplitter:
     def _cut(self, text: str) -> list[str]:
         """The text in pieces, nothing left out."""
         segment = self._segment()
-        shown = _SPACE.sub(r"\1 ", text) if _STOP.search(text) else text  # as long
+        shown = _SPACE.sub(r"\1 ", text) if _STOP.search(text) else text
         try:
             pieces = segment(self.code, shown)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
                 raise
             raise ValueError(f"sentencex cannot split this text: {error}") from None
-        ends = accumulate(map(len, pieces), initial=0)
+        if shown == text:
+            return pieces
+        ends = accumulate(map(len, pieces), initial=0)  # the same: it has as many letters
         return [text[start:end] for start, end in pairwise(ends)]
 
     @staticmethod

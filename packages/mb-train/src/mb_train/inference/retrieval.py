@@ -271,9 +271,14 @@ def _every_block(
 def _embedded(
     trained: Trained, dataset: mb_data.ICTDataset, rows_AX: npt.NDArray[np.int64]
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Embeddings of the blocks, [B, D] at a time."""
-    for start in range(0, len(rows_AX), EVALUATED_AT_ONCE):
-        rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
+    """Embeddings of the blocks, [B, D] at a time.
+
+    A model whose experts have a capacity gets one block at a time, as it gets a query: others would
+    take its places, and it would lie elsewhere in another corpus.
+    """
+    at_once = 1 if trained.config.moe_capacity_factor else EVALUATED_AT_ONCE
+    for start in range(0, len(rows_AX), at_once):
+        rows = rows_AX[start : start + at_once, :3].tolist()
         blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)
         tokens_BS, valid_BS = map(np.stack, blocks)
         check_tokens({"block_BS": tokens_BS}, trained.vocab_size)

@@ -106,12 +106,27 @@ def test_blocks_do_not_take_each_others_places_at_experts_with_a_capacity(corpus
     run, prefix, index = tmp_path / "run", str(folder / "x_text_sentence"), tmp_path / "index"
     experts = {"moe_num_experts": 4, "moe_capacity_factor": 0.05}
     model = write_retriever(run, folder, **experts)
-    build_index(run, prefix, index, say=lambda line: None)
+    measured = build_index(run, prefix, index, say=lambda line: None)
     retriever = Retriever(run, index, lists=1)
     rows = np.load(index / "blocks.npy").tolist()
     want = [score for score, _ in plain_scores(model, retriever, tokenizer, "w3 w1", rows)]
     answers = retriever.ask("w3 w1", 100)
     assert [answer.score for answer in answers] == pytest.approx(want, abs=1e-4)
+    # And what is measured is of such embeddings.
+    dataset = retriever._dataset
+    samples = {tuple(s["block_data"][:3]): s for s in (dataset[i] for i in range(len(dataset)))}
+    sides = []
+    for side in ("query", "block"):
+        names = (f"{side}_tokens", f"{side}_pad_mask")
+        texts = [[torch.tensor(s[name])[None] for name in names] for s in samples.values()]
+        with torch.no_grad():
+            found = [getattr(model, side)(*text)[0] for text in texts]
+        sides.append(torch.cat(found))
+    scores = sides[0] @ sides[1].T
+    ranks = (scores >= scores.diagonal()[:, None]).sum(1) - 1
+    assert [measured[f"recall@{k}"] for k in (1, 5)] == [
+        float((ranks < k).double().mean()) for k in (1, 5)
+    ]
 
 
 def test_of_an_index_in_lists_as_many_are_searched_as_asked(corpus, tmp_path, capsys):

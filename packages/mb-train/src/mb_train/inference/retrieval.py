@@ -31,8 +31,8 @@ from mb_train.data.named import Named
 from mb_train.folder.checksums import damage, sum_of
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
-from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
-from mb_train.tasks.ict import titles_beside
+from mb_train.tasks.collate import kept_places
+from mb_train.tasks.ict import embedded_at_once, titles_beside
 from mb_train.untrusted import json_of
 from mb_train.words import counted
 
@@ -271,12 +271,8 @@ def _every_block(
 def _embedded(
     trained: Trained, dataset: mb_data.ICTDataset, rows_AX: npt.NDArray[np.int64]
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Embeddings of the blocks, [B, D] at a time.
-
-    A model whose experts have a capacity gets one block at a time, as it gets a query: others would
-    take its places, and it would lie elsewhere in another corpus.
-    """
-    at_once = 1 if trained.config.moe_capacity_factor else EVALUATED_AT_ONCE
+    """Embeddings of the blocks, [B, D] at a time."""
+    at_once = embedded_at_once(trained.config)
     for start in range(0, len(rows_AX), at_once):
         rows = rows_AX[start : start + at_once, :3].tolist()
         blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)

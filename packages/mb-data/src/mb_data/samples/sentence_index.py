@@ -4,8 +4,8 @@ Sentences of a document are added to a sample until it reaches its target length
 unless a single sentence would be left over, or it would have too few. The order and the random
 targets for a seed are Megatron-LM's, number for number, shuffle included.
 
-Documents with a sentence of more than 512 tokens are left out: such a sentence is no sentence. How
-many there are is told when an index is built.
+Documents with a sentence of more than 512 tokens are left out: such a sentence is no sentence. That
+is told when an index is built, where they hold a hundredth of the text or more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mb_data.samples.index_cache import IndexArrays, digest, load_or_build
 
 LONGEST_SENTENCE = 512
 _EXAMINED = 2  # sentences of documents whose sentences are looked at, for BERT and T5
+_TOLD_FROM = 0.01  # share of the tokens that is left out: nearly every text has some
 BLOCK = 1 << 20  # sentences whose running total is copied at a time: 8 MiB
 
 
@@ -281,12 +282,14 @@ def _left_out(
 def _tell_left_out(
     indexed: IndexedDataset, boundaries: npt.NDArray[np.int64], *, examine_from: int
 ) -> None:
-    """Warn of documents that are in no sample because of a long sentence."""
+    """Warn of documents that are in no sample because of a long sentence, if they are many."""
     left_out = _left_out(indexed.sizes, boundaries, examine_from)
     if not left_out.any():
         return
     tokens = np.diff(_running_total(indexed.sizes, boundaries)[boundaries - boundaries[0]])
     share = tokens[left_out].sum() / tokens.sum()
+    if share < _TOLD_FROM:
+        return
     warnings.warn(
         f"{indexed.prefix}: {np.count_nonzero(left_out):,} of {len(left_out):,} documents, with "
         f"{100 * share:.1f} % of the tokens, are left out, as in Megatron, since they have a "

@@ -8,6 +8,9 @@ import mb_data.maintenance
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, load_tokenizer
+from mb_data.text.encode import Job, encode_block
+from mb_data.text.reading import Block
+from mb_data.text.sentences import SentenceSplitter
 from preprocess_helpers import GPT2, documents, output_bytes, preprocess, random_records, write
 
 TEXTS = ["Hello world", "", "a<|endoftext|>b", "Grüße 你好\n\n  x", "z" * 5000, " "]
@@ -130,6 +133,35 @@ def test_split_sentences(tmp_path, append_eod, keep_newlines):
         ]
     assert summary.documents == len(found)
     assert summary.empty == len(texts) - len(found)
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+@pytest.mark.parametrize("space", ["\u00a0", "\u2009", "\u2028", "\u3000", " \u00a0"])
+def test_a_wide_space_between_an_initial_and_its_full_stop(space, keep_newlines):
+    """Whatever space it is, and it stays in the sentence."""
+    pytest.importorskip("sentencex")
+    text = f"É. Take plan B{space}. Then go\u00a0on. Said J{space}. K. Rowling."
+    plain = text.replace(space, " ")
+    found, expected = (SentenceSplitter(keep_newlines=keep_newlines)(t) for t in (text, plain))
+    assert [sentence.replace(space, " ") for sentence in found] == expected
+    assert len(expected) > 2
+
+
+def test_a_text_that_sentencex_panics_at_is_a_bad_line(tmp_path, monkeypatch):
+    class PanicException(BaseException):  # as Rust's
+        pass
+
+    def panic(code, text):
+        if "worse" in text:
+            raise PanicException("byte index 3")
+        return [text]
+
+    monkeypatch.setattr(SentenceSplitter, "_segment", staticmethod(lambda: panic))
+    job = Job(GPT2, ("text",), False, None, np.dtype("<u2"), 1000, SentenceSplitter())
+    lines = b"".join(b'{"text": "%s"}\n' % text for text in (b"bad", b"worse", b"worst"))
+    arrays, result = encode_block(job, Block("in.jsonl", 0, len(lines), lines, 0))
+    assert arrays[0].tolist() == [*GPT2.encode("bad"), *GPT2.encode("worst")]
+    assert result.errors == [(1, 1, "sentencex cannot split this text: byte index 3")]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'], ids=["0", "blank", "empty"])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from mb_data import mersenne
 from mb_data.samples import reference, sentence_index
-from mb_data.samples.sentence_index import build_block_mapping, build_sample_mapping
+from mb_data.samples.sentence_index import (
+    block_mapping,
+    build_block_mapping,
+    build_sample_mapping,
+    sample_mapping,
+)
+from sentence_helpers import write
 
 
 def corpus(rng):
@@ -90,6 +98,39 @@ def test_long_sentences_exclude_a_document_unless_it_is_all_there_is():
     assert bert.tolist() == [[1, 3, 50]]
     ict = build_block_mapping(sizes, boundaries, np.zeros(3, np.int32), min_sentences=1, **settings)
     assert ict.tolist() == [[1, 3, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        # Of those before the last two, which are in another part of the split.
+        ("bert", r"d: 1 of 4 documents, with 57\.0 % of the tokens, are left out"),
+        ("t5", r"d: 1 of 4 documents, with 57\.0 % of the tokens, are left out"),
+        ("ict", r"d: 2 of 4 documents, with 98\.3 % of the tokens, are left out"),
+    ],
+)
+def test_documents_with_a_long_sentence_are_told_of(tmp_path, kind, said):
+    """T5 takes one that is a document by itself."""
+    sizes = [[9, 9], [513, 200], [513, 200], [4, 3]]
+    if kind != "ict":
+        sizes[2] = [513]
+    sizes += [[600, 600], [500] * 300]
+    documents = [[[21] * size for size in document] for document in sizes]
+    indexed = write(tmp_path / "d", documents)
+    settings = {"max_length": 50, "num_samples": 0, "seed": 1, "cache_dir": None}
+
+    def mapping(parts):
+        if kind == "ict":
+            titles = np.zeros(len(parts), np.int32)
+            return block_mapping(indexed, parts, titles, min_sentences=2, **settings)
+        least = 2 if kind == "bert" else 1
+        return sample_mapping(indexed, parts, min_sentences=least, short_seq_prob=0, **settings)
+
+    with pytest.warns(RuntimeWarning, match=said):
+        mapping(range(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mapping(range(4, 6))  # where 0.8 % are
 
 
 @pytest.mark.parametrize("share", [2**-32, 1e-12, 5e-324])

@@ -109,7 +109,7 @@ class TestT5:
 
     @pytest.mark.parametrize(
         ("mask_prob", "decoder", "sentinels"),
-        [(0.15, 40, 10), (0.5, 40, 10), (0.9, 6, 10), (0.5, 40, 1), (0.0, 1, 10), (0.5, 2, 10)],
+        [(0.15, 40, 10), (0.5, 40, 10), (0.9, 6, 10), (0.5, 40, 1), (0.0, 1, 10), (0.5, 3, 10)],
     )
     def test_encoder_and_decoder_make_the_text(self, indexed, mask_prob, decoder, sentinels):
         vocabulary = Vocabulary(
@@ -205,6 +205,29 @@ class TestT5:
             expected["text_dec"][0] = PAD
             for name, value in expected.items():
                 np.testing.assert_array_equal(sample[name], value)
+
+    @pytest.mark.parametrize("share", [False, True])
+    def test_a_decoder_without_room_for_a_hidden_token_is_refused(self, indexed, share):
+        def dataset(decoder, mask_prob=0.3):
+            return T5Dataset(
+                indexed,
+                range(indexed.num_documents),
+                vocabulary=VOCABULARY,
+                encoder_seq_length=18,
+                decoder_seq_length=decoder,
+                num_samples=100,
+                seed=3,
+                mask_prob=mask_prob,
+                short_seq_prob=0,
+                share_decoder=share,
+            )
+
+        least = 4 if share else 3  # of which a text of 16 in an encoder of 18 has 3
+        found = dataset(least)
+        assert max(int(found[i]["loss_mask"].sum()) for i in range(100)) == 3
+        with pytest.raises(ValueError, match="need 3, so none would be hidden; raise it"):
+            dataset(least - 1)
+        dataset(least - 1, mask_prob=0)  # nothing is asked for
 
     def test_long_texts_do_not_run_out_of_sentinels(self):
         tokens = np.random.default_rng(0).integers(20, 60, 2000).tolist()

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from mb_train.assembly.layout import check_schedule
+from mb_train.assembly.layout import check_schedule, parallel_dims
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.schedule import BatchSizes, build_schedule, train_iterations, train_samples
@@ -222,3 +222,13 @@ def test_a_ramp_up_that_an_interleaved_pipeline_cannot_run_is_refused():
     with pytest.raises(ValueError, match="got 5 and --pipeline-model-parallel-size = 2"):
         check_schedule(config, numbers)
     check_schedule(replace(config, num_layers_per_virtual_pipeline_stage=0), numbers)
+
+
+def test_a_retriever_with_one_block_at_a_time_is_refused():
+    """Its loss is 0 whatever it says, and it would not learn."""
+    config = TrainConfig(**RUN | {"model": "ict", "micro_batch_size": 1})
+    assert parallel_dims(config, 2).data == 2  # which have each other's
+    alone = replace(config, tensor_model_parallel_size=2, num_attention_heads=2)
+    for of_run, ranks in (config, 1), (alone, 2):
+        with pytest.raises(ValueError, match=r"micro-batch-size of at least 2 with --model ict.*1"):
+            parallel_dims(of_run, ranks)

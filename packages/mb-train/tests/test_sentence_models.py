@@ -282,3 +282,15 @@ def test_states_of_a_t5_travel_in_fp32_if_the_residual_stream_is(kind):
         streams = x if isinstance(x, tuple) else [] if x is None else [x]
         assert [stream.dtype for stream in streams] == [torch.float32] * sent
     assert torch.equal(output.losses["lm loss"], expected)
+
+
+@pytest.mark.parametrize("positions", ["relative", "learned"])
+def test_norms_of_what_positions_turn_are_none_where_nothing_turns(positions):
+    """The flag is said to have no effect then; what attends to an encoder turns nowhere."""
+    tokens, batch = t5_batch()
+    losses = []
+    for qk_norm in ("none", "l2"):
+        torch.manual_seed(4)
+        config = replace(SMALL, positions=positions, qk_norm=qk_norm)
+        losses.append(T5(config, decoder_layers=1)(tokens, **batch).losses["lm loss"])
+    assert torch.equal(*losses)

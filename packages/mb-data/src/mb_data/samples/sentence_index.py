@@ -4,7 +4,8 @@ Sentences of a document are added to a sample until it reaches its target length
 unless a single sentence would be left over, or it would have too few. The order and the random
 targets for a seed are Megatron-LM's, number for number, shuffle included.
 
-Documents with a sentence of more than 512 tokens are left out: such a sentence is no sentence.
+Documents with a sentence of more than 512 tokens are left out: such a sentence is no sentence. That
+is told when an index is built, where they hold a hundredth of the text or more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
@@ -26,6 +28,8 @@ from mb_data.mersenne import permutation
 from mb_data.samples.index_cache import IndexArrays, digest, load_or_build
 
 LONGEST_SENTENCE = 512
+_EXAMINED = 2  # sentences of documents whose sentences are looked at, for BERT and T5
+_TOLD_FROM = 0.01  # share of the tokens that is left out: nearly every text has some
 BLOCK = 1 << 20  # sentences whose running total is copied at a time: 8 MiB
 
 
@@ -98,7 +102,9 @@ def sample_mapping(
 
     def build() -> dict[str, npt.NDArray]:
         with _naming(indexed):
-            return {"mapping": build_sample_mapping(indexed.sizes, boundaries, **settings)}
+            mapping = build_sample_mapping(indexed.sizes, boundaries, **settings)
+        _tell_left_out(indexed, boundaries, examine_from=_EXAMINED)
+        return {"mapping": mapping}
 
     return load_or_build(key, build, prefix=indexed.prefix, cache_dir=cache_dir)
 
@@ -133,6 +139,7 @@ def block_mapping(
     def build() -> dict[str, npt.NDArray]:
         with _naming(indexed):
             mapping = build_block_mapping(indexed.sizes, boundaries, title_sizes, **settings)
+        _tell_left_out(indexed, boundaries, examine_from=min_sentences)
         mapping[:, 2] += documents.start
         return {"mapping": mapping}
 
@@ -174,7 +181,7 @@ def build_sample_mapping(
     Raises:
         ValueError: no document is fit.
     """
-    fit = _fit_documents(sizes, boundaries, min_sentences, examine_from=2)
+    fit = _fit_documents(sizes, boundaries, min_sentences, examine_from=_EXAMINED)
     base = int(boundaries[0])
     firsts, lasts = boundaries[:-1][fit] - base, boundaries[1:][fit] - base
     totals = _running_total(sizes, boundaries)
@@ -253,9 +260,7 @@ def _fit_documents(
     of any length, ICT does not.
     """
     count = np.diff(boundaries)
-    long = boundaries[0] + np.flatnonzero(sizes[boundaries[0] : boundaries[-1]] > LONGEST_SENTENCE)
-    has_long = np.diff(np.searchsorted(long, boundaries)) > 0
-    fit = (count >= min_sentences) & ~(has_long & (count >= examine_from))
+    fit = (count >= min_sentences) & ~_left_out(sizes, boundaries, examine_from)
     if not fit.any():
         raise ValueError(
             f"none of {len(count):,} documents has {min_sentences} sentences or more, all of at "
@@ -263,6 +268,35 @@ def _fit_documents(
             "(mb-data preprocess --split-sentences)?"
         )
     return fit
+
+
+def _left_out(
+    sizes: npt.NDArray[np.int32], boundaries: npt.NDArray[np.int64], examine_from: int
+) -> npt.NDArray[np.bool_]:
+    """Documents [D] of so many sentences or more, one of them too long."""
+    long = boundaries[0] + np.flatnonzero(sizes[boundaries[0] : boundaries[-1]] > LONGEST_SENTENCE)
+    has_long = np.diff(np.searchsorted(long, boundaries)) > 0
+    return has_long & (np.diff(boundaries) >= examine_from)
+
+
+def _tell_left_out(
+    indexed: IndexedDataset, boundaries: npt.NDArray[np.int64], *, examine_from: int
+) -> None:
+    """Warn of documents that are in no sample because of a long sentence, if they are many."""
+    left_out = _left_out(indexed.sizes, boundaries, examine_from)
+    if not left_out.any():
+        return
+    tokens = np.diff(_running_total(indexed.sizes, boundaries)[boundaries - boundaries[0]])
+    share = tokens[left_out].sum() / tokens.sum()
+    if share < _TOLD_FROM:
+        return
+    warnings.warn(
+        f"{indexed.prefix}: {np.count_nonzero(left_out):,} of {len(left_out):,} documents, with "
+        f"{100 * share:.1f} % of the tokens, are left out, as in Megatron, since they have a "
+        f"sentence of more than {LONGEST_SENTENCE} tokens",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _running_total(

@@ -36,6 +36,7 @@ from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
 from mb_data.samples.sentence_index import SentenceSamples, count_documents, sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
+SHORTEST = 3  # positions of a decoder with one hidden token
 
 
 class T5Dataset(SentenceSamples):
@@ -85,6 +86,13 @@ class T5Dataset(SentenceSamples):
         self.seed = check_seed(seed)
         self.mask_prob = check_share(mask_prob, encoder_seq_length - ADDED)
         self.mean_span, self.share_decoder = mean_span, share_decoder
+        room = int(self._decoder_room(encoder_seq_length - ADDED))
+        if mask_prob and encoder_seq_length - ADDED > 1 and room < SHORTEST:
+            shared = f", {room} of them to a text" if share_decoder else ""
+            raise ValueError(
+                f"decoder_seq_length {decoder_seq_length}{shared}: a token to begin with, a "
+                f"sentinel and a hidden token need {SHORTEST}, so none would be hidden; raise it"
+            )
         self._index = sample_mapping(
             indexed,
             documents,

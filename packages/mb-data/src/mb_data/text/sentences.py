@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 # Megatron names languages as NLTK's models were named.
 CODES = {
@@ -40,6 +42,12 @@ ISO_639_1 = (
 )
 
 
+# sentencex takes what stands between an initial and its full stop for one byte ("plan B ."), and
+# panics at a space of more. All such full stops are found fast, and then those behind a letter.
+_STOP = re.compile(r"\.(?<=[^\S\x00-\x7f]\.)")
+_SPACE = re.compile(r"([^\W\d_]\s*)[^\S\x00-\x7f](?=\.)")
+
+
 class SentenceSplitter:
     """Cuts a text into sentences.
 
@@ -63,10 +71,30 @@ class SentenceSplitter:
         self.keep_newlines = keep_newlines
 
     def __call__(self, text: str) -> list[str]:
-        sentences = self._segment()(self.code, text)
+        """The sentences of a text.
+
+        Raises:
+            ValueError: sentencex panics at it.
+        """
+        sentences = self._cut(text)
         if not self.keep_newlines:
             sentences = [sentence.strip() for sentence in sentences]
         return [sentence for sentence in sentences if sentence]
+
+    def _cut(self, text: str) -> list[str]:
+        """The text in pieces, nothing left out."""
+        segment = self._segment()
+        shown = _SPACE.sub(r"\1 ", text) if _STOP.search(text) else text
+        try:
+            pieces = segment(self.code, shown)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+                raise
+            raise ValueError(f"sentencex cannot split this text: {error}") from None
+        if shown == text:
+            return pieces
+        ends = accumulate(map(len, pieces), initial=0)  # the same: it has as many letters
+        return [text[start:end] for start, end in pairwise(ends)]
 
     @staticmethod
     def _segment() -> Callable[[str, str], list[str]]:

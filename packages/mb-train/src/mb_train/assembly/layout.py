@@ -30,11 +30,19 @@ def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
     """How a run is spread over `ranks` ranks.
 
     Raises:
-        ValueError: sizes that do not divide it.
+        ValueError: sizes that do not divide it; or a retriever's rank would be alone with one block
+            at a time, whose softmax is 1 whatever it learns.
     """
     sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
     with in_flags(FIELDS):
-        return ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})
+        sizes |= {"ep": config.expert_parallel_size(ranks)}
+        dims = ParallelDims.for_world(ranks, **sizes)
+    if config.blocks_at_once == dims.data == 1:
+        raise ValueError(
+            "Expected --micro-batch-size of at least 2 with --model ict on one data-parallel rank, "
+            "got 1: there is no other block to tell a query's own from. Raise it."
+        )
+    return dims
 
 
 def stage_layers(config: TrainConfig, layers: int, pp: int) -> list[range]:

@@ -31,8 +31,8 @@ from mb_train.data.named import Named
 from mb_train.folder.checksums import damage, sum_of
 from mb_train.folder.whole_files import replaceable, replaced_folder
 from mb_train.loading import Trained, load_trained
-from mb_train.tasks.collate import EVALUATED_AT_ONCE, kept_places
-from mb_train.tasks.ict import titles_beside
+from mb_train.tasks.collate import kept_places
+from mb_train.tasks.ict import embedded_at_once, titles_beside
 from mb_train.untrusted import json_of
 from mb_train.words import counted
 
@@ -272,8 +272,9 @@ def _embedded(
     trained: Trained, dataset: mb_data.ICTDataset, rows_AX: npt.NDArray[np.int64]
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Embeddings of the blocks, [B, D] at a time."""
-    for start in range(0, len(rows_AX), EVALUATED_AT_ONCE):
-        rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
+    at_once = embedded_at_once(trained.config)
+    for start in range(0, len(rows_AX), at_once):
+        rows = rows_AX[start : start + at_once, :3].tolist()
         blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)
         tokens_BS, valid_BS = map(np.stack, blocks)
         check_tokens({"block_BS": tokens_BS}, trained.vocab_size)

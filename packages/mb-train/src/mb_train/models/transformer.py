@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.attention = _mixer(config, layer) if mixes else None
         self.norm_cross = Norm(config) if cross else None
         self.norm_cross_out = Norm(config) if cross and both else None
-        self.cross = Attention(config, cross=True) if cross else None
+        self.cross = Attention(config, rotates=False, cross=True) if cross else None
         self.norm_2 = Norm(config) if feeds else None
         self.norm_2_out = Norm(config) if feeds and both else None
         self.mlp = _feed_forward(config, layer) if feeds else None

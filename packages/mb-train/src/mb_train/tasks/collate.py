@@ -17,12 +17,12 @@ EVALUATED_AT_ONCE = 32
 
 
 def batches_of(
-    task: Task, samples: list[Any], model: nn.Module
+    task: Task, samples: list[Any], model: nn.Module, *, at_once: int = EVALUATED_AT_ONCE
 ) -> Iterator[tuple[list[Any], Batch]]:
     """Samples, a few at a time, and the batches that they make, where the model is."""
     device = next(model.parameters()).device
-    for start in range(0, len(samples), EVALUATED_AT_ONCE):
-        chunk = samples[start : start + EVALUATED_AT_ONCE]
+    for start in range(0, len(samples), at_once):
+        chunk = samples[start : start + at_once]
         arrays = {name: np.ascontiguousarray(a) for name, a in task.collate(chunk).items()}
         yield chunk, {name: torch.from_numpy(a).to(device) for name, a in arrays.items()}
 

@@ -20,7 +20,7 @@ from mb_train.models.tensor_plans import ict_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, Wanted
 from mb_train.tasks.bm25 import BM25, rank_of, recall
-from mb_train.tasks.collate import batches_of, kept_places, stacked
+from mb_train.tasks.collate import EVALUATED_AT_ONCE, batches_of, kept_places, stacked
 from mb_train.tasks.sentences import SentenceTask
 
 
@@ -113,7 +113,8 @@ class ICTTask(SentenceTask):
         different = {tuple(s["block_data"].tolist()[:3]): s for s in every}
         samples = list(different.values())
         queries, blocks = [], []
-        for _, batch in batches_of(self, samples, model):
+        at_once = embedded_at_once(self._config)
+        for _, batch in batches_of(self, samples, model, at_once=at_once):
             kept = [batch.get(f"{side}_kept_T") for side in ("query", "block")]
             query_BD, _ = model.query(batch["tokens_BS"], batch["query_valid_BS"], kept[0])
             block_BD, _ = model.block(batch["block_BS"], batch["block_valid_BS"], kept[1])
@@ -142,6 +143,15 @@ class ICTTask(SentenceTask):
             return x_BD
         # What the others' losses say of these blocks comes back summed.
         return gather_rows(x_BD, Place(axis.get_group(), "the retriever's loss"))
+
+
+def embedded_at_once(config: TrainConfig) -> int:
+    """Texts that a trained tower gets at a time.
+
+    One where experts have a capacity: others would take its places, and it would lie elsewhere
+    among others.
+    """
+    return 1 if config.moe_capacity_factor else EVALUATED_AT_ONCE
 
 
 def titles_beside(prefix: str) -> str | None:

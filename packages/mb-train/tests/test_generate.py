@@ -338,6 +338,23 @@ def test_passes_that_would_be_replayed_are_the_same(kind, monkeypatch):
         assert len(captures) == 2 if not ends else captures
 
 
+def test_what_cannot_be_captured_is_launched(monkeypatch):
+    model, tried = small_model_of("dmoe"), []
+
+    def captured(run):
+        tried.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    plain = scores_of_steps(model)
+    monkeypatch.setattr(going_on, "can_be_captured", lambda *_: True)
+    monkeypatch.setattr(going_on, "captured", captured)
+    with pytest.warns(UserWarning, match="kernel by kernel, which is slower: operation not"):
+        again = scores_of_steps(model)
+    assert len(tried) == 1
+    for step, other in zip(plain, again, strict=True):
+        assert torch.equal(torch.stack(step), torch.stack(other))
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [*KINDS, "fp32 residual", "biases"])
 def test_weights_held_as_they_are_used_give_the_same_scores(kind):

@@ -3,11 +3,13 @@
 To launch the kernels of a token takes the host longer than the GPU takes to run them. So what comes
 again and again, one token of each row, is captured as a CUDA graph and replayed. It attends to all
 places of the cache, of which a mask hides what is not filled yet, and holds until there are more
-places or fewer rows. On a CPU, and where a layer asks the host, nothing is captured.
+places or fewer rows. On a CPU, and where a layer asks the host, nothing is captured. A capture runs
+nothing, so what cannot be captured goes on as it was.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -47,8 +49,7 @@ class GoingOn:
         self._may = can_be_captured(model, device)
         self._shape: tuple[int, ...] = ()
         self._passes = 0
-        self._tokens_B1: Tensor | None = None  # where a graph reads them
-        self._graph: Callable[[], Tensor] | None = None
+        self._graph: Callable[[Tensor], Tensor] | None = None  # for passes of that shape
 
     def __call__(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
         """Scores after each row's last new token, [B, V] fp32."""
@@ -57,17 +58,35 @@ class GoingOn:
         if shape != self._shape:
             self._shape, self._passes, self._graph = shape, 0, None
         self._passes += 1
-        if not self._may or tokens_BQ.shape[1] > 1 or self._passes <= WARM_UP:
+        again = tokens_BQ.shape[1] == 1 and self._passes > WARM_UP
+        if again and self._may and self._graph is None:
+            self._graph = self._captured(tokens_BQ.clone(), cache)
+        if self._graph is None:
             return self._model.go_on(tokens_BQ, new_B, cache)
-        if self._graph is None or self._tokens_B1 is None:
-            self._tokens_B1 = tokens_B1 = tokens_BQ.clone()
+        return self._graph(tokens_BQ)
 
-            def go_on() -> Tensor:  # reads no tensor that would be gone when it is replayed
-                return self._model.go_on(tokens_B1, torch.ones_like(tokens_B1[:, 0]), cache)
+    def _captured(self, tokens_B1: Tensor, cache: KVCache) -> Callable[[Tensor], Tensor] | None:
+        """The scores after other tokens in place of these; None if that is not to be had."""
 
-            self._graph = captured(go_on)
-        self._tokens_B1.copy_(tokens_BQ)
-        return self._graph().clone()
+        def go_on() -> Tensor:  # reads no tensor that would be gone when it is replayed
+            return self._model.go_on(tokens_B1, torch.ones_like(tokens_B1[:, 0]), cache)
+
+        try:
+            replay = captured(go_on)
+        except RuntimeError as error:  # another library's kernel may wait for the device
+            self._may = False
+            warnings.warn(
+                "A token's pass could not be captured as a CUDA graph, and is launched kernel by "
+                f"kernel, which is slower: {error}",
+                stacklevel=3,
+            )
+            return None
+
+        def replayed(others_B1: Tensor) -> Tensor:
+            tokens_B1.copy_(others_B1)
+            return replay().clone()
+
+        return replayed
 
 
 def can_be_captured(model: GPT, device: torch.device) -> bool:

@@ -695,11 +695,16 @@ def test_chunks_and_queries_that_grow_bound_the_texts(tmp_path, also, positions)
     assert (far[:, positions:].max() > 1e-3) == (positions < 24)
 
 
-def test_queries_that_grow_bound_the_texts(tmp_path):
-    """They are longer from the 18th token on."""
-    early = {**MISTRAL4, "original_max_position_embeddings": 17}
-    model, said = theirs("mistral4", rope_parameters=early), []
+@pytest.mark.parametrize("beside", [False, True])
+def test_queries_that_grow_bound_the_texts(tmp_path, beside):
+    """They are longer from the 18th token on; what stands beside the rotations' settings counts."""
+    early = {"original_max_position_embeddings": 17}
+    model, said = theirs("mistral4", rope_parameters={**MISTRAL4, **early}), []
     model.save_pretrained(tmp_path)
+    if beside:
+        file = tmp_path / "config.json"
+        about = json.loads(file.read_text()) | {"rope_parameters": MISTRAL4, **early}
+        file.write_text(json.dumps(about))
     config, weights = read_model(tmp_path, say=said.append)
     assert config.positions == 17
     assert len(said) == 1

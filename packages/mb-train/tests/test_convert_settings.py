@@ -114,6 +114,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "to be alike, got 500000.0 and 300.0"),
         ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads .* got 3 and 2"),
         ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings of"),
+        ("dbrx", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise of"),
         ("phimoe", {"rope_parameters": {**YARN}}, "rope_type of"),

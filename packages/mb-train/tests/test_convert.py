@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -847,6 +848,27 @@ def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypat
         export_model(tmp_path / "run", back, say=lambda line: None)
     assert [path.name for path in back.iterdir()] == ["mine"]
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_sigterm_leaves_nothing_half_written(tmp_path, monkeypatch, way):
+    theirs("gpt2").save_pretrained(tmp_path / "hf")
+    source, also = tmp_path / "hf", ["--tokenizer", "null:76"]
+    if way == "out":
+        import_model(source, tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+        source, also = tmp_path / "run", []
+    before = {path.name for path in tmp_path.iterdir()}
+    found = []
+
+    def finite(weights):
+        found.extend(path for path in tmp_path.rglob("*") if path.is_file())
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+
+    for module in ("new_run", "hugging_face.write"):
+        monkeypatch.setattr(f"mb_train.convert.{module}.all_finite", finite)
+    assert main(["convert", str(source), str(tmp_path / "new"), *also]) == 130
+    assert any(path.relative_to(tmp_path).parts[0] not in before for path in found)
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.hugging_face.config_json import Json
+from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
@@ -49,7 +49,10 @@ def olmo3_fields(config: Json) -> dict[str, Any]:
     far, near = ropes_by_kind(
         config, {"rope_theta": config["rope_theta"]}, {"rope_theta": _OLMO3_BASE}
     )
-    far = {**far, **(config.get("rope_scaling") or {})}
+    slowed = config.get("rope_scaling") or {}
+    # By the older name of it their class does not slow them.
+    refuse(slowed, type=(slowed.get("rope_type", "default"),))
+    far = {**far, **slowed}
     return (
         llama_fields(config, far)
         | local_fields(config, 4, far, near)

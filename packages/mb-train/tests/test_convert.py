@@ -696,6 +696,16 @@ def test_chunks_and_queries_that_grow_bound_the_texts(tmp_path, also, positions)
     assert (far[:, positions:].max() > 1e-3) == (positions < 24)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "mistral4"])
+def test_rotations_of_null_are_those_of_the_class(tmp_path, kind):
+    """Which are slowed."""
+    model = theirs(kind, rope_parameters=None)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None}))
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_queries_that_grow_bound_the_texts(tmp_path, beside):
     """They are longer from the 18th token on; what stands beside the rotations' settings counts."""

@@ -227,6 +227,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("olmo3", {"rope_scaling": ROUGH}, "truncate of"),
         ("olmo3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of .* 'default', got"),
         ("mellum", {"rope_parameters": {"full_attention": ROUGH}}, "truncate of"),
+        ("flex_olmo", {"clip_qkv": 0.5}, "clip_qkv of"),
         (
             "exaone4",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
@@ -395,6 +396,7 @@ def run_config(**fields):
         ),
         (OLMO3 | UNEVEN, "Olmo3ForCausalLM, cannot say its --yarn-truncate False"),
         (OLMO3 | UNEVEN | {"rotary_base_local": 50.0}, "Olmo3.* cannot say its --yarn-truncate Fa"),
+        ({**OLMOE, "norm_placement": "output", "clip_qkv": 3.0}, "FlexOlmo.* its --clip-qkv 3.0.$"),
         ({**LLAMA, "norm_placement": "output"}, "Exaone4.*cannot say its --qk-layernorm False"),
         (
             {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "num_layers": 2}

@@ -70,10 +70,13 @@ def olmo3_config(config: TrainConfig) -> dict[str, Any]:
 
 def flex_olmo_fields(config: Json) -> dict[str, Any]:
     """OLMoE's with these norms, and heads of any width."""
+    refuse(config, clip_qkv=(None,))  # its class passes over it
     width = llama_fields(config)["kv_channels"]
     return olmoe_fields(config) | _OUTPUT | {"kv_channels": width}
 
 
 def flex_olmo_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    return olmoe_config(config)
+    found = olmoe_config(config)
+    del found["clip_qkv"]  # which it has not
+    return found

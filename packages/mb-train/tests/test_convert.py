@@ -136,6 +136,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("granite", {"attention_multiplier": 1, "embedding_multiplier": 12, "head_dim": 12}),
         ("granitemoe", {"num_local_experts": 60, "num_hidden_layers": 1}),
         ("granitemoeshared", {"shared_intermediate_size": 0, "rope_parameters": LLAMA3}),
+        # Turned by 300, and slowed by that, whatever these say.
+        ("granitemoe_swa", {"rope_parameters": {**BETWEEN, "rope_theta": 5e4}}),
         ("granitemoehybrid", {"mamba_n_heads": 12, "mamba_n_groups": 2, "mamba_d_conv": 1}),
         ("qwen3_next", {"partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 1}),
         ("qwen3_5_moe_text", {"rope_parameters": {**YARN}, "tie_word_embeddings": True}),

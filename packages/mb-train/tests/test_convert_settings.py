@@ -397,6 +397,10 @@ def run_config(**fields):
         (OLMO3 | UNEVEN, "Olmo3ForCausalLM, cannot say its --yarn-truncate False"),
         (OLMO3 | UNEVEN | {"rotary_base_local": 50.0}, "Olmo3.* cannot say its --yarn-truncate Fa"),
         ({**OLMOE, "norm_placement": "output", "clip_qkv": 3.0}, "FlexOlmo.* its --clip-qkv 3.0.$"),
+        (
+            {**OLMOE, "qk_layernorm_over": "head", "softmax_type": "learnable"},
+            "FlintForCausalLM, has an expert that all tokens visit .*, got none",
+        ),
         ({**LLAMA, "norm_placement": "output"}, "Exaone4.*cannot say its --qk-layernorm False"),
         (
             {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "num_layers": 2}

@@ -337,6 +337,17 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_ctrl_c_while_a_checkpoint_is_read_does_not_call_it_damaged(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    model, _ = make()
+    path = save(tmp_path, model, None)
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(path, model, None)
+
+
 @pytest.mark.parametrize(
     "at", ["mb_train.checkpoint.saver.any_rank", "torch.distributed.checkpoint.save"]
 )

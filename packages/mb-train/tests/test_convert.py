@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,8 @@ def test_the_balancing_loss_of_deepseek_v2_is_of_the_code_beside_it(tmp_path, of
         ("granite", {"attention_multiplier": 1, "embedding_multiplier": 12, "head_dim": 12}),
         ("granitemoe", {"num_local_experts": 60, "num_hidden_layers": 1}),
         ("granitemoeshared", {"shared_intermediate_size": 0, "rope_parameters": LLAMA3}),
+        # Turned by 300, and slowed by that, whatever these say.
+        ("granitemoe_swa", {"rope_parameters": {**BETWEEN, "rope_theta": 5e4}}),
         ("granitemoehybrid", {"mamba_n_heads": 12, "mamba_n_groups": 2, "mamba_d_conv": 1}),
         ("qwen3_next", {"partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 1}),
         ("qwen3_5_moe_text", {"rope_parameters": {**YARN}, "tie_word_embeddings": True}),
@@ -695,11 +698,26 @@ def test_chunks_and_queries_that_grow_bound_the_texts(tmp_path, also, positions)
     assert (far[:, positions:].max() > 1e-3) == (positions < 24)
 
 
-def test_queries_that_grow_bound_the_texts(tmp_path):
-    """They are longer from the 18th token on."""
-    early = {**MISTRAL4, "original_max_position_embeddings": 17}
-    model, said = theirs("mistral4", rope_parameters=early), []
+@pytest.mark.parametrize("kind", ["gpt_oss", "mistral4"])
+def test_rotations_of_null_are_those_of_the_class(tmp_path, kind):
+    """Which are slowed."""
+    model = theirs(kind, rope_parameters=None)
     model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None}))
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_queries_that_grow_bound_the_texts(tmp_path, beside):
+    """They are longer from the 18th token on; what stands beside the rotations' settings counts."""
+    early = {"original_max_position_embeddings": 17}
+    model, said = theirs("mistral4", rope_parameters={**MISTRAL4, **early}), []
+    model.save_pretrained(tmp_path)
+    if beside:
+        file = tmp_path / "config.json"
+        about = json.loads(file.read_text()) | {"rope_parameters": MISTRAL4, **early}
+        file.write_text(json.dumps(about))
     config, weights = read_model(tmp_path, say=said.append)
     assert config.positions == 17
     assert len(said) == 1
@@ -842,6 +860,27 @@ def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypat
         export_model(tmp_path / "run", back, say=lambda line: None)
     assert [path.name for path in back.iterdir()] == ["mine"]
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_sigterm_leaves_nothing_half_written(tmp_path, monkeypatch, way):
+    theirs("gpt2").save_pretrained(tmp_path / "hf")
+    source, also = tmp_path / "hf", ["--tokenizer", "null:76"]
+    if way == "out":
+        import_model(source, tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+        source, also = tmp_path / "run", []
+    before = {path.name for path in tmp_path.iterdir()}
+    found = []
+
+    def finite(weights):
+        found.extend(path for path in tmp_path.rglob("*") if path.is_file())
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+
+    for module in ("new_run", "hugging_face.write"):
+        monkeypatch.setattr(f"mb_train.convert.{module}.all_finite", finite)
+    assert main(["convert", str(source), str(tmp_path / "new"), *also]) == 130
+    assert any(path.relative_to(tmp_path).parts[0] not in before for path in found)
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])

@@ -10,6 +10,8 @@ from mb_train.convert import read_model
 from mb_train.convert.hugging_face import architectures
 from their_models import DEEP, LLAMA3, LONG, YARN, theirs, transformers
 
+ROUGH = {**YARN, "truncate": False}
+
 
 class Asked(dict):
     """A configuration that remembers which of its settings were looked at."""
@@ -114,6 +116,7 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "to be alike, got 500000.0 and 300.0"),
         ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads .* got 3 and 2"),
         ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings of"),
+        ("dbrx", {"partial_rotary_factor": 0.5}, "partial_rotary_factor of"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise of"),
         ("phimoe", {"rope_parameters": {**YARN}}, "rope_type of"),
@@ -219,6 +222,12 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("olmo2", {"attention_bias": True}, "attention_bias of"),
         ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_type of"),
         ("olmo3", {"rope_parameters": YARN}, "for sliding_attention and for full_attention, got"),
+        # Which their class passes over.
+        ("olmo3", {"rope_parameters": {"full_attention": ROUGH}}, "truncate of"),
+        ("olmo3", {"rope_scaling": ROUGH}, "truncate of"),
+        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of .* 'default', got"),
+        ("mellum", {"rope_parameters": {"full_attention": ROUGH}}, "truncate of"),
+        ("flex_olmo", {"clip_qkv": 0.5}, "clip_qkv of"),
         (
             "exaone4",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
@@ -274,6 +283,11 @@ LLAMA = {
     "add_bias_linear": False,
 }  # fmt: skip
 OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
+OLMO3 = LLAMA | {
+    "norm_placement": "output", "qk_layernorm": True, "qk_layernorm_over": "width", "num_layers": 2,
+    "window_size": 3, "window_attn_skip_freq": 2,
+}  # fmt: skip
+UNEVEN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_truncate": False}
 LLAMA4 = LLAMA | {
     "moe_num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_score_function": "sigmoid",
     "moe_shared_expert_intermediate_size": 16, "moe_weights_on_input": True, "qk_l2_norm": True,
@@ -379,6 +393,13 @@ def run_config(**fields):
         (
             {**OLMOE, "norm_placement": "output", "embedding_multiplier": 2.0},
             "FlexOlmoForCausalLM, cannot say its --embedding-multiplier 2.0.$",
+        ),
+        (OLMO3 | UNEVEN, "Olmo3ForCausalLM, cannot say its --yarn-truncate False"),
+        (OLMO3 | UNEVEN | {"rotary_base_local": 50.0}, "Olmo3.* cannot say its --yarn-truncate Fa"),
+        ({**OLMOE, "norm_placement": "output", "clip_qkv": 3.0}, "FlexOlmo.* its --clip-qkv 3.0.$"),
+        (
+            {**OLMOE, "qk_layernorm_over": "head", "softmax_type": "learnable"},
+            "FlintForCausalLM, has an expert that all tokens visit .*, got none",
         ),
         ({**LLAMA, "norm_placement": "output"}, "Exaone4.*cannot say its --qk-layernorm False"),
         (

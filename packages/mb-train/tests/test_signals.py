@@ -1,11 +1,11 @@
-"""Signals that ask to save and stop."""
+"""Signals that ask to save and stop, or to stop at once."""
 
 import os
 import signal
 import threading
 
 import pytest
-from mb_train.machine.signals import stop_signals
+from mb_train.machine.signals import interrupting, stop_signals
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
@@ -17,6 +17,15 @@ def test_a_signal_raises_the_flag_and_nothing_else(name):
         os.kill(os.getpid(), number)
         assert flag
         assert flag.reason == name
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_what_is_written_as_a_ctrl_c_does(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupting():
+        signal.getsignal(number)(number, None)
     assert signal.getsignal(number) is before
 
 

@@ -180,8 +180,15 @@ def _saved_shapes(path: Path, saved: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def cause_of(error: CheckpointException) -> str:
-    """What went wrong on the first rank that failed."""
-    cause = next(iter(error.failures.values()))[0]
+    """What went wrong on the first rank that failed.
+
+    Raises:
+        KeyboardInterrupt: a Ctrl-C on any of them, which torch takes for a failure of its own.
+    """
+    causes = [cause for cause, _ in error.failures.values()]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        raise KeyboardInterrupt from error
+    cause = causes[0]
     return f"{type(cause).__name__}: {cause}"
 
 

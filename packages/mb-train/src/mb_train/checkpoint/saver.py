@@ -340,15 +340,13 @@ def _attempt(action: Callable[[], Any]) -> str | None:
     """None, or in words what kept the action from ending well.
 
     Raises:
-        KeyboardInterrupt: a Ctrl-C, which torch takes for a failure of its own.
+        KeyboardInterrupt: as `cause_of`.
     """
     from torch.distributed.checkpoint import CheckpointException
 
     try:
         action()
     except CheckpointException as error:
-        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
-            raise KeyboardInterrupt from error
         return cause_of(error)
     except (OSError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"

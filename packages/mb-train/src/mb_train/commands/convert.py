@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import Parser, refuse_idle
+from mb_train.machine.signals import interrupting
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -60,7 +61,8 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
         )
     given = {"--tokenizer": tokenizer, "--make-vocab-size-divisible-by": divisible_by}
     refuse_idle({**given, "--dtype": options.dtype}, takes, f": {source} is {what}")
-    write(source, target)
+    with interrupting():
+        write(source, target)
     return 0
 
 
@@ -74,5 +76,6 @@ def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
     command = parse(arguments, own=parser)
     from mb_train.convert.upcycle import upcycle
 
-    upcycle(Path(command.own.source), Path(command.own.target), command)
+    with interrupting():
+        upcycle(Path(command.own.source), Path(command.own.target), command)
     return 0

@@ -15,6 +15,7 @@ from mb_train.models.config import TransformerConfig
 
 # Names of Llama and its relatives.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROPE = "rope_parameters"
 # What tensors do that predict tokens beyond the next in a way that is not DeepSeek's.
 GUESSES = "it guesses tokens beyond the next, ours do not"
 Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
@@ -110,7 +111,9 @@ class Architecture:
                     f"alike, got {config[alias]!r} and {config[name]!r}. Leave one out."
                 )
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
-        return {**self.defaults, **config, **renamed}
+        # Every class takes rotations of null for ones that are left out.
+        given = {n: value for n, value in config.items() if (n, value) != (_ROPE, None)}
+        return {**self.defaults, **given, **renamed}
 
     def numbers_behind(self, config: Json) -> range:
         """Numbers of layers behind the last that files may hold.

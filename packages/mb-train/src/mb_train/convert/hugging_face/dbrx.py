@@ -16,11 +16,11 @@ from mb_layers.state_dicts import Rule
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.llama import (
-    decoder_fields,
     experts_of,
     llama_config,
     loss_coefficient,
     rope_of,
+    wholly_turned,
 )
 from mb_train.convert.hugging_face.rules import apart, interleaved, own_head
 from mb_train.models.config import TransformerConfig
@@ -66,7 +66,7 @@ def dbrx_fields(config: Json) -> dict[str, Any]:
         )
     p = config["moe_normalize_expert_weights"]
     return (
-        decoder_fields(config, rope)
+        wholly_turned(config, rope)
         | experts_of(config, "num_local_experts")
         | {
             "normalization": "LayerNorm-without-bias",

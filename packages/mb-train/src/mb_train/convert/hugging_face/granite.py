@@ -20,6 +20,7 @@ from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
     loss_coefficient,
+    rope_of,
 )
 from mb_train.convert.hugging_face.windows import (
     LAYER_TYPES,
@@ -64,9 +65,13 @@ RENAMED = {
 }
 
 
-def granite_fields(config: Json) -> dict[str, Any]:
-    """Llama's, and four numbers; the one of attention stands in the place of 1 / sqrt(C)."""
-    return llama_fields(config) | {
+def granite_fields(config: Json, rope: Json | None = None) -> dict[str, Any]:
+    """Llama's, and four numbers; the one of attention stands in the place of 1 / sqrt(C).
+
+    Args:
+        rope: see `llama.decoder_fields`.
+    """
+    return llama_fields(config, rope) | {
         "embedding_multiplier": float(config["embedding_multiplier"]),
         "residual_multiplier": float(config["residual_multiplier"]),
         "logits_scaling": float(config["logits_scaling"]),
@@ -94,9 +99,9 @@ def swa_fields(config: Json) -> dict[str, Any]:
         ValueError: other bases that are not alike.
     """
     layers, bases = range(config["num_hidden_layers"]), config.get("layer_rope_theta")
-    fields = granite_fields(config)
     near = by_type(config, told([layer % 4 != 0 for layer in layers]))
-    base = fields["rotary_base"]
+    rope = rope_of(config)
+    base = rope.get("rope_theta", config["rope_theta"])
     bases = [base] * len(layers) if bases is None else bases
     if len(bases) != len(layers) or len({*bases} - {0}) > 1:
         raise ValueError(
@@ -104,11 +109,13 @@ def swa_fields(config: Json) -> dict[str, Any]:
             f"{len(layers)} layers, got {bases}: this model has something that ours have not."
         )
     turned = told([base != 0 for base in bases])
+    # It says over again by which base they turn, and with it by how much each is slowed.
+    rope = {**rope, "rope_theta": max(bases) or base}
     return (
-        fields
+        granite_fields(config, rope)
         | window_fields(config, near)
         | said_of_layers(config, turned, "no_rope_freq", "rope_layers")
-        | {"rotary_base": float(max(bases)) or base, "softmax_type": "learnable"}
+        | {"softmax_type": "learnable"}
     )
 
 

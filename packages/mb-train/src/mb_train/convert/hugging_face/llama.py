@@ -89,7 +89,13 @@ def rope_of(config: Json) -> Json:
     """Settings of the rotations; those of both kinds of layers, if they are alike."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by_kind = found.keys() == {NEAR, FULL} and found[NEAR] == found[FULL]
-    return found[NEAR] if by_kind else found
+    return _of_a_kind(found[NEAR]) if by_kind else found
+
+
+def _of_a_kind(rope: Json) -> Json:
+    """Settings of one kind of layers, without what transformers passes over among them."""
+    refuse(rope or {}, truncate=(True, None))
+    return rope
 
 
 def ropes_by_kind(config: Json, far: Json, near: Json) -> tuple[Json, Json]:
@@ -121,6 +127,7 @@ def local_fields(config: Json, default: Layers, far: Json, near: Json) -> dict[s
     """
     layers = by_type(config, default)
     fields = window_fields(config, layers)
+    _of_a_kind(far)
     if far == near or layers == 1:
         return fields
     refuse(near, rope_type=("default", None), partial_rotary_factor=(1.0, None))
@@ -130,6 +137,7 @@ def local_fields(config: Json, default: Layers, far: Json, near: Json) -> dict[s
 def local_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     far = llama_config(config)["rope_parameters"]
+    far.pop("truncate", None)  # see `_of_a_kind`: a model that needs it is refused
     plain = {"rope_type": "default", "rope_theta": config.local_base}
     near = far if config.local_base is None else plain
     ropes = {FULL: far, NEAR: near}

@@ -18,7 +18,13 @@ from mb_train.convert.hugging_face.deepseek import (
     latent_config,
     latent_fields,
 )
-from mb_train.convert.hugging_face.llama import ORIGINAL, decoder_fields, llama_config, rope_of
+from mb_train.convert.hugging_face.llama import (
+    ORIGINAL,
+    decoder_fields,
+    llama_config,
+    rope_of,
+    trained_on,
+)
 
 GROWTH = "llama_4_scaling_beta"
 _ROPE = {
@@ -49,7 +55,7 @@ def mistral4_fields(config: Json) -> dict[str, Any]:
     refuse(config, rope_interleave=(True,))
     positions = config["max_position_embeddings"]
     if rope.get(GROWTH):
-        positions = min(positions, rope[ORIGINAL])
+        positions = min(positions, trained_on(config, rope))
     routing = {"moe_renormalize": config["norm_topk_prob"], **group_fields(config, score_top=2)}
     return (
         decoder_fields(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig
-from mb_train.convert.hugging_face.config_json import Json
+from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.llama import (
     llama_config,
     llama_fields,
@@ -49,7 +49,10 @@ def olmo3_fields(config: Json) -> dict[str, Any]:
     far, near = ropes_by_kind(
         config, {"rope_theta": config["rope_theta"]}, {"rope_theta": _OLMO3_BASE}
     )
-    far = {**far, **(config.get("rope_scaling") or {})}
+    slowed = config.get("rope_scaling") or {}
+    # By the older name of it their class does not slow them.
+    refuse(slowed, type=(slowed.get("rope_type", "default"),))
+    far = {**far, **slowed}
     return (
         llama_fields(config, far)
         | local_fields(config, 4, far, near)
@@ -67,10 +70,13 @@ def olmo3_config(config: TrainConfig) -> dict[str, Any]:
 
 def flex_olmo_fields(config: Json) -> dict[str, Any]:
     """OLMoE's with these norms, and heads of any width."""
+    refuse(config, clip_qkv=(None,))  # its class passes over it
     width = llama_fields(config)["kv_channels"]
     return olmoe_fields(config) | _OUTPUT | {"kv_channels": width}
 
 
 def flex_olmo_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
-    return olmoe_config(config)
+    found = olmoe_config(config)
+    del found["clip_qkv"]  # which it has not
+    return found

@@ -170,26 +170,25 @@ def _rules_of(
 
 def _settings_left_out(theirs: Json, config: TrainConfig) -> Iterator[str]:
     """A line on each of their settings that our configuration of the model does not have."""
+    shorter = config.positions < theirs.get("max_position_embeddings", 0)
     window = theirs.get("sliding_window")
-    if window == config.positions < theirs.get("max_position_embeddings", 0):
+    if shorter and window == config.positions:
         yield f"its attention has a window: taken for texts of {window:,} tokens, which fit into it"
     growth = llama.rope_of(theirs)
-    if growth.get(mistral4.GROWTH) and growth.get(llama.ORIGINAL) == config.positions:
+    if shorter and growth.get(mistral4.GROWTH):
         yield f"its queries grow with their place: taken for texts of {config.positions:,} tokens"
-    if growth.get("short_factor") is not None and config.positions < theirs.get(
-        "max_position_embeddings", 0
-    ):
+    if shorter and growth.get("short_factor") is not None:
         yield (
             f"its rotations are slowed otherwise in longer texts: taken for those of "
             f"{config.positions:,} tokens"
         )
-    if config.positions < theirs.get("max_position_embeddings", 0) and llama4.CHUNK in theirs:
+    if shorter and llama4.CHUNK in theirs:
         yield (
             "its attention is in chunks, and its queries grow with their place: taken for texts of "
             f"{config.positions:,} tokens, in which neither is to be seen"
         )
     seen = chosen(theirs)
-    if seen == config.positions < theirs.get("max_position_embeddings", 0):
+    if shorter and seen == config.positions:
         yield f"its attention sees {seen:,} tokens that it chooses: taken for texts of so many"
     name = "input_jitter_noise" if "input_jitter_noise" in theirs else "router_jitter_noise"
     if noise := theirs.get(name):

@@ -222,10 +222,19 @@ def flint_fields(config: Json) -> dict[str, Any]:
 
 
 def flint_config(config: TrainConfig) -> dict[str, Any]:
-    """Back."""
+    """Back.
+
+    Raises:
+        ValueError: experts without one that all tokens visit.
+    """
     # Their class wants a window though no layer has it.
     window = {} if config.windows else {"sliding_window": _FLINT_WINDOW}
     dense = config.moe_num_experts is None
+    if not dense and config.moe_shared_expert_intermediate_size is None:
+        raise ValueError(
+            "Hugging Face has no architecture for this model: the nearest, FlintForCausalLM, has "
+            "an expert that all tokens visit (--moe-shared-expert-intermediate-size), got none."
+        )
     return (
         (llama_config if dense else qwen2_moe_config)(config)
         | window

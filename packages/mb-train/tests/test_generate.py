@@ -404,6 +404,20 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+def test_weights_are_read_as_they_are_held(run):
+    """Rounded on the way, so that there never is more of them than that."""
+    plain, held = (
+        load_trained(run, dtype=torch.bfloat16, held_as_used=how).model for how in (False, True)
+    )
+    hold_as_used(plain, torch.bfloat16)
+    want, got = plain.state_dict(), held.state_dict()
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+    assert {tensor.dtype for tensor in got.values()} == {torch.float32, torch.bfloat16}
+
+
 def test_text_from_a_run(run, capsys):
     words = ["generate", str(run), "--prompt", "def f(", "--max-new-tokens", "5", "--device", "cpu"]
     capsys.readouterr()

@@ -84,7 +84,7 @@ def load_trained(
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
-        held_as_used: for passes alone, see `hold_as_used`.
+        held_as_used: for passes alone, see `hold_as_used`; there never are more of them.
         kinds: of models that will do, by `--model`'s names.
         mtp_num_layers: how many of those modules to load; None: all that there are.
 
@@ -94,19 +94,22 @@ def load_trained(
     """
     device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    trained = outlined(run, device, dtype, kinds=kinds, mtp_num_layers=mtp_num_layers)
-    left_out = trained.left_out
-    load_checkpoint(trained.checkpoint, trained.model, None, alone=True, left_out=left_out)
+    where = "meta" if held_as_used else device
+    trained = outlined(run, where, dtype, kinds=kinds, mtp_num_layers=mtp_num_layers)
     if held_as_used:
         hold_as_used(trained.model, dtype)
+        trained.model.to_empty(device=device)
+    left_out = trained.left_out
+    load_checkpoint(trained.checkpoint, trained.model, None, alone=True, left_out=left_out)
     return trained
 
 
 def hold_as_used(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights of maps and experts once and for all, instead of in every pass.
 
-    The passes compute the same. Four fifths of what a GPU did for a token went into these casts
-    (benchmarks/results/2026-11-28-h200.md), and the weights take half the memory.
+    The passes compute the same, also if weights are rounded as they are read. Four fifths of what a
+    GPU did for a token went into these casts (benchmarks/results/2026-11-28-h200.md), and the
+    weights take half the memory.
     """
     for module in model.modules():
         if isinstance(module, Linear | Experts):

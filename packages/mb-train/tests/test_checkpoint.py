@@ -349,6 +349,25 @@ def test_a_ctrl_c_while_a_checkpoint_is_read_does_not_call_it_damaged(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    "lack",
+    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: no room")],
+    ids=["host", "gpu", "torch"],
+)
+def test_a_lack_of_memory_while_a_checkpoint_is_read_does_not_call_it_damaged(
+    tmp_path, monkeypatch, lack
+):
+    def lacking(*_):
+        raise lack
+
+    model, _ = make()
+    path = save(tmp_path, model, None)
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", lacking)
+    with pytest.raises(type(lack)) as told:
+        load_checkpoint(path, model, None)
+    assert told.value is lack
+
+
+@pytest.mark.parametrize(
     "at", ["mb_train.checkpoint.saver.any_rank", "torch.distributed.checkpoint.save"]
 )
 def test_the_loss_of_another_rank_leaves_no_half_checkpoint(tmp_path, monkeypatch, at):

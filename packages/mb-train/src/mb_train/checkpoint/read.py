@@ -39,6 +39,7 @@ from mb_train.checkpoint.tensors import (
 )
 from mb_train.folder.checksums import SUMS_FILE, damage, read_sums
 from mb_train.folder.run_folder import RUN_FILE, checkpoints, iteration_of, others
+from mb_train.logs.console import out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
@@ -128,6 +129,7 @@ def fill(path: Path, tensors: dict[str, Any], reader: SafeReader, *, alone: bool
 
     Raises:
         CheckpointError: as `load_checkpoint`.
+        MemoryError, RuntimeError: no memory to read them to.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -135,6 +137,9 @@ def fill(path: Path, tensors: dict[str, Any], reader: SafeReader, *, alone: bool
         try:
             dcp.load(tensors, storage_reader=reader, no_dist=alone or world_size() == 1)
         except dcp.CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if out_of_memory(cause):
+                    raise cause from error
             raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
 
 

@@ -98,7 +98,7 @@ def in_a_line(error: Exception) -> str:
     return printable(" ".join(said.split()))
 
 
-def out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Whether there was too little memory, on a GPU or beside it."""
     torch = sys.modules.get("torch")  # without it there is no GPU
     on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)

@@ -188,6 +188,7 @@ def test_an_olmo_3_for_longer_texts_slows_what_has_no_window(tmp_path):
         LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 9.0},
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16},
         {
             "rope_type": "yarn",
             "factor": 32.0,

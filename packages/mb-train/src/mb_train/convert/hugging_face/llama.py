@@ -205,7 +205,9 @@ def _scaling_fields(rope: Json, config: Json, width: int) -> dict[str, Any]:
             "mscale": long_sharpening(config, rope),
         }
     if kind["rope_type"] == "yarn":
-        return _yarn_fields(rope) | {ORIGINAL: positions}
+        longer = config["max_position_embeddings"] / positions
+        factor = longer if rope["factor"] is None else rope["factor"]
+        return _yarn_fields({**rope, "factor": factor}) | {ORIGINAL: positions}
     if any({**rope, ORIGINAL: positions}[name] not in of for name, of in _LLAMA3.items()):
         turned = {**config, **rope}.get("partial_rotary_factor")
         width = width if turned is None else int(width * turned)

@@ -624,6 +624,43 @@ def test_the_first_rank_of_a_pipeline_holds_the_embeddings(schedule, of_a_chunk,
     assert found.checkpoint == 12 * sum(numbers.values())
 
 
+def test_a_pipeline_keeps_and_waits_as_its_schedule_has_it():
+    """GPipe keeps all micro-batches of a step, and several stages a rank wait less."""
+    one = config_of(
+        num_layers=8, global_batch_size=16, micro_batch_size=1, bf16=True,
+        pipeline_model_parallel_size=4,
+    )  # fmt: skip
+
+    def found(**changes):
+        return sizes(dataclasses.replace(one, **changes), V, 4, "H200")
+
+    def layers_of(batch, **changes):
+        # Of three such differences the ends of the pipeline and the loss are no part.
+        more, less = (
+            found(global_batch_size=n, **changes).activations for n in (batch, batch // 2)
+        )
+        return more - less
+
+    assert layers_of(16) == 0  # of 1f1b four are under way, of 16 and of 8
+    assert layers_of(16, pipeline_schedule="gpipe") == pytest.approx(
+        8 * layers_of(2, pipeline_schedule="gpipe"), rel=1e-6
+    )
+    assert layers_of(2, pipeline_schedule="gpipe") > 0
+    chunks = {"num_layers_per_virtual_pipeline_stage": 1}
+    assert found(**chunks).activations > found().activations
+    assert found(global_batch_size=2).activations < found().activations
+
+    def step_s(**changes):
+        return found(optimizer="sgd", **changes).step_s
+
+    # The optimizer takes next to nothing: 16 micro-batches are 19 turns of one.
+    turn = (step_s(global_batch_size=32) - step_s()) / 16
+    assert step_s() == pytest.approx(19 * turn, rel=0.01)
+    assert step_s(**chunks) == pytest.approx((16 + 3 / 2) * turn, rel=0.01)
+    with pytest.raises(ValueError, match="in a multiple of"):
+        found(global_batch_size=9, **chunks)
+
+
 def test_ranks_share_the_state():
     config = config_of(moe_num_experts=8, global_batch_size=32)
     alone = sizes(config, 64, 1, "H200")
@@ -1119,10 +1156,13 @@ def test_the_command(capsys):
     rampup = ["--train-samples", "10000", "--rampup-batch-size", "64", "64", "1000"]
     for more, steps in (([], 19), (rampup[2:], 24)):
         words = ["--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H200", *rampup[:2], *more]
+        assert main(["plan", *words]) == 2 * bool(more)  # of 32 sequences a rank
+        assert ("multiple of micro batch" in capsys.readouterr().err) == bool(more)
+        words += ["--micro-batch-size", "8"]
         assert main(["plan", *words]) == 0
         training = capsys.readouterr().out.splitlines()[-1]
         assert training.startswith(f"training      {steps} steps, ")
-        assert re.search(r" [23]\.\d seconds$", training)
+        assert re.search(r" [2345]\.\d seconds$", training)
     assert main(["plan", *TINY.split(), "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^memory +0\.00\d+ GiB per rank: weights 0\.00", out, re.M)

@@ -530,6 +530,12 @@ def test_what_a_run_would_refuse_is_no_plan(capsys):
     assert main(["plan", *graphs, "--zero-stage", "0"]) == 0
     assert main(["plan", *graphs]) == 2
     assert "Expected --zero-stage 0 with several ranks" in capsys.readouterr().err
+    uneven = ["--gpus", "4", "--expert-model-parallel-size", "4", "--moe-num-experts"]
+    assert main(["plan", "--recipe", "dmoe-46m", *uneven, "2"]) == 0
+    assert main(["plan", "--recipe", "dmoe-46m", *uneven, "6"]) == 2
+    assert (
+        "Expected --expert-model-parallel-size to divide the number of" in capsys.readouterr().err
+    )
 
 
 def test_fp32_has_no_time(capsys):
@@ -678,6 +684,13 @@ def test_ranks_share_the_state():
     whole = sizes(dataclasses.replace(config, zero_stage=0), 64, 4, "H200")
     assert (whole.optimizer, whole.gradients) == (alone.optimizer, alone.gradients)
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
+    # Of layers that are gathered one at a time a stage has as large ones as the whole model.
+    deep = dataclasses.replace(third, num_layers=8, bf16=True)
+    copies = []
+    for each in (deep, dataclasses.replace(deep, pipeline_model_parallel_size=2)):
+        found = sizes(each, 64, 4, "H200")
+        copies.append(found.weights - found.optimizer / 2)  # fp32 ones have a share of the moments
+    assert copies[1] == pytest.approx(copies[0], rel=0.1)
     both = (dataclasses.replace(stages, zero_stage=stage) for stage in (1, 2))
     assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mb_parallel import ParallelDims
+from mb_parallel.expert_parallel import Placement
 from mb_parallel.pipeline_parallel import check_micro_batches, split_layers
 
 from mb_train.config import TrainConfig
@@ -30,11 +31,14 @@ def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
     """How a run is spread over `ranks` ranks.
 
     Raises:
-        ValueError: sizes that do not divide it.
+        ValueError: sizes that do not divide it, or experts that they do not divide.
     """
     sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
-    with in_flags(FIELDS):
-        return ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})
+    with in_flags(NAMED):
+        dims = ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})
+        if config.moe_num_experts is not None:
+            Placement(config.moe_num_experts, dims.ep, rank=0)  # or refuse
+    return dims
 
 
 def stage_layers(config: TrainConfig, layers: int, pp: int) -> list[range]:

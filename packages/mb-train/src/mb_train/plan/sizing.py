@@ -149,7 +149,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         again = recomputes(config, -(-work.layers // dims.pp))
         alive -= (sum(again) - any(again)) / len(again)
     elif config.zero_stage == 3:
-        alive /= work.layers
+        alive /= -(-work.layers // dims.pp)
     cast = narrow * sum(part.here * (1.0 if part.copied else alive) for part in held)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1

@@ -197,6 +197,19 @@ def test_names_of_many_runs_stay_inside_their_panel(tmp_path):
         assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
 
 
+def test_long_names_that_differ_in_the_middle_are_told_apart(tmp_path):
+    folders = [tmp_path / f"{'y' * 60}{n}{'y' * 60}" for n in range(2)]
+    for folder in folders:
+        folder.mkdir()
+        write(folder, ("start", {"iteration": 0}), interval(1, [4.0], [1.0]))
+    _, _, page = report(folders, tmp_path / "out")
+    content = page.read_text()
+    named = re.findall(' id="([^"]*)"', content)
+    assert len(named) == len(set(named))
+    for folder in folders:
+        assert f">{folder.name}<" in content.partition("<svg")[2].replace("> ", ">")
+
+
 @pytest.mark.parametrize("worst", [12.0, 40.0, 1000.0])
 def test_perplexities_beside_the_axis_do_not_touch(tmp_path, worst):
     """Of a loss that jumped once all of them stood in one place."""

@@ -41,7 +41,7 @@ def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
     if any(v is not None for curves in runs for v in curves.grad_norm.values()):
         panels.append(("Gradient norm", _grad_norm))
     for curves in runs:
-        whose = "" if len(runs) == 1 else f"{drawn_name(curves.name)}: "
+        whose = "" if len(runs) == 1 else f"{_name(curves, runs)}: "
         if curves.load_imbalance:
             panels.append((f"{whose}Load of the fullest expert over the mean", _load_of(curves)))
         if curves.tokens_per_expert:
@@ -195,14 +195,26 @@ def _finish(axis: Axes, *, legend: bool = False) -> None:
 
 
 def _label(curves: Curves, runs: Sequence[Curves], what: str) -> str:
-    return what if len(runs) == 1 else drawn_name(curves.name)
+    return what if len(runs) == 1 else _name(curves, runs)
+
+
+def _name(curves: Curves, runs: Sequence[Curves]) -> str:
+    """A run's name as it is drawn, shortened if it still is no other run's."""
+    short = _shortened(curves.name)
+    alone = sum(_shortened(other.name) == short for other in runs) == 1
+    return drawn_name(short if alone else curves.name)
+
+
+def _shortened(name: str) -> str:
+    """Of a long name, a path say, the beginning and the end."""
+    if len(name) <= _LETTERS:
+        return name
+    return f"{name[: _LETTERS // 3]}\N{HORIZONTAL ELLIPSIS}{name[-(_LETTERS * 2 // 3) :]}"
 
 
 def drawn_name(name: str) -> str:
     """A run's name as matplotlib draws it: else dollars enclose formulas, and a legend leaves out
-    what begins with _. Of a long one, a path say, the beginning and the end."""
-    if len(name) > _LETTERS:
-        name = f"{name[: _LETTERS // 3]}\N{HORIZONTAL ELLIPSIS}{name[-(_LETTERS * 2 // 3) :]}"
+    what begins with _."""
     name = printable(name).replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 

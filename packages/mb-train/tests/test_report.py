@@ -1,5 +1,6 @@
 """Curves from logs, resumed ones too, and the picture."""
 
+import itertools
 import math
 import re
 import sys
@@ -167,6 +168,63 @@ def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):
         assert [tick for tick in axis.get_xticks() if tick % 1] == []
 
 
+def test_the_only_step_is_at_a_whole_number(tmp_path):
+    write(tmp_path, ("start", {"iteration": 0}), interval(1, [4.0]))
+    curves = read_curves(tmp_path)
+    for axis in figure_of(panels_of([curves]), [curves], 8.0).axes[:3]:
+        assert [tick for tick in axis.get_xticks() if tick % 1] == []
+        assert 1 in axis.get_xticks()
+
+
+def test_names_of_many_runs_stay_inside_their_panel(tmp_path):
+    folders = [tmp_path / f"run-{n}" for n in range(14)] + [tmp_path / f"{'y' * 90}-lr3"]
+    for n, folder in enumerate(folders):
+        folder.mkdir()
+        losses = [5.0 + n, math.nan if n > 11 else 4.0]
+        write(folder, ("start", {"iteration": 0}), interval(2, losses), valid(2, 4.5))
+    runs = [read_curves(folder) for folder in folders]
+    panels = panels_of(runs)
+    figure = figure_of(panels, runs, 2.9 * len(panels))
+    FigureCanvasAgg(figure).draw()
+    for axis in figure.axes[: len(panels)]:
+        legend, frame = axis.get_legend().get_window_extent(), axis.get_window_extent()
+        assert frame.x0 <= legend.x0 <= legend.x1 <= frame.x1
+        assert frame.y0 <= legend.y0 <= legend.y1 <= frame.y1
+        names = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert len(names) == len(set(names))
+        assert any(name.startswith("y") and name.endswith("-lr3") for name in names)
+        lines = [line for line in axis.lines if line.get_label() in names]
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
+
+
+def test_long_names_that_differ_in_the_middle_are_told_apart(tmp_path):
+    folders = [tmp_path / f"{'y' * 60}{n}{'y' * 60}" for n in range(2)]
+    for folder in folders:
+        folder.mkdir()
+        write(folder, ("start", {"iteration": 0}), interval(1, [4.0], [1.0]))
+    _, _, page = report(folders, tmp_path / "out")
+    content = page.read_text()
+    named = re.findall(' id="([^"]*)"', content)
+    assert len(named) == len(set(named))
+    for folder in folders:
+        assert f">{folder.name}<" in content.partition("<svg")[2].replace("> ", ">")
+
+
+@pytest.mark.parametrize("worst", [12.0, 40.0, 1000.0])
+def test_perplexities_beside_the_axis_do_not_touch(tmp_path, worst):
+    """Of a loss that jumped once all of them stood in one place."""
+    write(tmp_path, ("start", {"iteration": 0}), interval(3, [9.0, worst, 4.0]))
+    curves = read_curves(tmp_path)
+    figure = figure_of(panels_of([curves]), [curves], 8.7)
+    FigureCanvasAgg(figure).draw()
+    (right,) = figure.axes[0].child_axes
+    boxes = sorted(
+        (text.get_window_extent() for text in right.get_yticklabels()), key=lambda box: box.y0
+    )
+    assert boxes
+    assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+
+
 def test_the_picture_has_the_numbers_of_the_log(tmp_path):
     losses = [valid(iteration, loss) for iteration, loss in ((10, 3.5), (9, 4.0))]
     loads = (interval(9, [4.0], [1.5, 3.0]), interval(10, [3.0], [2.0, 1.25]))
@@ -271,7 +329,7 @@ def test_a_name_is_drawn_as_it_is(tmp_path, name):
         folder.mkdir()
         write(folder, ("start", {"iteration": 0}), interval(1, [4.0], [1.0]))
     _, _, page = report([tmp_path / name, tmp_path / "other"], tmp_path / "out")
-    assert f">{name} training<" in page.read_text().replace("> ", ">")
+    assert f">{name}<" in page.read_text().replace("> ", ">")
     assert f"{name}: Load of every expert" in page.read_text()
 
 

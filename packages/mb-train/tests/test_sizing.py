@@ -530,6 +530,12 @@ def test_what_a_run_would_refuse_is_no_plan(capsys):
     assert main(["plan", *graphs, "--zero-stage", "0"]) == 0
     assert main(["plan", *graphs]) == 2
     assert "Expected --zero-stage 0 with several ranks" in capsys.readouterr().err
+    uneven = ["--gpus", "4", "--expert-model-parallel-size", "4", "--moe-num-experts"]
+    assert main(["plan", "--recipe", "dmoe-46m", *uneven, "2"]) == 0
+    assert main(["plan", "--recipe", "dmoe-46m", *uneven, "6"]) == 2
+    assert (
+        "Expected --expert-model-parallel-size to divide the number of" in capsys.readouterr().err
+    )
 
 
 def test_fp32_has_no_time(capsys):
@@ -624,6 +630,43 @@ def test_the_first_rank_of_a_pipeline_holds_the_embeddings(schedule, of_a_chunk,
     assert found.checkpoint == 12 * sum(numbers.values())
 
 
+def test_a_pipeline_keeps_and_waits_as_its_schedule_has_it():
+    """GPipe keeps all micro-batches of a step, and several stages a rank wait less."""
+    one = config_of(
+        num_layers=8, global_batch_size=16, micro_batch_size=1, bf16=True,
+        pipeline_model_parallel_size=4,
+    )  # fmt: skip
+
+    def found(**changes):
+        return sizes(dataclasses.replace(one, **changes), V, 4, "H200")
+
+    def layers_of(batch, **changes):
+        # Of three such differences the ends of the pipeline and the loss are no part.
+        more, less = (
+            found(global_batch_size=n, **changes).activations for n in (batch, batch // 2)
+        )
+        return more - less
+
+    assert layers_of(16) == 0  # of 1f1b four are under way, of 16 and of 8
+    assert layers_of(16, pipeline_schedule="gpipe") == pytest.approx(
+        8 * layers_of(2, pipeline_schedule="gpipe"), rel=1e-6
+    )
+    assert layers_of(2, pipeline_schedule="gpipe") > 0
+    chunks = {"num_layers_per_virtual_pipeline_stage": 1}
+    assert found(**chunks).activations > found().activations
+    assert found(global_batch_size=2).activations < found().activations
+
+    def step_s(**changes):
+        return found(optimizer="sgd", **changes).step_s
+
+    # The optimizer takes next to nothing: 16 micro-batches are 19 turns of one.
+    turn = (step_s(global_batch_size=32) - step_s()) / 16
+    assert step_s() == pytest.approx(19 * turn, rel=0.01)
+    assert step_s(**chunks) == pytest.approx((16 + 3 / 2) * turn, rel=0.01)
+    with pytest.raises(ValueError, match="in a multiple of"):
+        found(global_batch_size=9, **chunks)
+
+
 def test_ranks_share_the_state():
     config = config_of(moe_num_experts=8, global_batch_size=32)
     alone = sizes(config, 64, 1, "H200")
@@ -641,6 +684,13 @@ def test_ranks_share_the_state():
     whole = sizes(dataclasses.replace(config, zero_stage=0), 64, 4, "H200")
     assert (whole.optimizer, whole.gradients) == (alone.optimizer, alone.gradients)
     stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
+    # Of layers that are gathered one at a time a stage has as large ones as the whole model.
+    deep = dataclasses.replace(third, num_layers=8, bf16=True)
+    copies = []
+    for each in (deep, dataclasses.replace(deep, pipeline_model_parallel_size=2)):
+        found = sizes(each, 64, 4, "H200")
+        copies.append(found.weights - found.optimizer / 2)  # fp32 ones have a share of the moments
+    assert copies[1] == pytest.approx(copies[0], rel=0.1)
     both = (dataclasses.replace(stages, zero_stage=stage) for stage in (1, 2))
     assert len({sizes(each, 64, 4, "H200").gradients for each in both}) == 1
 
@@ -1119,10 +1169,13 @@ def test_the_command(capsys):
     rampup = ["--train-samples", "10000", "--rampup-batch-size", "64", "64", "1000"]
     for more, steps in (([], 19), (rampup[2:], 24)):
         words = ["--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H200", *rampup[:2], *more]
+        assert main(["plan", *words]) == 2 * bool(more)  # of 32 sequences a rank
+        assert ("multiple of micro batch" in capsys.readouterr().err) == bool(more)
+        words += ["--micro-batch-size", "8"]
         assert main(["plan", *words]) == 0
         training = capsys.readouterr().out.splitlines()[-1]
         assert training.startswith(f"training      {steps} steps, ")
-        assert re.search(r" [23]\.\d seconds$", training)
+        assert re.search(r" [2345]\.\d seconds$", training)
     assert main(["plan", *TINY.split(), "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^memory +0\.00\d+ GiB per rank: weights 0\.00", out, re.M)

@@ -13,6 +13,7 @@ from mb_parallel.expert_parallel.fixed import FixedDispatcher as FixedDispatcher
 from mb_parallel.expert_parallel.global_capacity import GlobalCapacity as GlobalCapacity
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers as PeerBuffers
+from mb_parallel.expert_parallel.placement import Placement as Placement
 from mb_parallel.expert_parallel.rebalance import Rebalanced as Rebalanced
 from mb_parallel.expert_parallel.rebalance import balanced_order as balanced_order
 from mb_parallel.expert_parallel.rebalance import fullest_rank as fullest_rank

@@ -107,6 +107,37 @@ def check_micro_batches(schedule: str, micro_batches: int, *, pp_size: int) -> N
         )
 
 
+def passes_kept(
+    schedule: str, *, micro_batches: int, pp_size: int, stages_per_rank: int = 1
+) -> float:
+    """Micro-batches of a step whose forward passes the first rank keeps at once, at the most.
+
+    In the mean over its stages: 2.5 are all of one stage's and half of another's, say.
+    """
+    kind, several = schedule_kind(schedule), stages_per_rank
+    if kind.v:  # on the way down as many as come before the first is back, on the way up one
+        return (min(micro_batches, 2 * pp_size - 1) + 1) / 2
+    if not kind.many:
+        return micro_batches if schedule == "gpipe" else min(micro_batches, pp_size)
+    of_a_round = micro_batches // max(micro_batches // pp_size, 1)
+    hops = (1 if kind.in_halves else 2) * (pp_size - 1)
+    return min((several - 1) * of_a_round + hops + 1, micro_batches * several) / several
+
+
+def waiting_share(
+    schedule: str, *, micro_batches: int, pp_size: int, stages_per_rank: int = 1
+) -> float:
+    """How long a rank waits for others in a step, over how long it computes, stages being equal.
+
+    That is while the pipeline fills and empties. Gradients of weights, a third of what is computed,
+    can be put off until then, as zero-bubble schedules do.
+    """
+    # Micro-batches that are too few for all ranks to have one at once wait in each stage.
+    missing, filling = max(pp_size - micro_batches, 0), min(pp_size, micro_batches) - 1
+    left = 1 / 3 if schedule_kind(schedule).in_halves else 1.0
+    return (missing + left * filling / stages_per_rank) / micro_batches
+
+
 def rank_of_stage(schedule: str, stage: int, *, pp_size: int) -> int:
     """The rank that `stage_indices` gives a stage."""
     turn, place = divmod(stage, pp_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mb_parallel import ParallelDims
+from mb_parallel.expert_parallel import Placement
 from mb_parallel.pipeline_parallel import check_micro_batches, split_layers
 
 from mb_train.config import TrainConfig
@@ -30,13 +31,15 @@ def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
     """How a run is spread over `ranks` ranks.
 
     Raises:
-        ValueError: sizes that do not divide it; or a retriever's rank would be alone with one block
-            at a time, whose softmax is 1 whatever it learns.
+        ValueError: sizes that do not divide it, or experts that they do not divide; or a
+            retriever's rank would be alone with one block at a time, whose softmax is 1 whatever it
+            learns.
     """
     sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
-    with in_flags(FIELDS):
-        sizes |= {"ep": config.expert_parallel_size(ranks)}
-        dims = ParallelDims.for_world(ranks, **sizes)
+    with in_flags(NAMED):
+        dims = ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})
+        if config.moe_num_experts is not None:
+            Placement(config.moe_num_experts, dims.ep, rank=0)  # or refuse
     if config.blocks_at_once == dims.data == 1:
         raise ValueError(
             "Expected --micro-batch-size of at least 2 with --model ict on one data-parallel rank, "

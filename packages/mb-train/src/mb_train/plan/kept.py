@@ -55,12 +55,19 @@ class Activations(NamedTuple):
 
 
 def activations_bytes(
-    work: Workload, config: TrainConfig, dims: ParallelDims, width: int, *, on_gpu: bool
+    work: Workload,
+    config: TrainConfig,
+    dims: ParallelDims,
+    width: int,
+    *,
+    on_gpu: bool,
+    under_way: float = 1.0,
 ) -> Activations:
     """What micro-batches leave, as many as are under way.
 
     Args:
         width: bytes of an activation.
+        under_way: micro-batches; of a pipeline on its first rank, in the mean over its layers.
     """
     samples, hidden = whole(config.micro_batch_size), work.passes[0].blocks.hidden_size
     rows, tokens_here = _room(config, dims, on_gpu=on_gpu)
@@ -78,16 +85,14 @@ def activations_bytes(
     kept -= sum(away)
     every = len(layers_on_host(config, len(layers))) == len(layers)
     travelling = sum(sorted(away)[-2 if every else -1 :])
-    # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
-    in_flight = dims.pp
     # fp32 embeddings; hidden states and their gradient at the head; of each module for further
     # tokens the same.
     tokens = work.tokens + sum(each.tokens for each in work.behind)
     ends = 4 * samples * tokens / dims.cp * hidden * 2
     each = width * samples
     return Activations(
-        here=each * (kept * in_flight + travelling) + ends,
-        there=each * sum(away) * in_flight,
+        here=each * (kept * under_way + travelling) + ends,
+        there=each * sum(away) * under_way,
         again=each * (max(inside, default=0) + part),
         block=each * (max(layer.all for layer in layers) + part),
     )

@@ -10,14 +10,15 @@ Seconds are `step_time`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mb_parallel import ParallelDims
-from mb_parallel.pipeline_parallel import stage_indices
+from mb_parallel.pipeline_parallel import passes_kept, stage_indices, waiting_share
 from torch import nn
 
 from mb_train.assembly.graphs import check_capturable
-from mb_train.assembly.layout import parallel_dims, stage_layers
+from mb_train.assembly.layout import check_schedule, parallel_dims, stage_layers
 from mb_train.assembly.optimizer import parameter_groups
 from mb_train.config import TrainConfig, whole
 from mb_train.machine.device import compute_dtype
@@ -42,6 +43,7 @@ from mb_train.plan.step_time import (
     orthogonalising,
     waiting,
 )
+from mb_train.schedule import BatchSizes
 from mb_train.tasks import Task
 from mb_train.tasks.make import one_process_task
 
@@ -127,7 +129,9 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     width = compute_dtype(config, "cuda" if on_gpu else "cpu").itemsize
     narrow = width if width < 4 else 0
     batch = config.batch_size(dims.data)
-    micro_batches = batch // (whole(config.micro_batch_size) * dims.data)
+    batches = BatchSizes(config, batch, step=whole(config.micro_batch_size) * dims.data)
+    check_schedule(config, list(map(batches.micro_batches, batches.all)))
+    micro_batches = batches.micro_batches(batch)
     whole_state = ranks == 1 or config.zero_stage == 0
     copied = narrow > 0 and whole_state
     parts = _parts([model], config, dims, stages=dims.pp, copied=copied)
@@ -145,7 +149,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         again = recomputes(config, -(-work.layers // dims.pp))
         alive -= (sum(again) - any(again)) / len(again)
     elif config.zero_stage == 3:
-        alive /= work.layers
+        alive /= -(-work.layers // dims.pp)
     cast = narrow * sum(part.here * (1.0 if part.copied else alive) for part in held)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
@@ -161,8 +165,17 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     def gradients(passes: int) -> int:
         return int(sum(of_part(part, passes) for part in held))
 
-    activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
-    step_s = _step_s(work, config, dims, parts, micro_batches, device)
+    under_way, idle = 1.0, 0.0
+    if dims.pp > 1:
+        turns: dict[str, Any] = {
+            "micro_batches": micro_batches,
+            "pp_size": dims.pp,
+            "stages_per_rank": len(stage_layers(config, work.layers, dims.pp)) // dims.pp,
+        }
+        under_way = passes_kept(config.schedule_in_force, **turns)
+        idle = waiting_share(config.schedule_in_force, **turns)
+    activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu, under_way=under_way)
+    step_s = _step_s(work, config, dims, parts, micro_batches, device, idle=idle)
     held_state = sum(part.state_bytes * part.sharded for part in held)
     offloaded = held_state * config.offload_fraction if on_gpu else 0
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
@@ -308,8 +321,14 @@ def _step_s(
     parts: list[_Part],
     micro_batches: int,
     device: str,
+    *,
+    idle: float,
 ) -> float | None:
-    """Seconds of a step; of a pipeline in the mean over its stages."""
+    """Seconds of a step; of a pipeline in the mean over its stages.
+
+    Args:
+        idle: what a rank waits for others, over what its forward and backward passes take.
+    """
     samples = micro_batches * whole(config.micro_batch_size)
     layers = kept_by_layer(work, config, dims, 2)
     # A block that computes its forward pass again does the fourth third of its products.
@@ -330,10 +349,10 @@ def _step_s(
         keeping(kept, 0, sentences=sentences),
         between_kernels(len(layers) * micro_batches),
     ]
-    others = [
+    in_passes = [
+        *in_blocks,
         Demand(products=heads * samples / ranks),
         keeping(0, 2 * logits * samples / ranks, sentences=sentences),
-        *(part.traffic(micro_batches, config.offload_fraction) + part.turning for part in parts),
         rounding(
             *(work, dims),
             micro_batch=whole(config.micro_batch_size),
@@ -341,14 +360,15 @@ def _step_s(
             repeated=repeated,
         ),
     ]
+    update = [part.traffic(micro_batches, config.offload_fraction) + part.turning for part in parts]
     micro_batch = whole(config.micro_batch_size)
     away = [2 * numbers * micro_batch for numbers in away_by_layer(config, layers)]
     waits = waiting(away, sum(in_blocks, Demand()).shared(micro_batches), device)
     few_rows = _few_rows(work, dims, micro_batch, device)
-    computes = sum((*in_blocks, *others), Demand()).seconds(device)
-    if computes is None or waits is None or few_rows is None:
+    passes, updates = (sum(of, Demand()).seconds(device) for of in (in_passes, update))
+    if passes is None or updates is None or waits is None or few_rows is None:
         return None
-    return computes + micro_batches * (waits + few_rows)
+    return (passes + micro_batches * (waits + few_rows)) * (1 + idle) + updates
 
 
 def _few_rows(work: Workload, dims: ParallelDims, micro_batch: int, device: str) -> float | None:

@@ -4,7 +4,8 @@ Large products run at a share of the peak that all of them reach, attention at a
 else waits for the memory, and is counted by bytes: what blocks keep for the backward pass, logits,
 weights with their state. Of a wide model the products are most of a step; of a narrow one, and of
 one with many experts, they are not. Of a small micro-batch kernels' beginnings and ends count, and
-that few rows meet an expert. What ranks tell each other is not counted, nor is the host.
+that few rows meet an expert. Of a pipeline the time in which it fills and empties is counted. What
+ranks tell each other is not, nor is the host.
 
 `tests/test_sizing.py` holds it to what was measured, of the models in `MEASURED`.
 """

@@ -27,6 +27,9 @@ Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
 _POINTS = 1000
 _BESIDE = (1.02, 0.0, 0.015, 1.0)  # where a colour bar stands: all panels are equally wide
 _MARKED = 60  # beyond this many the dots run into each other
+# What fits: letters of a name in a legend or a title, names below each other in a legend, numbers
+# beside an axis.
+_LETTERS, _NAMES, _NUMBERS = 40, 8, 12
 
 
 def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
@@ -38,7 +41,7 @@ def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
     if any(v is not None for curves in runs for v in curves.grad_norm.values()):
         panels.append(("Gradient norm", _grad_norm))
     for curves in runs:
-        whose = "" if len(runs) == 1 else f"{drawn_name(curves.name)}: "
+        whose = "" if len(runs) == 1 else f"{_name(curves, runs)}: "
         if curves.load_imbalance:
             panels.append((f"{whose}Load of the fullest expert over the mean", _load_of(curves)))
         if curves.tokens_per_expert:
@@ -47,6 +50,9 @@ def panels_of(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
 
 
 def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    # Of several runs it is said once.
+    validation = "validation" if len(runs) == 1 else "validation, darker"
+    diverged = "not a number"
     for curves in runs:
         (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"), marker=".")
         if curves.valid:
@@ -54,20 +60,26 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
             values = [number(curves.valid[i]) for i in at]
             axis.plot(
                 at, values, "o-", markersize=4, linewidth=1, color=_darker(line.get_color()),
-                label=_label(curves, runs, "validation"),
+                label=validation,
             )  # fmt: skip
+            validation = ""
         if curves.diverged_at is not None:
-            axis.axvline(curves.diverged_at, color="crimson", linestyle=":", label="not a number")
+            axis.axvline(curves.diverged_at, color="crimson", linestyle=":", label=diverged)
+            diverged = ""
     axis.set_ylabel("loss (nats)")
     perplexity = axis.secondary_yaxis("right")
     low, high = axis.get_ylim()
     steps = (1, 2, 5) if high - low < 8 else (1,)  # nats: labels must not touch
     nice = [step * 10.0**e for e in range(-1, 9) for step in steps]
-    ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
+    ticks: list[float] = []
+    for p in nice:
+        apart = math.log(p / ticks[-1]) if ticks else math.inf
+        if low <= math.log(p) <= high and apart > (high - low) / _NUMBERS:
+            ticks.append(p)
+    ticks = ticks or [math.exp(min(low, 20))]
     perplexity.set_yticks([math.log(p) for p in ticks], [written(p) for p in ticks])
     perplexity.set_ylabel("perplexity")
-    axis.legend()
-    _finish(axis)
+    _finish(axis, legend=True)
 
 
 def _speed(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
@@ -172,13 +184,32 @@ def _whole_on_x(axis: Axes, label: str) -> None:
 
 def _finish(axis: Axes, *, legend: bool = False) -> None:
     _whole_on_x(axis, "iteration")
+    low, high = axis.get_xlim()
+    if high - low < 1:  # of a single step, around which there are no whole numbers
+        axis.set_xlim(low - 1, high + 1)
     axis.grid(alpha=0.3)
     if legend:
-        axis.legend()
+        named = len(axis.get_legend_handles_labels()[1])
+        size = "medium" if named <= 3 else "x-small"
+        axis.legend(fontsize=size, ncols=max(-(-named // _NAMES), 1))
 
 
 def _label(curves: Curves, runs: Sequence[Curves], what: str) -> str:
-    return what if len(runs) == 1 else f"{drawn_name(curves.name)} {what}".rstrip()
+    return what if len(runs) == 1 else _name(curves, runs)
+
+
+def _name(curves: Curves, runs: Sequence[Curves]) -> str:
+    """A run's name as it is drawn, shortened if it still is no other run's."""
+    short = _shortened(curves.name)
+    alone = sum(_shortened(other.name) == short for other in runs) == 1
+    return drawn_name(short if alone else curves.name)
+
+
+def _shortened(name: str) -> str:
+    """Of a long name, a path say, the beginning and the end."""
+    if len(name) <= _LETTERS:
+        return name
+    return f"{name[: _LETTERS // 3]}\N{HORIZONTAL ELLIPSIS}{name[-(_LETTERS * 2 // 3) :]}"
 
 
 def drawn_name(name: str) -> str:
@@ -199,12 +230,16 @@ def figure_of(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], heigh
 
     The margins are fixed: a layout that computes them takes as long as the drawing.
     """
+    from cycler import cycler
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height))
     figure.subplots_adjust(0.09, 0.5 / height, 0.87, 1 - 0.35 / height, hspace=0.45)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    styles = cycler(linestyle=["-", "--", ":", "-."]) * rcParams["axes.prop_cycle"]
     for axis, (title, panel) in zip(axes, panels, strict=True):
+        axis.set_prop_cycle(styles)  # more runs than there are colours
         axis.set_title(title, loc="left", fontsize="medium")
         panel(figure, axis, runs)
     return figure

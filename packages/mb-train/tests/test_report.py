@@ -254,6 +254,14 @@ def axis_of_gradients(folder, norms):
     return next(axis for axis in figure.axes if axis.get_ylabel() == "gradient norm")
 
 
+@pytest.mark.filterwarnings("error")
+def test_gradients_that_are_zero_have_a_place(tmp_path):
+    axis = axis_of_gradients(tmp_path, (0.0, 0.0))
+    low, high = axis.get_ylim()
+    assert low < 0 < high
+    assert axis.lines[0].get_ydata().tolist() == [0, 0]
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("norms", [(0.95, 0.99), (0.7, 1.3), (0.3, 4.0), (2e-3, 5e3), (1.0, 1.0)])
 def test_a_number_beside_an_axis_is_the_one_that_stands_there(tmp_path, norms):

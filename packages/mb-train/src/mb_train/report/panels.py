@@ -97,8 +97,10 @@ def _grad_norm(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     for curves in runs:
         _line(axis, curves.grad_norm, label=_label(curves, runs, ""), marker=".")
     axis.set_ylabel("gradient norm")
-    axis.set_yscale("log")
-    number_logarithmic(axis.yaxis)
+    # Where nothing is learned all are 0, which has no place on a logarithmic axis.
+    if any(number(v) > 0 for curves in runs for v in curves.grad_norm.values()):
+        axis.set_yscale("log")
+        number_logarithmic(axis.yaxis)
     _finish(axis, legend=len(runs) > 1)
 
 

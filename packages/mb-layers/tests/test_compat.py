@@ -205,6 +205,11 @@ def test_dtype_and_custom_init_reach_the_layer() -> None:
     with pytest.warns(UserWarning, match="fp16 and bf16 are both True"):
         both = layer_from_arguments(SMALL | {"fp16": True, "bf16": True})
     assert both.experts.w1.dtype == torch.float16
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert layer_from_arguments(SMALL).experts.w1.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
     seen = []
 
     def init(weight: Tensor) -> None:

@@ -56,7 +56,7 @@ FIELDS = {
     "quantize_rematerialize_num_bits": "saved_activation_bits, if memory_optimized_mlp is set",
     "quantize_scatter_num_bits": "no effect: the experts' outputs are not kept at all",
     "fp16": "dtype of the layer; wins over bf16, as in MegaBlocks",
-    "bf16": "dtype of the layer; fp32 if neither is set",
+    "bf16": "dtype of the layer; torch's default dtype, fp32 mostly, if neither is set",
     "device": "device of the layer",
     "init_method": "init_method_std for a normal init; any other function is called on the weights",
     "output_layer_init_method": "output_init_std, or called on w2",
@@ -181,7 +181,7 @@ def layer_from_arguments(
     """
     given = read_arguments(arguments)
     config = _config(given, layer, dispatcher)
-    dtype = torch.float32
+    dtype = None
     if given.fp16 or given.bf16:
         dtype = torch.float16 if given.fp16 else torch.bfloat16
     if given.fp16 and given.bf16:

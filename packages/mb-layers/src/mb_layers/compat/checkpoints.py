@@ -113,7 +113,7 @@ def to_megablocks(
     _check_theirs(config, layer)
     names = their_names(config)
     back = translate_back(state, rules(names, config, layer=layer), names)
-    return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
+    return {prefix + name: back[name].contiguous() for name in names}
 
 
 def _check_theirs(config: MoEConfig, layer: str) -> None:
@@ -143,15 +143,16 @@ def _target(config: MoEConfig) -> dict[str, Tensor]:
 
 
 def their_names(config: MoEConfig) -> list[str]:
-    """The names of MegaBlocks' parameters."""
-    names = ["router.layer.weight", "experts.mlp.w1", "experts.mlp.w2"]
-    if config.is_glu:
-        names.insert(2, "experts.mlp.v1")
+    """The names of MegaBlocks' parameters, in its order: an optimizer's state goes by that."""
+    names = ["router.layer.weight"]
     if config.output_bias:
         names.append("experts.bias")
+    names += ["experts.mlp.w1", "experts.mlp.w2"]
+    if config.is_glu:
+        names.append("experts.mlp.v1")
     if config.shared_expert_hidden_size is not None:
         linears = (
-            ("gate_proj", "up_proj", "down_proj") if config.is_glu else ("up_proj", "down_proj")
+            ("up_proj", "down_proj", "gate_proj") if config.is_glu else ("up_proj", "down_proj")
         )
         suffixes = ("weight", "bias") if config.shared_expert_bias else ("weight",)
         names += [f"shared_expert.{linear}.{s}" for linear in linears for s in suffixes]

@@ -447,6 +447,22 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
         from_megablocks(one_rank, config)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("experts.mlp.w2", (D, E * WIDTH)),
+        ("experts.mlp.w2", (E, D, WIDTH)),  # Hugging Face's, and ours
+        ("experts.mlp.w2", (E * WIDTH * D,)),
+        ("experts.bias", (E, D // E)),
+    ],
+)
+def test_tensors_of_the_right_size_in_another_layout_are_refused(name: str, shape: tuple) -> None:
+    state = checkpoint(glu=False, shared=False)
+    state[name] = state[name].reshape(shape)
+    with pytest.raises(ValueError, match=r"expected .* got"):
+        from_megablocks(state, config_from_arguments(SMALL))
+
+
 def test_the_page_lists_every_field_as_the_code_does() -> None:
     page = (Path(__file__).parents[1] / "docs" / "from-megablocks.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.MULTILINE))

@@ -74,7 +74,10 @@ def from_megablocks(
     try:
         merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
         translated = translate(merged, rules(merged.keys(), config), target.keys())
-    except RuntimeError as error:  # torch's, of tensors that cannot be split or joined so
+    except (
+        RuntimeError,
+        IndexError,
+    ) as error:  # torch's, of tensors that cannot be split or joined so
         raise ValueError(
             f"expected the tensors of {config.num_experts} experts with hidden_size="
             f"{config.hidden_size}, got others: {error}"
@@ -161,20 +164,20 @@ def their_names(config: MoEConfig) -> list[str]:
 
 def rules(names: Collection[str], config: MoEConfig, *, layer: Layer = "dMoE") -> list[Rule]:
     """How tensors of MegaBlocks' `names` make up a layer's, and back in the layout of `layer`."""
-    num_experts, hidden = config.num_experts, config.hidden_size
 
-    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
-        return w.unflatten(0, (num_experts, -1)) if w.dim() == 2 else w.transpose(1, 2)
+    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] too
+        return w.unflatten(0, (config.num_experts, -1)) if w.dim() == 2 else w
 
-    def w1(*parts: Tensor) -> Tensor:
-        return torch.cat([by_expert(part) for part in parts], dim=1)
+    def w1(*parts: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
+        by_row = [by_expert(p) if p.dim() == 2 else p.transpose(1, 2) for p in parts]
+        return torch.cat(by_row, dim=1)
 
     def split_w1(w: Tensor) -> Sequence[Tensor]:
         parts = w.chunk(2 if config.is_glu else 1, dim=1)
         return [p.transpose(1, 2) if layer == "MoE" else p.flatten(0, 1) for p in parts]
 
     def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
-        return w.reshape(num_experts, -1, hidden).transpose(1, 2).contiguous()
+        return by_expert(w).transpose(1, 2).contiguous()
 
     def split_w2(w: Tensor) -> Sequence[Tensor]:
         return [w.transpose(1, 2) if layer == "MoE" else w.transpose(1, 2).flatten(0, 1)]
@@ -188,7 +191,7 @@ def rules(names: Collection[str], config: MoEConfig, *, layer: Layer = "dMoE") -
     ]
     if config.output_bias:
         bias = "experts.bias" if "experts.bias" in names else "bias"
-        found.append(Rule("bias", (bias,), torch.flatten, lambda b: [b]))
+        found.append(Rule("bias", (bias,), lambda b: b.view(b.shape[-1]), lambda b: [b]))
     if config.shared_expert_hidden_size is not None:
         up = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
         for ours, theirs, suffix in (

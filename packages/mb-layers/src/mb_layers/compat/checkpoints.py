@@ -74,10 +74,7 @@ def from_megablocks(
     try:
         merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
         translated = translate(merged, rules(merged.keys(), config), target.keys())
-    except (
-        RuntimeError,
-        IndexError,
-    ) as error:  # torch's, of tensors that cannot be split or joined so
+    except (RuntimeError, IndexError) as error:  # of tensors that cannot be split or joined so
         raise ValueError(
             f"expected the tensors of {config.num_experts} experts with hidden_size="
             f"{config.hidden_size}, got others: {error}"

@@ -205,6 +205,11 @@ def test_dtype_and_custom_init_reach_the_layer() -> None:
     with pytest.warns(UserWarning, match="fp16 and bf16 are both True"):
         both = layer_from_arguments(SMALL | {"fp16": True, "bf16": True})
     assert both.experts.w1.dtype == torch.float16
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert layer_from_arguments(SMALL).experts.w1.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
     seen = []
 
     def init(weight: Tensor) -> None:
@@ -440,6 +445,22 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
     one_rank["experts.mlp.w1"] = one_rank["experts.mlp.w1"][1:]
     with pytest.raises(ValueError, match=r"of 4 experts .*, got others: unflatten"):
         from_megablocks(one_rank, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("experts.mlp.w2", (D, E * WIDTH)),
+        ("experts.mlp.w2", (E, D, WIDTH)),  # Hugging Face's, and ours
+        ("experts.mlp.w2", (E * WIDTH * D,)),
+        ("experts.bias", (E, D // E)),
+    ],
+)
+def test_tensors_of_the_right_size_in_another_layout_are_refused(name: str, shape: tuple) -> None:
+    state = checkpoint(glu=False, shared=False)
+    state[name] = state[name].reshape(shape)
+    with pytest.raises(ValueError, match=r"expected .* got"):
+        from_megablocks(state, config_from_arguments(SMALL))
 
 
 def test_the_page_lists_every_field_as_the_code_does() -> None:

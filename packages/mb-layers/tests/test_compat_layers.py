@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -227,6 +228,67 @@ def test_what_megablocks_itself_exports() -> None:
     layer(torch.randn(3, 16))
     assert len(compat.get_load_balancing_loss()) == 1
     assert issubclass(compat.MoE, type(layer).__base__)
+
+
+def test_the_state_of_an_optimizer_goes_to_the_same_weights() -> None:
+    """It has no names: torch counts the parameters, of which some are of one shape."""
+    layer = build(mlp_type="glu", shared_expert=True, shared_expert_hidden_size=32)
+    assert [name for name, _ in layer.named_parameters()] == [
+        "router.layer.weight",
+        "experts.bias",
+        "experts.mlp.w1",
+        "experts.mlp.w2",
+        "experts.mlp.v1",
+        "shared_expert.up_proj.weight",
+        "shared_expert.up_proj.bias",
+        "shared_expert.down_proj.weight",
+        "shared_expert.down_proj.bias",
+        "shared_expert.gate_proj.weight",
+        "shared_expert.gate_proj.bias",
+    ]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears_are_found_by_their_type(bias: bool) -> None:
+    """By what initialises the weights of a model, or sorts them into groups."""
+    layer = build(mlp_type="glu", shared_expert=True, return_bias=False, bias=bias)
+    linears = {n: part for n, part in layer.named_modules() if isinstance(part, nn.Linear)}
+    assert set(linears) == {
+        "router.layer",
+        *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    }
+    down, router = linears["shared_expert.down_proj"], linears["router.layer"]
+    assert (down.in_features, down.out_features, down.bias is not None) == (32, 16, bias)
+    assert (router.in_features, router.out_features, router.bias) == (16, 4, None)
+    for part in linears.values():
+        part.reset_parameters()  # as torch's: kaiming_uniform_
+        nn.init.normal_(part.weight, std=0.3)
+    assert "in_features=16, out_features=4, bias=False" in repr(layer)
+    with pytest.raises(ValueError, match=r"call layer\(x\)"):
+        router(torch.randn(3, 16))
+    copied, x = copy.deepcopy(layer), torch.randn(3, 16)
+    assert torch.equal(copied(x), layer(x))
+
+
+def test_the_router_jitters_by_its_own_mode() -> None:
+    layer, x = build(moe_jitter_eps=0.5, bias=False), torch.randn(9, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.router.eval()  # frozen, in a model that trains
+    assert torch.equal(layer(x), layer(x))
+    assert len(get_load_balancing_loss()) == 4
+    layer.train()
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_the_losses_take_what_layers_take() -> None:
+    fields = SIZES | {"moe_zloss_weight": 0.1, "bias": False}
+    layer = dMoE(fields)
+    layer(torch.randn(3, 16))
+    for args in (fields, types.SimpleNamespace(**fields)):
+        assert_close(
+            "balance", batched_load_balancing_loss(args), batched_load_balancing_loss(layer.args)
+        )
+        assert_close("z", batched_router_zloss(args), batched_router_zloss(layer.args))
 
 
 def test_weights_may_be_other_tensors_than_parameters() -> None:

@@ -49,14 +49,14 @@ FIELDS = {
     "weight_parallel_group": "refused: FSDP2 takes a device mesh",
     "pipeline_model_parallel_size": "not needed: it only served to check the list of losses",
     "num_layers_per_virtual_pipeline_stage": "not needed: as above",
-    "memory_optimized_mlp": "no effect: the experts always keep just x and the pre-activations",
+    "memory_optimized_mlp": "no effect: grouped experts always keep just x and the pre-activations",
     "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
     "mlp_impl": "mlp_impl",
     "quantize_inputs_num_bits": "no effect: x itself is kept, for top-1 on a GPU sorted too",
     "quantize_rematerialize_num_bits": "saved_activation_bits, if memory_optimized_mlp is set",
-    "quantize_scatter_num_bits": "no effect: the experts' outputs are not kept at all",
+    "quantize_scatter_num_bits": "no effect: grouped experts keep no outputs at all",
     "fp16": "dtype of the layer; wins over bf16, as in MegaBlocks",
-    "bf16": "dtype of the layer; fp32 if neither is set",
+    "bf16": "dtype of the layer; torch's default dtype, fp32 mostly, if neither is set",
     "device": "device of the layer",
     "init_method": "init_method_std for a normal init; any other function is called on the weights",
     "output_layer_init_method": "output_init_std, or called on w2",
@@ -181,7 +181,7 @@ def layer_from_arguments(
     """
     given = read_arguments(arguments)
     config = _config(given, layer, dispatcher)
-    dtype = torch.float32
+    dtype = None
     if given.fp16 or given.bf16:
         dtype = torch.float16 if given.fp16 else torch.bfloat16
     if given.fp16 and given.bf16:

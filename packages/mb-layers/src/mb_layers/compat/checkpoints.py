@@ -74,7 +74,7 @@ def from_megablocks(
     try:
         merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
         translated = translate(merged, rules(merged.keys(), config), target.keys())
-    except RuntimeError as error:  # torch's, of tensors that cannot be split or joined so
+    except (RuntimeError, IndexError) as error:  # of tensors that cannot be split or joined so
         raise ValueError(
             f"expected the tensors of {config.num_experts} experts with hidden_size="
             f"{config.hidden_size}, got others: {error}"
@@ -113,7 +113,7 @@ def to_megablocks(
     _check_theirs(config, layer)
     names = their_names(config)
     back = translate_back(state, rules(names, config, layer=layer), names)
-    return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
+    return {prefix + name: back[name].contiguous() for name in names}
 
 
 def _check_theirs(config: MoEConfig, layer: str) -> None:
@@ -143,15 +143,16 @@ def _target(config: MoEConfig) -> dict[str, Tensor]:
 
 
 def their_names(config: MoEConfig) -> list[str]:
-    """The names of MegaBlocks' parameters."""
-    names = ["router.layer.weight", "experts.mlp.w1", "experts.mlp.w2"]
-    if config.is_glu:
-        names.insert(2, "experts.mlp.v1")
+    """The names of MegaBlocks' parameters, in its order: an optimizer's state goes by that."""
+    names = ["router.layer.weight"]
     if config.output_bias:
         names.append("experts.bias")
+    names += ["experts.mlp.w1", "experts.mlp.w2"]
+    if config.is_glu:
+        names.append("experts.mlp.v1")
     if config.shared_expert_hidden_size is not None:
         linears = (
-            ("gate_proj", "up_proj", "down_proj") if config.is_glu else ("up_proj", "down_proj")
+            ("up_proj", "down_proj", "gate_proj") if config.is_glu else ("up_proj", "down_proj")
         )
         suffixes = ("weight", "bias") if config.shared_expert_bias else ("weight",)
         names += [f"shared_expert.{linear}.{s}" for linear in linears for s in suffixes]
@@ -160,20 +161,20 @@ def their_names(config: MoEConfig) -> list[str]:
 
 def rules(names: Collection[str], config: MoEConfig, *, layer: Layer = "dMoE") -> list[Rule]:
     """How tensors of MegaBlocks' `names` make up a layer's, and back in the layout of `layer`."""
-    num_experts, hidden = config.num_experts, config.hidden_size
 
-    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
-        return w.unflatten(0, (num_experts, -1)) if w.dim() == 2 else w.transpose(1, 2)
+    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] too
+        return w.unflatten(0, (config.num_experts, -1)) if w.dim() == 2 else w
 
-    def w1(*parts: Tensor) -> Tensor:
-        return torch.cat([by_expert(part) for part in parts], dim=1)
+    def w1(*parts: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
+        by_row = [by_expert(p) if p.dim() == 2 else p.transpose(1, 2) for p in parts]
+        return torch.cat(by_row, dim=1)
 
     def split_w1(w: Tensor) -> Sequence[Tensor]:
         parts = w.chunk(2 if config.is_glu else 1, dim=1)
         return [p.transpose(1, 2) if layer == "MoE" else p.flatten(0, 1) for p in parts]
 
     def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
-        return w.reshape(num_experts, -1, hidden).transpose(1, 2).contiguous()
+        return by_expert(w).transpose(1, 2).contiguous()
 
     def split_w2(w: Tensor) -> Sequence[Tensor]:
         return [w.transpose(1, 2) if layer == "MoE" else w.transpose(1, 2).flatten(0, 1)]
@@ -187,7 +188,7 @@ def rules(names: Collection[str], config: MoEConfig, *, layer: Layer = "dMoE") -
     ]
     if config.output_bias:
         bias = "experts.bias" if "experts.bias" in names else "bias"
-        found.append(Rule("bias", (bias,), torch.flatten, lambda b: [b]))
+        found.append(Rule("bias", (bias,), lambda b: b.view(b.shape[-1]), lambda b: [b]))
     if config.shared_expert_hidden_size is not None:
         up = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
         for ours, theirs, suffix in (

@@ -57,6 +57,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
     Raises:
         ValueError: not as many entries as this pipeline stage has layers.
     """
+    args = read_arguments(args)
     if args.moe_loss_weight == 0:
         return 0.0
     expected = args.num_layers_per_virtual_pipeline_stage or (
@@ -78,6 +79,7 @@ def clear_router_zloss() -> None:
 
 def batched_router_zloss(args: Arguments) -> Tensor | float:
     """Return moe_zloss_weight times each collected pass's z-loss, a vector."""
+    args = read_arguments(args)
     if args.moe_zloss_weight == 0:
         return 0.0
     if not _router_logits:
@@ -112,6 +114,22 @@ class _Part(nn.Module):
     register_full_backward_hook = _refuse_hook
 
 
+class _LinearPart(_Part, nn.Linear):  # ty: ignore[incompatible-method-override]
+    """A part that is an `nn.Linear` in MegaBlocks.
+
+    It is one here too, for those who tell modules by their type: what initialises a model's
+    weights, or sorts them into an optimizer's groups.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        nn.Module.__init__(self)  # the parameters are the layer's to make
+        self.in_features, self.out_features = in_features, out_features
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+
 class _Layer(nn.Module):
     """MegaBlocks' names and returns around a `mb_layers` layer."""
 
@@ -129,7 +147,9 @@ class _Layer(nn.Module):
             *path, last = name.split(".")
             for part in path:
                 if part not in module._modules:
-                    module.add_module(part, _Part())
+                    is_linear = part == path[-1] and last == "weight"
+                    made = _LinearPart(*tensor.shape) if is_linear else _Part()
+                    module.add_module(part, made)
                 module = module.get_submodule(part)
             module.register_parameter(last, nn.Parameter(tensor))
         self._part_names = tuple(n for n, part in self.named_modules() if isinstance(part, _Part))
@@ -175,8 +195,10 @@ class _Layer(nn.Module):
                 bias = bias * (whole.config.top_k / (whole.config.top_k + 1))
         # Another thread's call would put the weights back while this one computes.
         with nullcontext() if torch.compiler.is_compiling() else _one_call:
+            whole.train(self.training)
+            whole.router.train(self.get_submodule("router").training)  # jitters by its own mode
             try:
-                y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
+                y, _, metrics = functional_call(whole, weights, (x,))
                 (routed,) = self._routed
             finally:  # one of a pass that failed would hold its graph, and could not be copied
                 self._routed.clear()

@@ -38,7 +38,7 @@ def one_process(tokens, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_share_sequences(one_process, tokens, tmp_path, ranks):
     run = tmp_path / "run"
     line = tiny_run.flags(tokens, run, SAME, f"{CP} {ranks}")

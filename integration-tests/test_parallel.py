@@ -621,6 +621,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_modules_for_further_tokens_go_on_in_another_layout(runs, tmp_path):
     """Written by stages of parts of sequences, and read by one process and by tensor ranks."""

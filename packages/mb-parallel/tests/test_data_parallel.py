@@ -1208,6 +1208,7 @@ def averages(rank, world_size, zero_stage, ep):
     return [loss, *map(full, average.module.parameters())]
 
 
+@pytest.mark.slow
 def test_an_average_made_before_is_that_of_one_process():
     expected = run_ranks(averages, 1, 0, 1)[0]
     for zero_stage in range(4):

@@ -269,6 +269,7 @@ def _compiled(rank, ranks):
     return _train(model, mesh, [5, 3])
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_one_process():
     expected = _train(_alone({}), ParallelDims().build("cpu"), [8])
     for result in run_ranks(_compiled, 2):

@@ -71,6 +71,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_with_data_and_expert_parallelism():
     by_rank = run_ranks(tiny_gpt.train_all, 4, *MIXED.values(), timeout_s=280.0)
     for number, (name, options) in enumerate(MIXED.items()):

@@ -315,6 +315,7 @@ def small_model_of(kind):
     return small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "deepseek", "phimoe", "qwen3-next", "granite-4"])
 def test_passes_that_would_be_replayed_are_the_same(kind, monkeypatch):
     """Where there are no graphs, what one would hold is computed when it would be replayed."""

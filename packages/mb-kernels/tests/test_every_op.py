@@ -29,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     STRIDED = [pytest.param(p.values[0], [p.values[1]], id=p.id) for p in ARGUMENTS]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "arguments"), STRIDED)
 def test_any_memory_order(name, arguments):
     op = make_op(name)

@@ -244,6 +244,7 @@ def _written_into(rank, world_size):
     return results
 
 
+@pytest.mark.slow
 def test_what_modules_return_may_be_written_into():
     for results in run_ranks(_written_into, 2):
         for want, *all_got in (results[:3], results[3:]):

@@ -97,7 +97,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize(("case", "dtype", "operands"), RUNS, ids=str, indirect=["operands"])
 def test_expert_mlp(case, dtype):

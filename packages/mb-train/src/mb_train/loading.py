@@ -107,9 +107,9 @@ def load_trained(
 def hold_as_used(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights of maps and experts once and for all, instead of in every pass.
 
-    The passes compute the same, also if weights are rounded as they are read. Four fifths of what a
-    GPU did for a token went into these casts (benchmarks/results/2026-11-28-h200.md), and the
-    weights take half the memory.
+    The passes compute the same, also if weights are rounded as they are read. Of OLMoE four fifths
+    of what an H200 did for a token went into these casts (benchmarks/results/2026-11-28-h200.md).
+    In 16 bits the weights take half the memory.
     """
     for module in model.modules():
         if isinstance(module, Linear | Experts):

@@ -19,7 +19,7 @@ from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 
 # Passes of a shape that run as they are before one is captured: kernels are built, libraries
-# allocate workspaces. To capture takes as long as one or two.
+# allocate workspaces.
 WARM_UP = 2
 
 

@@ -154,11 +154,9 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
-    # What a first micro-batch's graph leaves stays where it is, beside the sums of further ones.
-    staying = config.cuda_graph
-
     def of_part(part: _Part, passes: int) -> float:
-        beside = 2 if staying and part.copied and passes > 1 else 0
+        # What a first micro-batch's graph leaves stays where it is, beside sums of further ones.
+        beside = 2 if config.cuda_graph and part.copied and passes > 1 else 0
         number = part.here if waiting else part.sharded
         return (part.gradient_bytes(passes) + beside) * number
 

@@ -395,6 +395,26 @@ def test_replayed_passes_are_the_same(kind, dtype, monkeypatch):
         torch.testing.assert_close(torch.stack(step), torch.stack(other), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [torch.cuda.synchronize, lambda: torch.ones(1).cuda().item()])
+def test_a_pass_that_waits_for_the_gpu_is_launched(waits, monkeypatch):
+    """What was captured of it is let go: the same scores, and later captures succeed."""
+    model = small_model_of("dmoe").cuda()
+    plain, go_on = scores_of_steps(model), model.go_on
+
+    def waiting(*arguments):
+        waits()
+        return go_on(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "go_on", waiting)
+        with pytest.warns(UserWarning, match="kernel by kernel, which is slower"):
+            again = scores_of_steps(model)
+    for scores in (again, scores_of_steps(model)):
+        for step, other in zip(plain, scores, strict=True):
+            torch.testing.assert_close(torch.stack(step), torch.stack(other), rtol=1e-6, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two steps."""
@@ -408,10 +428,11 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_weights_are_read_as_they_are_held(run):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_are_read_as_they_are_held(run, device):
     """Rounded on the way, so that there never is more of them than that."""
     plain, held = (
-        load_trained(run, dtype=torch.bfloat16, held_as_used=how).model for how in (False, True)
+        load_trained(run, device, torch.bfloat16, held_as_used=how).model for how in (False, True)
     )
     hold_as_used(plain, torch.bfloat16)
     want, got = plain.state_dict(), held.state_dict()

@@ -400,6 +400,13 @@ def test_experts_near_the_best_are_chosen_by_nothing_else(field, value, words):
     TrainConfig(**RUN, moe_router_type="sparsemixer", **{field: value})  # no experts
 
 
+def test_a_bert_has_something_to_learn():
+    nothing_masked = RUN | {"model": "bert", "mask_prob": 0.0}
+    assert TrainConfig(**nothing_masked).bert_binary_head
+    with pytest.raises(ValueError, match="--mask-prob above 0 with --bert-no-binary-head, got 0"):
+        TrainConfig(**nothing_masked, bert_binary_head=False)
+
+
 def test_windows_and_sinks_are_a_gpts():
     assert TrainConfig(**RUN, window_attn_skip_freq=2).windows is None
     assert TrainConfig(**RUN, window_size=0, window_attn_skip_freq=3).windows == (0, None)

@@ -232,3 +232,19 @@ def test_a_copy_that_fails_names_both_files(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "mb-train: here/words -> there/words: No space left on device\n"
     )
+
+
+def test_of_several_ranks_the_first_runs_a_command(monkeypatch, capsys):
+    """But where WORLD_SIZE counts the nodes of a cluster, on each of which somebody may want it."""
+    monkeypatch.setitem(COMMANDS, "eval", lambda parser, arguments: print("evaluated") or 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["eval"]) == 3
+    assert capsys.readouterr().out == "evaluated\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert main(["eval"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="mb-train eval runs in one process, rank 0"):
+        assert main(["eval"]) == 3
+    assert capsys.readouterr().out == "evaluated\n"

@@ -161,6 +161,13 @@ def test_runs_side_by_side(tmp_path):
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', content)) <= set(named)
 
 
+def test_a_run_that_is_named_twice_is_drawn_once(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", ("start", {"iteration": 0}), interval(1, [4.0]))
+    assert main(["report", str(tmp_path / "run"), f"{tmp_path}/run/../run"]) == 0
+    assert f"picture: {tmp_path / 'run' / 'loss.png'}" in capsys.readouterr().out
+
+
 def test_steps_and_experts_are_counted_in_whole_numbers(tmp_path):
     write(tmp_path, ("start", {"iteration": 0}), *(interval(i, [4.0], [1.0]) for i in (1, 2, 3)))
     curves = read_curves(tmp_path)

@@ -15,12 +15,12 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mb_train.commands import COMMANDS
+from mb_train.commands import COMMANDS, ON_ALL_RANKS
 from mb_train.commands.train import train
 from mb_train.flags.command_line import parse
 from mb_train.flags.parser import run_command
 from mb_train.logs.console import in_a_line, out_of_memory
-from mb_train.machine.host import alone, before_the_others, called
+from mb_train.machine.host import alone, before_the_others, called, leads, of_torchrun
 
 
 def program() -> NoReturn:
@@ -74,7 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if arguments and arguments[0] in COMMANDS:
-            code = run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])
+            name, *words = arguments
+            if name not in ON_ALL_RANKS and of_torchrun():
+                if not leads():
+                    return 0
+                said = f"mb-train {name} runs in one process, rank 0; the others end."
+                warnings.warn(said, stacklevel=1)
+            code = run_command(name, COMMANDS[name], words)
         else:
             with before_the_others():
                 command = parse(arguments, COMMANDS)

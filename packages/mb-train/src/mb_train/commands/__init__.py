@@ -1,7 +1,7 @@
 """What `mb-train` does: `train` with the flags of a run alone, and the commands beside it, by name.
 
 Each takes its parser and its words, and returns an exit code. torch is imported only by those that
-need it, once their arguments make sense.
+need it, once their arguments make sense. Most run in one process: see `ON_ALL_RANKS`.
 """
 
 from mb_train.commands import convert, doctor, finetune, inference, plan, report, retrieval
@@ -20,3 +20,5 @@ COMMANDS: dict[str, Command] = {
     "index": retrieval.index,
     "retrieve": retrieval.retrieve,
 }
+# Of several ranks that torchrun made, the first runs the others, which need one.
+ON_ALL_RANKS = frozenset({"finetune"})

@@ -25,7 +25,10 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
             "Expected the matplotlib package to draw with, found none. Install it with "
             "pip install matplotlib."
         )
-    runs = [Path(run) for run in options.run]
+    each: dict[Path, Path] = {}
+    for run in map(Path, options.run):
+        each.setdefault(run.resolve(), run)
+    runs = list(each.values())
     output = None if options.output is None else Path(options.output)
     if options.frontier:
         from mb_train.report.frontier_report import report_frontier

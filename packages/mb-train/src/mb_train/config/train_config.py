@@ -338,6 +338,11 @@ class TrainConfig(
         for words, given in of_a_gpt.items():
             if given and self.model != "gpt":
                 raise ValueError(f"Expected --model gpt with {words}, got {self.model}.")
+        if self.model == "bert" and not (self.mask_prob or self.bert_binary_head):
+            raise ValueError(
+                "Expected a --mask-prob above 0 with --bert-no-binary-head, got 0: the BERT would "
+                "have nothing to learn."
+            )
 
     def _check_classifier(self) -> None:
         if (self.model == "classifier") != (self.task is not None):

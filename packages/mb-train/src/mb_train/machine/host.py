@@ -26,6 +26,11 @@ def alone() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
+def of_torchrun() -> bool:
+    """Whether it is one of several that torchrun made: clusters set WORLD_SIZE for nodes, too."""
+    return not alone() and "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _rank() -> str | None:
     """This process's among those that torchrun made; None alone, whatever RANK is left over."""
     return None if alone() else os.environ.get("RANK", "0")

@@ -23,11 +23,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import mb_data
 import torch
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
 from mb_train.data.tokenizers import load_tokenizer
+from mb_train.data.vocabulary import vocabulary_rows
 from mb_train.logs.run_log import read_log
 from mb_train.plan.sizing import sizes
 from mb_train.plan.words import GIB
@@ -140,11 +140,7 @@ def measure(
     (start,) = (e for e in log if e["event"] == "start")
     times = [e["ms_per_iteration"] for e in events[WARM_UP // TOGETHER :]]
     config = TrainConfig(**fields)
-    vocab_size = mb_data.padded_vocab_size(
-        load_tokenizer(config).vocab_size,
-        divisible_by=config.make_vocab_size_divisible_by,
-        tensor_parallel=1,
-    )
+    vocab_size = vocabulary_rows(config, load_tokenizer(config).vocab_size, ranks=1)
     found = sizes(config, vocab_size, 1, torch.cuda.get_device_name() if on_gpu else "CPU")
     return {
         "case": name,

@@ -332,21 +332,16 @@ def shallow(name: str, **change: object) -> dict[str, float]:
 
 
 our_olmoe = functools.partial(shallow, "olmoe-1b-7b")
-our_deepseek = functools.partial(
-    shallow, "deepseek-v2-lite", make_vocab_size_divisible_by=128, moe_loss_weight=0.003
-)
-our_gpt_oss = functools.partial(
-    shallow, "gpt-oss-20b", make_vocab_size_divisible_by=128, moe_loss_weight=0.0
-)
+our_deepseek = functools.partial(shallow, "deepseek-v2-lite", moe_loss_weight=0.003)
+our_gpt_oss = functools.partial(shallow, "gpt-oss-20b", moe_loss_weight=0.0)
 our_qwen3_next = functools.partial(
-    shallow, "qwen3-next-80b-a3b", make_vocab_size_divisible_by=128, moe_num_experts=128,
-    moe_loss_weight=0.0,
-)  # fmt: skip
+    shallow, "qwen3-next-80b-a3b", moe_num_experts=128, moe_loss_weight=0.0
+)
 
 
 our_nemotron = functools.partial(
     ours, 2, compiled=True, name="nemotron-3-nano-30b-a3b", num_layers=6,
-    hybrid_layer_pattern="MEM*EM", make_vocab_size_divisible_by=128, moe_loss_weight=0.0,
+    hybrid_layer_pattern="MEM*EM", moe_loss_weight=0.0,
 )  # fmt: skip
 
 

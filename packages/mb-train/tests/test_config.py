@@ -10,6 +10,7 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
+from mb_train.data.vocabulary import vocabulary_rows
 from mb_train.models.config import DeltaSizes, MambaSizes
 from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config, transformer_config
@@ -494,8 +495,7 @@ def test_every_recipe_is_a_whole_run(name):
 )
 def test_published_models_have_their_size(name, total, for_a_token):
     config = TrainConfig(**recipe(name))
-    rows = -(-50257 // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
-    found = sizes(config, rows, 1, "H200")
+    found = sizes(config, vocabulary_rows(config, 50257, ranks=1), 1, "H200")
     assert found.parameters == pytest.approx(total, rel=1e-3)
     assert found.active == pytest.approx(for_a_token, rel=1e-2)
 

@@ -129,6 +129,7 @@ def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
             "no effect on the checkpoint's vocabulary, of 512 rows: --make-vocab-size-divisible-by",
         ),
         (["--make-vocab-size-divisible-by", "128"], None),
+        (["--padded-vocab-size", "640"], "vocabulary, of 512 rows: --padded-vocab-size 640"),
     ],
 )
 def test_going_on_otherwise_is_said(finished, words, says):

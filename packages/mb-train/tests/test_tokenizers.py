@@ -19,6 +19,7 @@ from mb_train.convert.hugging_face.tokenizer import find_tokenizer
 from mb_train.data.tokenizer_files import keep_tokenizer
 from mb_train.data.tokenizers import chat_tokenizer, load_tokenizer
 from mb_train.data.vocabulary import vocabulary_rows
+from mb_train.flags.command_line import parse, resolve
 from mb_train.folder.history import set_aside, set_later_aside
 from mb_train.tasks.make import one_process_task
 
@@ -162,6 +163,21 @@ def test_a_vocabulary_that_ranks_cannot_share_is_said():
     assert rows == [512, 512, 500, 502]
     with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
         vocabulary_rows(config, 500, ranks=2, saved=501)
+
+
+def test_a_vocabulary_of_as_many_rows_as_are_asked_for():
+    """The published models', whatever the tokenizer and however many ranks share them."""
+    config = TrainConfig(**recipe("qwen3-30b-a3b"))
+    rows = [vocabulary_rows(config, tokens, ranks=n) for tokens, n in ((151_643, 1), (500, 4))]
+    assert rows == [151_936] * 2
+    with pytest.raises(ValueError, match=r"at least 151937, the tokens of the tokenizer, got"):
+        vocabulary_rows(config, 151_937, ranks=1)
+    with pytest.raises(ValueError, match=r"a multiple of --tensor-model-parallel-size 3, got 151"):
+        vocabulary_rows(config, 500, ranks=3)
+    padded = resolve(parse(["--recipe", "qwen3-30b-a3b", "--make-vocab-size-divisible-by", "64"]))
+    assert vocabulary_rows(padded, 500, ranks=2) == 512  # what is said later counts
+    asked = resolve(parse(["--pad-vocab-size-to", "640"]))  # Megatron-DeepSpeed's name
+    assert vocabulary_rows(asked, 500, ranks=2) == 640
 
 
 def test_types_are_those_of_mb_data():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, LEFT_OUT, POSITIVE, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,14 @@ class ModelFields:
         "steps of 64", bounds=POSITIVE, on_load="model", in_force="ffn_size",
     )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
-        "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE
-    )
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE,
+        instead_of=("padded_vocab_size",), needs=("padded_vocab_size", LEFT_OUT),
+    )  # fmt: skip
+    padded_vocab_size: int | None = flag(
+        "rows of the vocabulary, at least as many as the tokenizer has tokens; default these, "
+        "padded", bounds=POSITIVE, also=("--pad-vocab-size-to",),
+        instead_of=("make_vocab_size_divisible_by",),
+    )  # fmt: skip
     untie_embeddings_and_output_weights: bool = flag(
         "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )

@@ -148,7 +148,7 @@ def deepseek_v2_lite() -> Recipe:
     return _modern("deepseek-v2-lite") | {
         "num_layers": 27, "num_attention_heads": 16, "ffn_hidden_size": 10_944,
         "multi_latent_attention": True, "kv_lora_rank": 512, "layernorm_epsilon": 1e-6,
-        "make_vocab_size_divisible_by": 102_400,  # rows of its vocabulary, as for Qwen's
+        "padded_vocab_size": 102_400,
         "moe_num_experts": 64, "moe_top_k": 6, "moe_ffn_hidden_size": 1408, "moe_first_k_dense": 1,
         "moe_shared_expert_intermediate_size": 2816,
         # 0.001 in each layer; ours is a mean over the 26 with experts.
@@ -171,7 +171,7 @@ def gpt_oss() -> Recipe:
         "window_size": 127, "window_attn_skip_freq": 2, "rotary_base": 1.5e5,
         "rope_type": "yarn", "rotary_scaling_factor": 32.0, "yarn_truncate": False,
         "max_position_embeddings": 131_072,
-        "make_vocab_size_divisible_by": 201_088,  # rows of its vocabulary, as for Qwen's
+        "padded_vocab_size": 201_088,
         "moe_num_experts": 32, "moe_top_k": 4, "moe_renormalize": True, "moe_router_bias": True,
         "moe_mlp_bias": True, "moe_loss_weight": 0.001,
         "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
@@ -185,9 +185,7 @@ def qwen3() -> Recipe:
         "num_layers": 48, "num_attention_heads": 32, "kv_channels": 128,
         "group_query_attention": True, "num_query_groups": 4, "ffn_hidden_size": 768,
         "qk_layernorm_over": "head", "layernorm_epsilon": 1e-6, "rotary_base": 1e6,
-        # As many rows as Qwen's own vocabulary has, whatever the tokenizer. With N tensor-parallel
-        # ranks, each of which gets so many, say 151936 / N.
-        "make_vocab_size_divisible_by": 151_936,
+        "padded_vocab_size": 151_936,
         "moe_num_experts": 128, "moe_top_k": 8, "moe_renormalize": True, "moe_loss_weight": 0.001,
         "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
         "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_fraction": 0.02,
@@ -204,7 +202,7 @@ def qwen3_next() -> Recipe:
         "rotary_percent": 0.25, "attention_output_gate": True,
         # Sizes of the states are the fields' own.
         "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
-        "make_vocab_size_divisible_by": 151_936,  # as of qwen3-30b-a3b
+        "padded_vocab_size": 151_936,
         "moe_num_experts": 512, "moe_top_k": 10, "moe_renormalize": True, "moe_loss_weight": 0.001,
         "moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True,
         "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
@@ -225,7 +223,7 @@ def nemotron_3_nano() -> Recipe:
         "squared_relu": True, "init_method_std": 0.0173, "seq_length": 8192,
         "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         "mamba_num_heads": 64,  # of groups and widths the fields' own
-        "make_vocab_size_divisible_by": 131_072,  # rows of its vocabulary, as for Qwen's
+        "padded_vocab_size": 131_072,
         "moe_num_experts": 128, "moe_top_k": 6, "moe_shared_expert_intermediate_size": 3712,
         "moe_router_score_function": "sigmoid", "moe_renormalize": True,
         "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True,

@@ -32,15 +32,24 @@ def vocabulary_of(config: TrainConfig, start: Start | None, *, ranks: int) -> tu
 
 
 def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:
-    """V: as the flags pad it, or as a checkpoint has it, if tensor-parallel ranks can share that.
+    """V: as the flags say, or as a checkpoint has it, if tensor-parallel ranks can share that.
 
     Args:
         tokens: of the tokenizer.
         saved: rows of the checkpoint that weights come from; 0 for none.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: they cannot; --padded-vocab-size is less than the tokens.
     """
+    asked = config.padded_vocab_size
+    if saved < tokens and asked is not None:
+        if asked < tokens or asked % ranks:
+            shared = f", a multiple of --tensor-model-parallel-size {ranks}" if ranks > 1 else ""
+            raise ValueError(
+                f"Expected --padded-vocab-size of at least {tokens}, the tokens of the "
+                f"tokenizer{shared}, got {asked}."
+            )
+        return asked
     if saved < tokens:
         import mb_data
 

@@ -126,9 +126,7 @@ _REASONS: Mapping[str, str] = {
         --eval-global-batch-size --eval-micro-batch-size
     """,
     "say --keep-checkpoints": "--most-recent-k",
-    "a vocabulary is padded as --make-vocab-size-divisible-by says": """
-        --padded-vocab-size --pad-vocab-size-to --no-pad-vocab-size
-    """,
+    "a vocabulary is padded as --make-vocab-size-divisible-by says": "--no-pad-vocab-size",
     "the eval command measures a trained model": "--skip-train",
     "the upcycle command makes experts of a dense run": """
         --moe-use-upcycling --moe-upcycling-granularity

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, flag_name
 from mb_train.config.resume import check_changes
 from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.folder.run_folder import SavedRun, read_saved_run
 from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start, restarts_itself
 
+_OF_ROWS = ("make_vocab_size_divisible_by", "padded_vocab_size")
 _FP8 = (
     "FP8 is E4M3 with a scale for each row and each output channel, found anew at each product, "
     "whatever --fp8-format and --fp8-recipe say: gradients then need neither E5M2's range nor a "
@@ -66,12 +67,14 @@ def _rows_stay(run: Resolved) -> list[str]:
     """A remark on another padding of the vocabulary than the checkpoint's, which keeps its rows."""
     if run.start is None:
         return []
-    saved, multiple = run.start.saved, run.config.make_vocab_size_divisible_by
-    if TrainConfig(**saved.inherited()).make_vocab_size_divisible_by == multiple:
-        return []
+    saved = run.start.saved
+    before = TrainConfig(**saved.inherited())
+    said = ((name, getattr(run.config, name)) for name in _OF_ROWS)
     return [
         f"no effect on the checkpoint's vocabulary, of {saved.vocab_rows:,} rows: "
-        f"--make-vocab-size-divisible-by {multiple}"
+        f"{flag_name(name)} {value}"
+        for name, value in said
+        if value not in (None, getattr(before, name))
     ]
 
 

@@ -207,7 +207,7 @@ def _nearest_granite(config: TrainConfig) -> str:
 
 
 # How many rows tables have: the weights say so themselves.
-_ROWS = {"make_vocab_size_divisible_by", "position_rows"}
+_ROWS = {"make_vocab_size_divisible_by", "padded_vocab_size", "position_rows"}
 
 
 def _settings(config: TrainConfig) -> dict[str, list[str]]:

@@ -100,7 +100,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     if wrong := [*wrong, *meant.wrong]:
         raise ValueError(" ".join(wrong))
     fields = {**beside, **meant.values}
-    del fields["make_vocab_size_divisible_by"]
+    for name in ("make_vocab_size_divisible_by", "padded_vocab_size"):
+        fields.pop(name, None)
     if experts:  # in older versions routers have none, whatever the other maps have
         fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)
     config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer)

@@ -237,18 +237,24 @@ def test_what_latent_attention_cannot_have_is_refused(change, says):
         TrainConfig(**{**RUN, **LATENT, **change})
 
 
-def test_tensor_parallel_ranks_compute_with_whole_heads():
+def test_tensor_parallel_ranks_compute_with_whole_heads_and_equal_widths():
     """As the plans of mb_parallel want it, of layers that attend alone."""
     run = RUN | {"num_attention_heads": 8, "tensor_model_parallel_size": 4}
     assert TrainConfig(**run, group_query_attention=True, num_query_groups=4).kv_heads == 4
     with pytest.raises(ValueError, match=r"--num-query-groups to be .*-size 4, .* got 2"):
         TrainConfig(**run, group_query_attention=True, num_query_groups=2)
-    few = run | {"tensor_model_parallel_size": 3}
+    few = run | {"tensor_model_parallel_size": 3, "ffn_hidden_size": 24}
     with pytest.raises(ValueError, match=r"--num-attention-heads to be a multiple of .* got 8"):
         TrainConfig(**few)
     assert TrainConfig(**few, experimental_attention_variant="gated_delta_net").kv_heads == 8
     halves = {"hybrid_layer_pattern": "M-", "mamba_num_groups": 1}
     assert TrainConfig(**few, **halves, position_embedding_type="none").kv_heads == 8
+    odd = run | {"ffn_hidden_size": 25}
+    with pytest.raises(ValueError, match=r"--ffn-hidden-size to be .*-size 4, .*, got 25"):
+        TrainConfig(**odd)
+    assert not TrainConfig(**odd, moe_num_experts=4).has_dense_layers  # experts are whole
+    with pytest.raises(ValueError, match="--ffn-hidden-size"):
+        TrainConfig(**odd, moe_num_experts=4, moe_first_k_dense=1)
 
 
 def test_what_can_work_beside_another_is_not_refused():

@@ -171,6 +171,13 @@ class TrainConfig(
         return [layer for layer, kind in kinds if kind == "E"]
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has a feed-forward without experts."""
+        if self.hybrid_layer_pattern is not None:
+            return "-" in self.hybrid_layer_pattern
+        return not all(map(self.has_experts, range(whole(self.num_layers))))
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers with experts: of T5's two stacks, ICT's two towers, modules behind a GPT."""
         behind = self.mtp_num_layers if self.has_experts(whole(self.num_layers) - 1) else 0
@@ -304,6 +311,11 @@ class TrainConfig(
                 f"Expected {words} to be a multiple of --tensor-model-parallel-size {tp}, for each "
                 f"rank computes with whole heads, got {self.kv_heads}. Lower "
                 "--tensor-model-parallel-size."
+            )
+        if self.has_dense_layers and self.ffn_size % tp:
+            raise ValueError(
+                f"Expected --ffn-hidden-size to be a multiple of --tensor-model-parallel-size {tp}"
+                f", for each rank computes an equal part, got {self.ffn_size}. Change one."
             )
 
     def _attends(self, layer: int) -> bool:

@@ -216,16 +216,9 @@ def _settings(config: TrainConfig) -> dict[str, list[str]]:
     behind: dict[str, list[str]] = {}
     for field in (f for group in groups for f in fields(group) if not spec(f).in_training):
         behind.setdefault(spec(field).in_force or field.name, []).append(field.name)
-    if not _has_dense(config):
+    if not config.has_dense_layers:
         del behind["ffn_size"]  # of dense feed-forwards
     return {name: found for name, found in behind.items() if name not in _ROWS}
-
-
-def _has_dense(config: TrainConfig) -> bool:
-    """Whether any layer has a feed-forward without experts."""
-    if config.hybrid_layer_pattern is not None:
-        return "-" in config.hybrid_layer_pattern
-    return not all(map(config.has_experts, range(whole(config.num_layers))))
 
 
 _DEFAULTS = {

@@ -134,6 +134,7 @@ def olmoe() -> Recipe:
     return _modern("olmoe-1b-7b") | {
         "num_layers": 16, "num_attention_heads": 16, "ffn_hidden_size": 1024,
         "qk_layernorm_over": "width", "layernorm_epsilon": 1e-5, "rotary_base": 1e4,
+        "padded_vocab_size": 50_304,
         "moe_num_experts": 64, "moe_top_k": 8, "moe_loss_weight": 0.01, "moe_z_loss_weight": 0.001,
         "micro_batch_size": 4, "global_batch_size": 1024, "train_iters": 1_200_000,
         "lr": 4e-4, "min_lr": 4e-5, "lr_warmup_fraction": 1 / 480,

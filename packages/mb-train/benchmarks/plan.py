@@ -8,7 +8,8 @@ allocator had given out, time the median mean of four steps after the warm-up; t
 its figure over the measured one, less 1. Prints each row when it is known, then one line of JSON.
 
 A case RECIPE:SxN takes a recipe's steps as N micro-batches of S sequences, in CUDA graphs;
-RECIPE:SxN:L its first L layers. --no-dropout leaves out the dropout of such cases.
+RECIPE:SxN:L its first L layers. --no-dropout leaves out the dropout of such cases, --no-compile
+torch's compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,8 +97,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WARM_UP, TOGETHER = 8, 4
 
 
-def case(name: str, *, dropout: bool) -> tuple[str, dict[str, Any]]:
-    """A case of `CASES`, or what RECIPE:SxN or RECIPE:SxN:L says."""
+def case(name: str, also: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A case of `CASES`, or what RECIPE:SxN or RECIPE:SxN:L says, with these fields."""
     if name in CASES:
         return CASES[name]
     found = re.fullmatch(r"([^:]+):(\d+)x(\d+)(?::(\d+))?", name)
@@ -108,14 +111,14 @@ def case(name: str, *, dropout: bool) -> tuple[str, dict[str, Any]]:
         "cuda_graph": True,
     }
     own |= {} if layers is None else {"num_layers": int(layers)}
-    return base, own | ({} if dropout else NO_DROPOUT)
+    return base, own | dict(also)
 
 
 def measure(
-    name: str, folder: Path, steps: int, device: str, *, dropout: bool = True
+    name: str, folder: Path, steps: int, device: str, also: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Plan and actual figures of one case; `folder` has its data."""
-    base, own = case(name, dropout=dropout)
+    base, own = case(name, also)
     fields = recipe(base) | own | {"train_iters": steps, "device": device}
     data = random_sentences if "model" in fields else random_tokens
     words = ["--recipe", base, *data(folder / "random"), "--save", str(folder / "run")]
@@ -158,16 +161,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--no-dropout", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--steps", type=int, default=24, help=f"more than {WARM_UP}; default 24")
     options = parser.parse_args()
     for name in options.cases:
         try:
-            case(name, dropout=True)
+            case(name, {})
         except ValueError as error:
             parser.error(str(error))
     if options.steps <= WARM_UP:
         raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    also = (NO_DROPOUT if options.no_dropout else {}) | (
+        {"compile": False} if options.no_compile else {}
+    )
     rows = []
     head = f"{'':20}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}"
     print(head, flush=True)
@@ -176,8 +183,7 @@ def main() -> None:
         for name in options.cases:
             own = Path(folder) / name.replace(":", "-")
             own.mkdir()
-            dropout = not options.no_dropout
-            rows.append(measure(name, own, options.steps, device, dropout=dropout))
+            rows.append(measure(name, own, options.steps, device, also))
             print(_line(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}))

@@ -304,7 +304,7 @@ def test_ranks_that_share_sequences_share_what_a_layer_keeps():
 def test_ranks_that_share_sequences_share_the_time_of_a_step():
     config = config_of(
         **{"seq_length": 8192, "moe_num_experts": 8, "global_batch_size": 8, "bf16": True},
-        **{"hidden_size": 1024, "num_attention_heads": 8},
+        **{"hidden_size": 1024, "num_attention_heads": 8, "compile": True},
     )
     alone = sizes(config, 64, 1, "H200")
     shared = dataclasses.replace(config, context_parallel_size=4)
@@ -900,19 +900,39 @@ WITHOUT = {
     ("qwen3-30b-a3b", 1, 4, 2): 120.1,
     ("gpt-oss-20b", 1, 4, 2): 212.3,
 }
-VOCABULARIES = {"bert-110m": 30592, "qwen3-30b-a3b": 151_936, "gpt-oss-20b": 201_088}
+# Without --compile, in CUDA graphs (2026-11-29-h200.md); Mixtures of Experts are 4 to 9 % too low.
+UNCOMPILED = {
+    ("dense-46m", 64, 2): 110.6,
+    ("dense-125m", 64, 1): 139.3,
+    ("dense-356m", 16, 2): 192.9,
+    ("dmoe-46m", 16, 4): 78.9,
+    ("dmoe-125m", 64, 1): 170.5,
+    ("olmoe-1b-7b", 2, 2, 2): 63.7,
+    ("qwen3-30b-a3b", 1, 4, 2): 128.7,
+    ("gpt-oss-20b", 1, 4, 2): 213.4,
+    ("deepseek-v2-lite", 2, 2, 3): 112.0,
+}
+UNCOMPILED_WITHOUT = {("dense-46m", 64, 2): 103.7, ("dense-125m", 64, 1): 128.7}
 
 
-@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "none"])
-def test_the_time_of_small_and_large_micro_batches(dropout):
-    for (name, sequences, number, *layers), milliseconds in (
-        WITH_DROPOUT if dropout else WITHOUT
-    ).items():
-        fields = recipe(name) | ({} if dropout else NO_DROPOUT)
-        fields |= {"micro_batch_size": sequences, "global_batch_size": sequences * number}
-        config = TrainConfig(**fields | ({"num_layers": layers[0]} if layers else {}))
-        assert (config.attention_dropout > 0) == (config.hidden_dropout > 0) == dropout
-        found = sizes(config, VOCABULARIES.get(name, 51200), 1, "NVIDIA H200")
+@pytest.mark.parametrize(
+    ("measured", "also"),
+    [
+        (WITH_DROPOUT, {}),
+        (WITHOUT, NO_DROPOUT),
+        (UNCOMPILED, {"compile": False}),
+        (UNCOMPILED_WITHOUT, NO_DROPOUT | {"compile": False}),
+    ],
+    ids=["dropout", "none", "uncompiled", "uncompiled, none"],
+)
+def test_the_time_of_small_and_large_micro_batches(measured, also):
+    for (name, sequences, number, *layers), milliseconds in measured.items():
+        batch = {"micro_batch_size": sequences, "global_batch_size": sequences * number}
+        fields = recipe(name) | batch | also | ({"num_layers": layers[0]} if layers else {})
+        config = TrainConfig(**fields)
+        assert (config.attention_dropout > 0) == (config.hidden_dropout > 0)
+        rows = config.padded_vocab_size or (30592 if name == "bert-110m" else 51200)
+        found = sizes(config, rows, 1, "NVIDIA H200")
         assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1), (name, sequences)
 
 
@@ -1180,7 +1200,7 @@ def test_the_command(capsys):
     out = capsys.readouterr().out
     assert re.search(r"^memory +0\.00\d+ GiB per rank: weights 0\.00", out, re.M)
     assert re.search(r"^step +32 tokens, 0\.0+\d\d TFLOP on 1 rank$", out, re.M)
-    assert re.search(r"^time +0\.20 ms a step on H100", out, re.M)  # that of a block at least
+    assert re.search(r"^time +0\.30 ms a step on H100", out, re.M)  # that of a block at least
     assert re.search(r"^training +1 step, 0\.0+\d\d seconds$", out, re.M)
     assert main(["plan", "--recipe", "dmoe-125m", "--print-config"]) == 0
     assert capsys.readouterr().out.startswith("[model]")

@@ -41,6 +41,7 @@ from mb_train.plan.step_time import (
     keeping,
     meeting_few_rows,
     orthogonalising,
+    scoring,
     waiting,
 )
 from mb_train.schedule import BatchSizes
@@ -344,13 +345,13 @@ def _step_s(
     in_blocks = [
         Demand(products=products * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
-        keeping(kept, 0, sentences=sentences),
-        between_kernels(len(layers) * micro_batches),
+        keeping(kept, sentences=sentences, compiled=config.compile),
+        between_kernels(len(layers) * micro_batches, compiled=config.compile),
     ]
     in_passes = [
         *in_blocks,
         Demand(products=heads * samples / ranks),
-        keeping(0, 2 * logits * samples / ranks, sentences=sentences),
+        scoring(2 * logits * samples / ranks),
         rounding(
             *(work, dims),
             micro_batch=whole(config.micro_batch_size),

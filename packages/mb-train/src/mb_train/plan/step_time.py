@@ -47,6 +47,9 @@ _KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.4, 8.1, 6.3
 # Of the kernels of a block's two passes what no number of tokens makes shorter, in seconds: their
 # beginnings and ends, and the gaps between them (benchmarks/results/2026-11-28-h200.md).
 _OF_A_BLOCK = 2e-4
+# Both without --compile, of a GPT: more kernels, each with a pass of its own
+# (benchmarks/results/2026-11-29-h200.md).
+_KEPT_PASSES_UNCOMPILED, _OF_A_BLOCK_UNCOMPILED = 6.6, 3e-4
 # Rows that are computed for nothing for each expert: half a tile of 128, in the mean.
 _HALF_A_TILE = 64
 
@@ -145,9 +148,9 @@ def meeting_few_rows(
     return max(filled, moving) - own
 
 
-def between_kernels(blocks: float) -> Demand:
+def between_kernels(blocks: float, *, compiled: bool) -> Demand:
     """What the kernels of so many passes of blocks take, however few tokens there are."""
-    return Demand(fixed=_OF_A_BLOCK * blocks)
+    return Demand(fixed=(_OF_A_BLOCK if compiled else _OF_A_BLOCK_UNCOMPILED) * blocks)
 
 
 def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:
@@ -156,10 +159,15 @@ def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:
     return Demand(products=flops * _PRODUCTS / share)
 
 
-def keeping(kept: float, logits: float, *, sentences: bool) -> Demand:
-    """What blocks keep for the backward pass, and the logits, in bytes; beside the products."""
-    passes = _KEPT_PASSES_OF_SENTENCES if sentences else _KEPT_PASSES
-    return Demand(moved=passes * kept + _LOGIT_PASSES * logits)
+def keeping(kept: float, *, sentences: bool, compiled: bool) -> Demand:
+    """What blocks keep for the backward pass, in bytes, beside the products."""
+    passes = _KEPT_PASSES if compiled else _KEPT_PASSES_UNCOMPILED
+    return Demand(moved=(_KEPT_PASSES_OF_SENTENCES if sentences else passes) * kept)
+
+
+def scoring(logits: float) -> Demand:
+    """The logits, in bytes, beside the products."""
+    return Demand(moved=_LOGIT_PASSES * logits)
 
 
 def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...], steps: int) -> Demand:

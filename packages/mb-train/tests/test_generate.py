@@ -1,9 +1,11 @@
 """Choosing tokens, and text from a trained run."""
 
+import itertools
 import json
 import math
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -413,6 +415,21 @@ def test_a_pass_that_waits_for_the_gpu_is_launched(waits, monkeypatch):
     for scores in (again, scores_of_steps(model)):
         for step, other in zip(plain, scores, strict=True):
             torch.testing.assert_close(torch.stack(step), torch.stack(other), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_threads_write_what_each_would_alone():
+    """Each of them captures its own passes, while others launch, draw and replay theirs."""
+    model = small_model_of("dmoe").cuda()
+
+    def tokens(seed):
+        sampling = Sampling(top_k=5, seed=seed)
+        steps = continue_tokens(model, [[1, 2], [3]], sampling, vocab_size=30, context=90)
+        return [[one.token for one in step] for step in itertools.islice(steps, 60)]
+
+    alone = [tokens(seed) for seed in range(12)]
+    with ThreadPoolExecutor(4) as threads, warnings.catch_warnings(action="error"):
+        assert list(threads.map(tokens, range(12))) == alone
 
 
 @pytest.fixture(scope="module")

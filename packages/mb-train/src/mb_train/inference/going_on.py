@@ -9,6 +9,7 @@ nothing, so what cannot be captured goes on as it was.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -21,13 +22,19 @@ from mb_train.models.gpt import GPT
 # Passes of a shape that run as they are before one is captured: kernels are built, libraries
 # allocate workspaces.
 WARM_UP = 2
+_CAPTURING = threading.Lock()  # all captures are on one stream of torch's
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """What replays what a function does on the GPU; it returns the same tensor each time."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads of a server may use the GPU meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # Other threads may use the GPU meanwhile. Where a capture cannot even begin, torch leaves its
+    # stream the current one.
+    with (
+        _CAPTURING,
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         result = run()
 
     def replay() -> Tensor:

@@ -181,7 +181,8 @@ def hybrid(rng: random.Random, model: list[str]) -> list[str]:
     pattern = rng.choice(HYBRIDS["--moe-num-experts" in " ".join(model)])
     without = "linear-|latent|moe-layer|moe-first|mtp-|window|rope|position-embedding"
     kept = [flags for flags in model if not re.search(without, flags)]
-    return [*kept, f"--num-layers 4 --hybrid-layer-pattern {pattern} {MAMBA}"]
+    modules = rng.randrange(3) * f"/{''.join(rng.choices(pattern, k=2))}"
+    return [*kept, f"--num-layers 4 --hybrid-layer-pattern {pattern}{modules} {MAMBA}"]
 
 
 def attention(rng: random.Random, tp: int) -> list[str]:

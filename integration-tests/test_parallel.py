@@ -96,9 +96,10 @@ STATES = (
     "--linear-value-head-dim 5 --attention-output-gate --normalization RMSNorm --qk-layernorm "
     f"{HEADS} {GROUPS}"
 )
-# Mamba-2, experts, attention, a dense feed-forward: halves of blocks, and one stage's as another's.
+# Mamba-2, experts, attention, a dense feed-forward: halves of blocks, and one stage's as another's;
+# behind them a module for further tokens.
 MAMBA = (
-    "--num-layers 4 --hybrid-layer-pattern ME*- --mamba-num-heads 4 --mamba-head-dim 6 "
+    "--num-layers 4 --hybrid-layer-pattern ME*-/ME --mamba-num-heads 4 --mamba-head-dim 6 "
     "--mamba-num-groups 2 --mamba-state-dim 5 --position-embedding-type none --normalization "
     f"RMSNorm --moe-latent-size 12 {HEADS}"
 )

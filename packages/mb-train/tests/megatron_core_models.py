@@ -103,6 +103,12 @@ HYBRID = {
     "position_embedding_type": "none", "squared_relu": True, "hybrid_layer_pattern": "ME*-",
     "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_num_groups": 4, "mamba_state_dim": 5,
 }  # fmt: skip
+# Behind it two modules of some of these.
+HYBRID_FURTHER = HYBRID | {
+    "mtp_hybrid_override_pattern": "*ME",
+    "mtp_num_layers": 2,
+    "mtp_loss_scaling_factor": 0.3,
+}
 # Experts behind a latent, in its one such layer.
 OF_ONE = {"moe_first_k_dense": 0, "moe_loss_weight": 0.01, "moe_latent_size": 20}
 OF_ONE_ARGS = {"moe_layer_freq": 1, "moe_latent_size": 20}
@@ -155,7 +161,13 @@ def their_share(state, gated, ranks, sizes, layers, kind, experts_as):
     places = [(f"stack.blocks.{n}.", f"decoder.layers.{local}.") for local, n in enumerate(layers)]
     further = {int(name.split(".")[1]) for name in state if name.startswith("mtp.")}
     for number in sorted(further) if LAYERS - 1 in layers else ():
-        places.append((f"mtp.{number}.stack.blocks.0.", f"mtp.layers.{number}.transformer_layer."))
+        stack = f"mtp.{number}.stack.blocks."
+        halves = {int(n.removeprefix(stack).split(".")[0]) for n in state if n.startswith(stack)}
+        if len(halves) == 1:
+            places.append((f"{stack}0.", f"mtp.layers.{number}.transformer_layer."))
+        else:
+            inside = f"mtp.layers.{number}.mtp_model_layer.layers."
+            places += [(f"{stack}{half}.", f"{inside}{half}.") for half in sorted(halves)]
         found["embedding.word_embeddings.weight"] = cut(state["embedding.tokens.weight"])
         for part, how in (("enorm", None), ("hnorm", None), ("eh_proj", 0), ("stack.norm", None)):
             weight, theirs = state[f"mtp.{number}.{part}.weight"], part.replace("stack.norm", LAST)

@@ -462,13 +462,14 @@ def test_every_choice_of_a_model_reaches_it():
         "hybrid_layer_pattern": "M*S", "num_layers": 3, "position_embedding_type": "none",
         "mamba_num_heads": 4, "mamba_head_dim": 3, "mamba_num_groups": 2, "mamba_state_dim": 5,
         "mamba_conv_kernel_dim": 6, "short_conv_kernel_dim": 5,
+        "mtp_num_layers": 1, "mtp_hybrid_override_pattern": "S*",
     }  # fmt: skip
     every = [
         made,
         *(transformer_config(TrainConfig(**RUN | x), 64) for x in (LATENT, hybrid, further)),
     ]
     assert (every[2].pattern, every[2].mamba) == ("M*S", MambaSizes(4, 3, 2, 5, 6))
-    assert every[2].conv_taps == 5
+    assert (every[2].conv_taps, every[2].mtp_pattern) == (5, "S*")
     assert (every[-1].mtp_modules, every[-1].mtp_loss_weight) == (2, 0.3)
     defaults = {f.name: f.default for f in fields(made) if f.default is not dataclasses.MISSING}
     alike = [n for n, value in defaults.items() if all(getattr(x, n) == value for x in every)]

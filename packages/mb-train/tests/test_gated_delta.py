@@ -23,7 +23,7 @@ from mb_train.models.gated_delta import (
     unit_length,
 )
 from mb_train.models.gpt import GPT
-from mb_train.models.mtp import last_layer
+from mb_train.models.mtp import layers_of_module
 from mb_train.models.states import StateContext
 from mb_train.models.transformer import Block
 from mb_train.tasks.architecture import transformer_config
@@ -293,7 +293,7 @@ def test_which_layers_have_a_state_is_by_their_number_in_the_whole_model():
     kinds = {n: isinstance(b.attention, GatedDeltaNet) for n, b in model.stack.blocks.items()}
     assert kinds == {"1": True, "2": False}
     for last in (True, False):  # a module for further tokens is a layer like the last
-        of_module = last_layer(config_of(delta_layers=(not last, True, last)))
+        of_module = layers_of_module(config_of(delta_layers=(not last, True, last)))
         assert of_module.delta_layers == (last,)
         assert isinstance(Block(of_module, 0).attention, GatedDeltaNet) == last
     assert all(map(config_of(delta_layers=None).has_state, range(3)))

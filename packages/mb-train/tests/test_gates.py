@@ -10,7 +10,7 @@ from mb_train.models.attention import Attention, BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.config import LatentSizes, TransformerConfig
 from mb_train.models.gpt import GPT
-from mb_train.models.mtp import last_layer
+from mb_train.models.mtp import layers_of_module
 from mb_train.models.rotary import rotary_tables
 from mb_train.models.segments import seen
 from mb_train.models.t5 import T5
@@ -179,7 +179,7 @@ def test_which_layers_turn_is_by_their_number_in_the_whole_model():
     turns = {name: block.attention.rotates for name, block in model.stack.blocks.items()}
     assert turns == {"1": False, "2": True}
     for last in (True, False):  # a module for further tokens is a layer like the last
-        of_module = last_layer(config_of(rope_layers=(not last,) * 3 + (last,)))
+        of_module = layers_of_module(config_of(rope_layers=(not last,) * 3 + (last,)))
         assert of_module.rope_layers == (last,)
         assert Block(of_module, 0).attention.rotates == last
 

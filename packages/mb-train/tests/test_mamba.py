@@ -176,12 +176,16 @@ def test_in_fp8_the_map_to_steps_is_not():
     [
         ({"hybrid_layer_pattern": "ME*"}, "a letter for each of --num-layers 4, got 3: ME"),
         ({"hybrid_layer_pattern": "MEG-"}, "to be of M .*, got 'MEG-'"),
+        ({"mtp_num_layers": 1}, "--mtp-hybrid-override-pattern, .* got none. .*each module: ME"),
+        (
+            {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "MS"},
+            r"of letters that --hybrid-layer-pattern ME\*- has, got MS",
+        ),
         ({"hybrid_layer_pattern": "M-*-"}, "a layer E in .* alone, got M-.- and 4 experts"),
         ({"moe_num_experts": None}, "a layer E in .* got ME.- and None experts"),
         ({"moe_layers": [1] * 4}, "--moe-layers or --hybrid-layer-pattern, got both"),
         ({"moe_layer_freq": 2}, "--moe-layer-freq 1 .* with --hybrid-layer-pattern.* got 2 and 0"),
         ({"no_rope_freq": 2}, "--no-rope-freq to be left out with --hybrid-layer-pattern"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers to be left out with .* got 1"),
         ({"model": "bert"}, "--model to be left out with --hybrid-layer-pattern, .* got bert"),
         ({"position_embedding_type": "learned"}, "none or rope with --hybrid.*, got learned"),
         ({"mamba_num_groups": 3}, "--mamba-num-groups to divide .*, got 3 and 8"),

@@ -17,6 +17,7 @@ from megatron_core_models import (
     GATES,
     HIDDEN,
     HYBRID,
+    HYBRID_FURTHER,
     LATENT,
     LAYERS,
     LLAMA,
@@ -191,6 +192,14 @@ L2_NORMS = {"qk_layernorm": False, "qk_l2_norm": True}
             {"tp": 4, "pp": 2, "ep": 2},
         ),
         (
+            HYBRID_FURTHER | MIXTURE | OF_ONE | {"moe_loss_weight": 0.03},
+            HYBRID | MIXTURE_ARGS | OF_ONE_ARGS | {
+                "hybrid_layer_pattern": "ME|*-/*ME/*ME", "mtp_num_layers": 2,
+                "mtp_loss_scaling_factor": 0.3,
+            },
+            {"tp": 4, "pp": 2, "ep": 2},
+        ),
+        (
             HYBRID | {"hybrid_layer_pattern": "M*M-"},
             HYBRID | {"hybrid_layer_pattern": None, "hybrid_override_pattern": "M*M-"},
             {"tp": 2},
@@ -240,7 +249,7 @@ def test_the_command_makes_a_run(tmp_path):
         ({"mtp_num_layers": 1}, r"missing .*mtp\.layers\.0\.eh_proj\.weight"),
         ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
         ({"hybrid_override_pattern": "M*-"}, "a letter for each of --num-layers 4, got 3: M"),
-        (HYBRID | {"hybrid_layer_pattern": "M*M-/*-"}, r"to be of M .*, got 'M\*M-/\*-'"),
+        (HYBRID | {"hybrid_layer_pattern": "M*M-/*-/M"}, "modules of the same layers .*, got"),
         ({"rotary_interleaved": True}, "rotary positions pair"),
         ({"scaling_recipe": "depth_mup"}, "none or mup, got 'depth_mup'"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
@@ -275,6 +284,7 @@ def test_what_we_have_not_is_refused(tmp_path, args, says):
         LATENT | {"q_lora_rank": 16},
         {},
         HYBRID | {"hybrid_layer_pattern": "M*M-"},
+        HYBRID_FURTHER | {"hybrid_layer_pattern": "M*M-", "mtp_hybrid_override_pattern": "*M"},
     ],
 )
 def test_norms_around_one_are_ours_and_one(tmp_path, fields, kind):

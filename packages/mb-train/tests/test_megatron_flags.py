@@ -581,6 +581,24 @@ def test_older_spellings_mean_what_they_meant():
             {"hybrid_layer_pattern": "MMMM", "num_layers": 4},
         ),
         (
+            "--hybrid-layer-pattern -M*/-M/-M",
+            {
+                "hybrid_layer_pattern": "-M*",
+                "num_layers": 3,
+                "mtp_num_layers": 2,
+                "mtp_hybrid_override_pattern": "-M",
+            },
+        ),
+        (
+            "--hybrid-override-pattern=M*- --mtp-hybrid-override-pattern -* --mtp-num-layers 1",
+            {
+                "hybrid_layer_pattern": "M*-",
+                "num_layers": 3,
+                "mtp_num_layers": 1,
+                "mtp_hybrid_override_pattern": "-*",
+            },
+        ),
+        (
             "--hybrid-layer-pattern -*E",
             {"hybrid_layer_pattern": "-*E", "num_layers": 3},
         ),

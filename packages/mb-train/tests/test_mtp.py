@@ -37,6 +37,11 @@ KINDS = {
     "norms of outputs": {"norm_placement": "output"},
     "norms in both places": {"norm_placement": "both", "normalization": "RMSNorm"},
     "what norms put out kept": {"norm_placement": "kept"},
+    "layers that are halves of blocks": {
+        "num_layers": 5, "hybrid_layer_pattern": "M*-ME", "mtp_hybrid_override_pattern": "*ME",
+        "position_embedding_type": "none", "moe_num_experts": 4, "moe_top_k": 2,
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 4,
+    },
 }  # fmt: skip
 TEXT = np.array([[1, 2, 3, EOD, 5, 6, EOD, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11, 12]])
 
@@ -73,8 +78,10 @@ def by_formula(model, text_BS):
         if model.embedding.positions is not None:
             e_BSD = e_BSD + model.embedding.positions((positions_1S + k).clamp(max=S - 1))
         both = torch.cat([module.enorm(e_BSD), module.hnorm(x_BSD)], 2)
-        (block,) = module.stack.blocks.values()
-        x_BSD = module.stack.norm(block(both @ module.eh_proj.weight.T, context).x_BSD)
+        x_BSD = both @ module.eh_proj.weight.T
+        for block in module.stack.blocks.values():
+            x_BSD = block(x_BSD, context).x_BSD
+        x_BSD = module.stack.norm(x_BSD)
         scores = x_BSD[:, : S - k] @ head_VD.T
         found.append(
             F.cross_entropy(scores.flatten(0, 1), text_BS[:, k + 1 :].flatten(), reduction="sum")

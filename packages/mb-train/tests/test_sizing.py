@@ -462,6 +462,8 @@ ODD = {
         "mamba_num_groups": 3,
         "mamba_state_dim": 5,
         "hybrid_layer_pattern": "ME*-",
+        "mtp_num_layers": 1,
+        "mtp_hybrid_override_pattern": "E*-",
         "moe_num_experts": 3,
         "moe_latent_size": 11,
         "position_embedding_type": "none",
@@ -972,8 +974,11 @@ def test_the_page_counts_these_cases():
     on_four = sum(case[0] == 4 for case in sized)
     timed = sum(case[3] is not None for case in MEASURED.values())
     timed += len(FRONTIER) + len(WITH_DROPOUT) + len(WITHOUT)
+    uncompiled = len(UNCOMPILED) + len(UNCOMPILED_WITHOUT)
+    timed += uncompiled
     assert f"within 8 % of {len(sized)} measured cases, {on_four} of them on four H200s" in page
     assert f"within 10 % of {timed} cases" in page
+    assert f"and {uncompiled} [without]" in page
     assert len(ON_HOST) == 7
     assert "within 5 % of seven measured cases, the memory within 6 %" in page
     assert len(MOMENTS) == 2

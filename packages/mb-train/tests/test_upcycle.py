@@ -64,6 +64,7 @@ def outputs_of(run):
         ({"model": "t5", "decoder_seq_length": S}, ["--moe-top-k", "2"]),
         ({}, ["--moe-router-type", "sinkhorn"]),
         (HYBRID, ["--moe-top-k", "2"]),
+        (HYBRID | {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*-"}, []),
     ],
     ids=str,
 )

@@ -19,6 +19,11 @@ class HybridFields:
         "whole blocks",
         also=("--hybrid-override-pattern",), on_load="model",
     )  # fmt: skip
+    mtp_hybrid_override_pattern: str | None = flag(
+        "such letters for the layers of each module of --mtp-num-layers, behind such a model; or "
+        "behind its pattern, once for each module: M*ME/*E/*E", on_load="fixed",
+        in_force="mtp_pattern", needs=[_PATTERN, ("mtp_num_layers",)],
+    )  # fmt: skip
     mamba_num_heads: int | None = flag(
         "Mamba layers: heads, each with a state; default 2 x hidden size / --mamba-head-dim",
         bounds=POSITIVE, on_load="model", in_force="mamba_sizes", needs=_PATTERN,

@@ -36,6 +36,12 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
         return max(wide * 2 // 3 // 64, 1) * 64 if self.swiglu else wide
 
     @property
+    def mtp_pattern(self) -> str | None:
+        """Letters of the layers of a module for further tokens; None for one like the last."""
+        there = self.mtp_num_layers and self.hybrid_layer_pattern is not None
+        return self.mtp_hybrid_override_pattern if there else None
+
+    @property
     def activation_name(self) -> str:
         """The activation by mb_kernels' name."""
         if self.activation is not None:
@@ -363,7 +369,6 @@ def _check_pattern(config: Network) -> None:
         "--experimental-attention-variant": config.experimental_attention_variant,
         "--window-attn-skip-freq": config.window_attn_skip_freq,
         "--no-rope-freq": config.no_rope_freq,
-        "--mtp-num-layers": config.mtp_num_layers,
         "--model": None if config.model == "gpt" else config.model,
     }
     for words, value in whole_blocks.items():
@@ -375,6 +380,14 @@ def _check_pattern(config: Network) -> None:
     if config.position_embedding_type == "learned":
         raise ValueError(
             f"Expected --position-embedding-type none or rope with {flag}, got learned."
+        )
+    behind = config.mtp_pattern
+    if config.mtp_num_layers and (not behind or set(behind) - set(pattern)):
+        got = f"got {behind}" if behind else "got none"
+        raise ValueError(
+            "Expected --mtp-hybrid-override-pattern, the layers of a module of --mtp-num-layers, "
+            f"of letters that {flag} {pattern} has, {got}. Or write them behind it, once for each "
+            f"module: {pattern}/*E."
         )
     hidden, heads = whole(config.hidden_size), whole(config.num_attention_heads)
     if config.conv_taps is not None and hidden % heads:

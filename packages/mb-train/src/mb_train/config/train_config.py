@@ -180,7 +180,10 @@ class TrainConfig(
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts: of T5's two stacks, ICT's two towers, modules behind a GPT."""
-        behind = self.mtp_num_layers if self.has_experts(whole(self.num_layers) - 1) else 0
+        of_module = int(self.has_experts(whole(self.num_layers) - 1))
+        if self.mtp_pattern is not None:
+            of_module = self.mtp_pattern.count("E")
+        behind = self.mtp_num_layers * of_module
         return sum(len(self.expert_layers(layers)) for layers in self._stacks) + behind
 
     @property

@@ -64,8 +64,9 @@ def upcycle(
     # Not one expert a token: its weight would be 1 whatever the router says, which then learns
     # nothing from the loss.
     begins: dict[str, Any] = {"moe_top_k": 2, "moe_renormalize": True, "moe_mlp_bias": biases}
-    if dense.config.hybrid_layer_pattern is not None:
-        begins["hybrid_layer_pattern"] = dense.config.hybrid_layer_pattern.replace("-", "E")
+    for name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern"):
+        if (pattern := getattr(dense.config, name)) is not None:
+            begins[name] = pattern.replace("-", "E")
     config = resolve(experts, dense.saved.inherited() | begins)
     for name, there, here in (
         ("--moe-ffn-hidden-size", config.ffn_size, config.expert_ffn_size),

@@ -11,6 +11,7 @@ own.
 --linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
 --hybrid-layer-pattern M*-          --hybrid-layer-pattern=M*- --num-layers=3
+--hybrid-layer-pattern M*-/*-/*-    the same, --mtp-num-layers=2 --mtp-hybrid-override-pattern=*-
 --hybrid-mlp-ratio 0.5 and 4 layers --hybrid-layer-pattern=M-M-
 """
 
@@ -81,12 +82,13 @@ def counted(words: Sequence[str]) -> list[str]:
     left out.
 
     Raises:
-        ValueError: shares of very many layers.
+        ValueError: shares of very many layers; modules of several kinds behind a pattern.
     """
     found = list(words)
     for place, word in reversed(list(enumerate(found[1:]))):
-        if found[place] in (*_PATTERNS, *_SHARES) and not word.startswith("--"):
+        if found[place] in (*_PATTERNS, _OF_MODULES, *_SHARES) and not word.startswith("--"):
             found[place : place + 2] = [f"{found[place]}={word}"]  # it may begin with a hyphen
+    found = [part for word in found for part in _spelled_apart(word)]
     said = [word.partition("=") for word in found]
     patterns = [value for name, _, value in said if name in _PATTERNS]
     stacks = [place for place, (name, *_) in enumerate(said)
@@ -110,6 +112,29 @@ def counted(words: Sequence[str]) -> list[str]:
     found = [word for word in found if word.partition("=")[0] not in less]
     more = [] if patterns else [f"{_PATTERNS[0]}={pattern}"]
     return found + more + ([] if numbers else [f"--num-layers={len(pattern)}"])
+
+
+def modules_apart(pattern: str) -> tuple[str, list[str]]:
+    """Core's pattern without what is behind it: those of modules for further tokens, all alike.
+
+    Raises:
+        ValueError: they are not, or have no layer.
+    """
+    own, *modules = pattern.split("/")
+    if modules and (len(set(modules)) > 1 or not modules[0]):
+        raise ValueError(
+            f"Expected modules of the same layers behind the model's in {_PATTERNS[0]}, as in "
+            f"M*ME/*E/*E, got {pattern}."
+        )
+    return own, modules
+
+
+def _spelled_apart(word: str) -> list[str]:
+    name, _, value = word.partition("=")
+    own, modules = modules_apart(value) if name in _PATTERNS else (value, [])
+    if not modules:
+        return [word]
+    return [f"{name}={own}", f"--mtp-num-layers={len(modules)}", f"{_OF_MODULES}={modules[0]}"]
 
 
 def _is_zero(share: str) -> bool:
@@ -215,6 +240,7 @@ def _window(text: str) -> list[str]:
 
 _MOST = 10_000  # layers, and more than any model has
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_OF_MODULES = "--mtp-hybrid-override-pattern"
 _SHARES = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 # Core's own stacks of such layers, behind the module in --spec.
 _STACKS = (["mamba_stack_spec"], ["hybrid_stack_spec"])

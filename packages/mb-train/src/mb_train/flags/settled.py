@@ -193,6 +193,7 @@ _ANSWERS: Mapping[str, str] = {
         --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec
     """,
     "the profile is rank 0's": "--profile-ranks=+",
+    "the profile is kept in the run's folder": "--profile-dir=1",
     "--profile is torch's profiler": """
         --use-pytorch-profiler --pytorch-profiler-collect-shapes
         --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --record-shapes

@@ -163,6 +163,7 @@ class TransformerConfig:
 
     Further tokens (see `models.mtp`, a GPT's alone):
         mtp_modules: how many modules behind the last layer predict tokens beyond the next.
+        mtp_pattern: with `pattern`, that of the layers of a module.
         mtp_loss_weight: of the mean of their losses.
 
     Experts:
@@ -221,6 +222,7 @@ class TransformerConfig:
     fp8: bool = False
     fp8_spares: tuple[int, int] = (0, 0)
     mtp_modules: int = 0
+    mtp_pattern: str | None = None
     mtp_loss_weight: float = 0.1
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] | None = None
@@ -258,6 +260,13 @@ class TransformerConfig:
             )
         if self.mamba is None and "M" in (self.pattern or ""):
             raise ValueError(f"Expected sizes of Mamba layers for {self.pattern}, got none.")
+        if self.pattern is not None and self.mtp_modules:
+            behind = self.mtp_pattern or ""
+            if not behind or set(behind) - set(self.pattern):
+                raise ValueError(
+                    "Expected mtp_pattern, the layers of a module, of letters that pattern "
+                    f"{self.pattern} has, got {self.mtp_pattern}."
+                )
         if self.conv_taps is None and "S" in (self.pattern or ""):
             raise ValueError(f"Expected taps of short convolutions for {self.pattern}, got none.")
         if self.conv_taps is not None and self.hidden_size % self.num_heads:

@@ -84,12 +84,12 @@ class GPT(nn.Module):
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = own_head(config)
         self.register_parameter("head_bias", bias_of_scores(config))
-        self.mtp = nn.ModuleDict(
-            {
-                str(number): FurtherPrediction(config, compute_dtype=compute_dtype)
-                for number in range(config.mtp_modules)
-            }
-        )
+        modules = [
+            FurtherPrediction(config, compute_dtype=compute_dtype)
+            for _ in range(config.mtp_modules)
+        ]
+        self.mtp = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
+        self._moe_layers_behind = sum(module.stack.num_moe_layers for module in modules)
         names = further_labels, further_weights, further_positions
         self._further = {name(k + 1) for k in range(config.mtp_modules) for name in names}
 
@@ -249,9 +249,7 @@ class GPT(nn.Module):
 
     def _of_all_modules(self, reports: ExpertReports) -> ExpertReports:
         """Reports whose mean is over the experts of modules for further tokens too."""
-        config = self.config
-        behind = config.mtp_modules * config.has_experts(config.num_layers - 1)
-        return ExpertReports.joined(reports, ExpertReports(behind))
+        return ExpertReports.joined(reports, ExpertReports(self._moe_layers_behind))
 
     def _within(
         self, B: int, positions_BS: Tensor, segments_BS: Tensor | None, ends_BN: Tensor | None

@@ -6,7 +6,8 @@ That of DeepSeek-V3 (arXiv 2412.19437, section 2.2). Module k = 1, 2, ... is giv
              the norm that ends them, as the head sees them
     e        the embedding of the token k places on
 
-and returns x_k, a block like the model's last one and a norm of its own behind it:
+and returns x_k, a block like the model's last one and a norm of its own behind it, or behind a
+model whose layers are halves of blocks several of these:
 
     x_k = stack(eh_proj([enorm(e), hnorm(x_k-1)]))
 
@@ -23,6 +24,7 @@ Letters: B sequences, S tokens of a sequence, D hidden.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +51,7 @@ class FurtherPrediction(nn.Module):
         D = config.hidden_size
         self.enorm, self.hnorm = Norm(config), Norm(config)
         self.eh_proj = Linear(2 * D, D, std=config.init_std, bias=False)
-        self.stack = Stack(last_layer(config), compute_dtype=compute_dtype)
+        self.stack = Stack(layers_of_module(config), compute_dtype=compute_dtype)
 
     def forward(
         self, x_BSD: Tensor, further_BSD: Tensor, context: BlockContext
@@ -64,15 +66,22 @@ class FurtherPrediction(nn.Module):
         return self.stack(self.eh_proj(both), context)
 
 
-def last_layer(config: TransformerConfig) -> TransformerConfig:
-    """That of a stack of one layer like a model's last."""
-    one = {
-        name: flags if flags is None else flags[-1:]
+def layers_of_module(config: TransformerConfig) -> TransformerConfig:
+    """Those of a module's stack: a layer like the model's last, or of a pattern of their own."""
+    like = [config.num_layers - 1]
+    if config.pattern is not None:  # the last of its kind
+        like = [config.pattern.rindex(letter) for letter in config.mtp_pattern or ""]
+    flags: dict[str, Any] = {
+        name: tuple(known[layer] for layer in like)
         for name in FLAGS_OF_LAYERS
-        for flags in [getattr(config, name)]
+        if (known := getattr(config, name)) is not None
     }
+    flags |= {} if config.pattern is None else {"pattern": config.mtp_pattern}
     fp8 = config.in_fp8(config.num_layers - 1)
-    return replace(config, num_layers=1, mtp_modules=0, fp8=fp8, fp8_spares=(0, 0), **one)
+    return replace(
+        config, num_layers=len(like), mtp_modules=0, mtp_pattern=None, fp8=fp8, fp8_spares=(0, 0),
+        **flags,
+    )  # fmt: skip
 
 
 def names_of_modules(first: int, end: int) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         fp8=config.fp8_spares is not None,
         fp8_spares=config.fp8_spares or (0, 0),
         mtp_modules=config.mtp_num_layers,
+        mtp_pattern=config.mtp_pattern,
         mtp_loss_weight=config.mtp_loss_scaling_factor,
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),

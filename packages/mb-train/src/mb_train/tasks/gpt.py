@@ -14,7 +14,7 @@ from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
-from mb_train.models.mtp import further_loss, further_weights, last_layer
+from mb_train.models.mtp import further_loss, further_weights, layers_of_module
 from mb_train.models.tensor_plans import gpt_plan
 from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.architecture import transformer_config
@@ -59,7 +59,7 @@ class GPTTask:
         self.workload = Workload(
             (Pass(self.model_config, self._length),),
             (Head(self._length, vocab_size),) * (1 + len(modules)),
-            (Pass(last_layer(self.model_config), self._length),) * len(modules),
+            tuple(Pass(layers_of_module(self.model_config), self._length) for _ in modules),
         )
         self._config, self._eod, self._rearranged = config, eod, rearranged
         self._part, self._parts = (0, 1) if mesh is None else (mesh.cp_rank, mesh.cp_size)

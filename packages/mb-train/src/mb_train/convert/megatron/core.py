@@ -41,8 +41,8 @@ from mb_train.models.config import MambaSizes
 _NAMES = (
     (r"^decoder\.", ""),
     (r"^final_norm\.", "final_layernorm."),
-    (r"^(layers\.\d+)\.norm\.", r"\1.input_layernorm."),
     (r"^(mtp\.layers\.\d+\.)(transformer_layer|mtp_model_layer)\.", r"\1"),
+    (r"^(mtp\.layers\.\d+\.|)(layers\.\d+)\.norm\.", r"\1\2.input_layernorm."),
     (
         r"(?:self_attention|mixer)\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$",
         r"input_layernorm.\1",
@@ -291,10 +291,12 @@ def _place(ours: str, config: TrainConfig) -> tuple[str, str, str]:
     module, _, kind = (name if layer is None else layer[2]).rpartition(".")
     if layer is None:
         return (_TOP[module] if behind is None else f"{within}.{_BEHIND[module]}"), module, kind
-    number = f".{layer[1]}" if behind is None else ""
-    is_mamba = (config.hybrid_layer_pattern or "")[int(layer[1]) :].startswith("M")
-    names = _LAYER | _MAMBA if is_mamba else _LAYER
-    return f"{within}{number}.{names[module]}", module, kind
+    pattern, place = config.hybrid_layer_pattern or "", f".{layer[1]}"
+    if behind is not None:  # a module has one layer, or those of a pattern
+        place = f".layers{place}" if pattern else ""
+        pattern = config.mtp_pattern or ""
+    names = _LAYER | _MAMBA if pattern[int(layer[1]) :].startswith("M") else _LAYER
+    return f"{within}{place}.{names[module]}", module, kind
 
 
 def _stacked(tensors: Sequence[Tensor], parts: int) -> Tensor:

@@ -18,7 +18,7 @@ from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.new_run import imported_config
 from mb_train.flags import megatron_defaults, translated
-from mb_train.flags.layer_patterns import pattern_of_shares, spelled_out
+from mb_train.flags.layer_patterns import modules_apart, pattern_of_shares, spelled_out
 from mb_train.flags.refused import refusal
 from mb_train.flags.settled import NO_FUSED_GELU
 
@@ -130,7 +130,10 @@ def _with_pattern(given: Mapping[str, Any], has_mamba: bool) -> dict[str, Any]:
     if pattern is None:
         shares = {flag_name(name): str(value) for name, value in given.items()}
         pattern = pattern_of_shares(shares, given["num_layers"])
-    return others | {_PATTERNS[0]: pattern.replace("|", "")}  # between stages of a pipeline
+    pattern, modules = modules_apart(pattern.replace("|", ""))  # between stages of a pipeline
+    if modules:
+        others |= {"mtp_num_layers": len(modules), "mtp_hybrid_override_pattern": modules[0]}
+    return others | {_PATTERNS[0]: pattern}
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ def _read(
         wholes = [fork.reordered(whole, args, version) for whole in wholes]
     weights = layout.renamed(wholes, config, args.padded_vocab_size)
     if getattr(args, "apply_layernorm_1p", False):
-        weights = _around_one(weights, config.hybrid_layer_pattern or "")
+        weights = _around_one(weights, config)
     weights = in_fp32(weights, shapes_of(config, args.padded_vocab_size), folder)
     kind = getattr(args, "tokenizer_type", None) or _GPT2
     if tokenizer is None and kind != _GPT2:  # of a model that can be read
@@ -104,13 +104,20 @@ def _read(
     return config, weights
 
 
-def _around_one(weights: Mapping[str, Tensor], pattern: str) -> Mapping[str, Tensor]:
+def _around_one(weights: Mapping[str, Tensor], config: TrainConfig) -> Mapping[str, Tensor]:
     """With norms, which multiply by 1 more than their weights in the files, as ours have them.
 
     But not those inside of layers of Mamba-2, which are mamba-ssm's.
     """
-    layers = (layer for layer, kind in enumerate(pattern) if kind == "M")
-    others = {f"stack.blocks.{layer}.attention.norm.weight" for layer in layers}
+    stacks = {"stack": config.hybrid_layer_pattern or ""}
+    for number in range(config.mtp_num_layers):
+        stacks[f"mtp.{number}.stack"] = config.mtp_pattern or ""
+    others = {
+        f"{stack}.blocks.{layer}.attention.norm.weight"
+        for stack, pattern in stacks.items()
+        for layer, kind in enumerate(pattern)
+        if kind == "M"
+    }
     rules = [
         Rule(
             name,

@@ -56,6 +56,7 @@ def test_defaults_derive_from_sizes():
         ({"lr": float("nan")}, "--lr above 0, got nan"),
         ({"moe_capacity_factor": -1.0}, "--moe-capacity-factor of at least 0, got -1"),
         ({"hidden_dropout": 1.0}, r"--hidden-dropout in \[0, 1\), got 1"),
+        ({"mask_prob": 1.0}, r"--mask-prob in \[0, 1\), got 1"),
         ({"optimizer": "lion"}, "--optimizer to be one of adam, sgd, adafactor, muon, got"),
         ({"max_position_embeddings": 4}, "--max-position-embeddings of at least --seq-length"),
         ({"train_iters": None}, "one of --train-iters and --train-samples, got neither"),

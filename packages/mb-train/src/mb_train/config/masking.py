@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag
+from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, flag
 
 TASKS = ("mnli", "qqp", "race")
 
@@ -16,7 +16,7 @@ class MaskingFields:
     mask_prob: float = flag(
         "share of tokens that are masked",
         0.15,
-        bounds=SHARE,
+        bounds=FRACTION,
         on_load="fixed",
         needs=("model", "bert", "t5"),
     )

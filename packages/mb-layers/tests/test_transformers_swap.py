@@ -240,6 +240,20 @@ def test_layers_without_losses_have_none_to_lose() -> None:
     same(head, {"lm_head.weight": expected["lm_head.weight"]})
 
 
+def test_layers_without_losses_need_no_place_for_them() -> None:
+    """As the error of a call from elsewhere says."""
+    tokens = torch.randint(3, 64, (2, 11))
+    model = build("olmoe")
+    expected = model(input_ids=tokens, labels=tokens).loss.item()
+    mb.swap_blocks(model, load_balancing_loss_weight=0)
+    model.model(input_ids=tokens)
+    loss, *_ = model(input_ids=tokens, labels=tokens, return_dict=False)
+    assert loss.item() == pytest.approx(expected)
+    layer = build("olmoe")
+    mb.swap_blocks(layer.model.layers[1], load_balancing_loss_weight=0)
+    layer(input_ids=tokens, labels=tokens).loss.backward()
+
+
 def test_a_head_alone_is_trained_on_frozen_blocks() -> None:
     model = build("olmoe").requires_grad_(False)
     model.lm_head.requires_grad_(True)

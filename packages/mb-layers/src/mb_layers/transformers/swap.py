@@ -193,6 +193,8 @@ class _LossOfForward:
         self._hooks = []
 
     def take(self, aux_loss: Tensor, *, weighted: bool) -> None:
+        if not weighted:  # always 0: it needs no place, and its gradient is no loss
+            aux_loss = aux_loss.detach()
         if self._taken is not None:
             self._taken.append(aux_loss)
             self._lost_gradients |= weighted and not torch.is_grad_enabled()

@@ -425,6 +425,35 @@ def test_what_was_frozen_stays_frozen() -> None:
         assert p.requires_grad == ("mlp.gate.weight" not in name and "shared_expert." not in name)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_weights_swapped_and_restored_without_gradients_train_on(
+    family: str, context: Callable
+) -> None:
+    """Those too that are copies in the other layout."""
+    model = build(family)
+    expected = outputs_and_gradients(model)
+    with context():
+        mb.swap_blocks(model, load_balancing_loss_weight=0.0)
+    assert all(p.requires_grad for p in model.parameters())
+    outputs_and_gradients(model)
+    with context():
+        mb.restore_blocks(model)
+    same(outputs_and_gradients(model), expected)
+
+
+def test_a_model_is_saved_as_accelerate_does(tmp_path: Path) -> None:
+    """By safetensors' save_model, which takes no tensor that is a part of a storage."""
+    from safetensors.torch import load_file, save_model
+
+    model = build("qwen2_moe")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for change in (mb.swap_blocks, mb.restore_blocks):
+        change(model)
+        save_model(model, str(tmp_path / "model.safetensors"))
+        same(load_file(tmp_path / "model.safetensors"), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("by", ["peft", "add_lora"])
 def test_adapters_on_swapped_blocks_are_saved_beside_the_blocks(by: str, tmp_path: Path) -> None:
     model = build("qwen2_moe").eval()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import Rule, put_in, translate, translate_back
+from mb_layers.state_dicts import Rule, put_in, tells_what_trains, translate, translate_back
 from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import (
@@ -47,10 +47,11 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
         ValueError: another kind of block, a block that computes what `dMoE` cannot, or weights
             that do not all find their place.
     """
-    layer = dMoE(config_from_block(block, **overrides), device="meta")
-    tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
-    state = translate_block({**block.state_dict(), **tensors}, layer.config)
-    put_in(layer, state)
+    with tells_what_trains():
+        layer = dMoE(config_from_block(block, **overrides), device="meta")
+        tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
+        state = translate_block({**block.state_dict(), **tensors}, layer.config)
+        put_in(layer, state)
     return layer.train(block.training)
 
 
@@ -226,7 +227,8 @@ def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         if (fused := f"{shared}.gate_up_proj.weight") in names:  # MiniMax-M3's
             rules.append(Rule("shared_expert.w1", (fused,), _stack, _unstack))
         else:
-            rules.append(Rule("shared_expert.w1", maps, *_w1_of(config)))
+            joined = (_stack_pairs, _halves) if config.is_glu else (_stack, _unstack)
+            rules.append(Rule("shared_expert.w1", maps, *joined))
         down = (f"{shared}.down_proj.weight",)
         rules.append(Rule("shared_expert.w2", down, _stack, _unstack))
     if config.shared_expert_gate:
@@ -255,6 +257,14 @@ def _stack_pairs(*tensors: Tensor) -> Tensor:
 
 def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
     return [half for expert in _unstack(stacked) for half in expert.chunk(2)]
+
+
+def _halves(stacked: Tensor) -> Sequence[Tensor]:
+    """The two matrices of one expert, as tensors of their own: safetensors saves no model of parts.
+
+    Accelerate's save_state does so.
+    """
+    return [half.clone() for half in _split_pairs(stacked)]
 
 
 def _unstack(stacked: Tensor) -> Sequence[Tensor]:

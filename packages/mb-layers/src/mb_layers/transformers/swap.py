@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mb_layers.arguments import described
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import put_in
+from mb_layers.state_dicts import put_in, tells_what_trains
 from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import (
@@ -76,13 +76,14 @@ class BlockAdapter(nn.Module):
                 "transformers computes nothing; restore_blocks before parallelize_experts and "
                 "fully_shard, or load get_model_state_dict's full_state_dict into another model"
             )
-        state = self.state_dict(keep_vars=True)
-        if more := state.keys() - set(self._names):
-            raise ValueError(
-                f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
-                "first: merge_lora, or PEFT's merge_and_unload"
-            )
-        put_in(block, state)
+        with tells_what_trains():
+            state = self.state_dict(keep_vars=True)
+            if more := state.keys() - set(self._names):
+                raise ValueError(
+                    f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
+                    "first: merge_lora, or PEFT's merge_and_unload"
+                )
+            put_in(block, state)
         return block.train(self.training)
 
 
@@ -119,9 +120,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
     the first are given nothing for these blocks: `set_model_state_dict` raises there that their
     names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
-    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts) are
-    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
-    Under FSDP2 all ranks have to call it, for it gathers shared experts.
+    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts, a
+    shared expert's gate and up projection) are copies there: what is written into the state dict
+    reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
+    gathers shared experts.
     """
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers

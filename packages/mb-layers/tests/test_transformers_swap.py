@@ -352,6 +352,27 @@ def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
     same(outputs_and_gradients(swapped), expected)
 
 
+def test_parts_that_blocks_share_are_refused() -> None:
+    """Each block would get a weight of its own, one memory under two optimizer states."""
+    model = build("olmoe")
+    first, second = model.model.layers[:2]
+    second.mlp.experts = first.mlp.experts
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.\S+ and model\.layers\.1\.mlp\.\S+, which are"
+    ):
+        mb.swap_blocks(model)
+    other = build("olmoe")
+    other.router = torch.nn.Linear(32, 6, bias=False)
+    other.router.weight = other.model.layers[0].mlp.gate.weight
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight and router\.weight"):
+        mb.swap_blocks(other)
+    tied_later = build("olmoe")
+    layers = list(mb.swap_blocks(tied_later).values())
+    layers[1].experts = layers[0].experts
+    with pytest.raises(ValueError, match="which are one"):
+        mb.restore_blocks(tied_later)
+
+
 def test_a_block_routes_by_its_routers_numbers() -> None:
     """They were read from the config as the model was built, in HunYuan's from a list of layers."""
     tokens = torch.randint(3, 64, (2, 9))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,8 +112,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         The new layers by the name of the block they replaced.
 
     Raises:
-        ValueError: the model holds no such block, or computes a balancing loss of its own from
-            router logits, which are no longer there (its forward raises it if asked for it later).
+        ValueError: the model holds no such block, a block shares a part of its weights with
+            another (one for several layers is fine), or the model computes a balancing loss of its
+            own from router logits, which are no longer there (its forward raises it if asked for it
+            later).
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
@@ -138,6 +140,7 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             f"expected a model with blocks of {', '.join(BLOCKS)}, found none; mb_layers."
             "transformers.use(model) runs the experts of others on the kernels, in their own blocks"
         )
+    _refuse_shared(model, blocks)
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {
@@ -159,13 +162,15 @@ def restore_blocks(model: nn.Module) -> list[str]:
         The names of the blocks.
 
     Raises:
-        ValueError: the model holds no swapped block, one with adapters, or one whose weights are
-            spread over ranks (parallelize_experts, fully_shard). Nothing is restored then.
+        ValueError: the model holds no swapped block, one with adapters, one that shares a part of
+            its weights with another, or one whose weights are spread over ranks
+            (parallelize_experts, fully_shard). Nothing is restored then.
     """
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
+    _refuse_shared(model, adapters)
     blocks = {
         adapter: adapter.block() for adapter in dict.fromkeys(adapters.values())
     }  # all, or none
@@ -257,6 +262,26 @@ def _refuse_router_logits(model: nn.Module) -> None:
                 f"expected {name}.output_router_logits=False, got True: the swapped blocks bring "
                 "their own balancing loss; set it to False"
             )
+
+
+def _refuse_shared(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise for a weight of a block that is also elsewhere: both would get one of their own."""
+    owners: dict[Tensor, nn.Module] = {}
+    shared = []
+    for block in dict.fromkeys(blocks.values()):
+        shared += [p for p in block.parameters() if owners.setdefault(p, block) is not block]
+    inside = {part for block in blocks.values() for part in block.modules()}
+    for module in model.modules():
+        if module not in inside:
+            shared += [p for p in module.parameters(recurse=False) if p in owners]
+    if shared:
+        everywhere = model.named_parameters(remove_duplicate=False)
+        names = [name for name, p in everywhere if p is shared[0]]
+        raise ValueError(
+            f"expected each weight in one block alone, got {' and '.join(names)}, which are one, "
+            "and would be several that train apart; untie them, or let mb_layers.transformers."
+            "use(model) run the experts"
+        )
 
 
 def _share(model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor | float:

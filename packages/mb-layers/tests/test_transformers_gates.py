@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
+from mb_layers.transformers import experts  # noqa: E402
 from mb_layers.transformers.experts import fused_activation, recognise_gate  # noqa: E402
 from tiny_models import build, outputs_and_gradients  # noqa: E402
 
@@ -85,6 +86,23 @@ def test_a_gate_that_does_otherwise_than_its_numbers_say_goes_step_by_step(
     recognise_gate(module)
     assert fused_activation(module) is None
     compare(parts, module, config)
+
+
+def test_gates_are_recognised_whatever_torchs_default_was_at_the_import(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _ = parts.build("inkling2", "Inkling2Experts")
+    monkeypatch.setattr(experts.ExpertsInterface, "register", lambda *_: None)
+    spec = importlib.util.spec_from_file_location("imported_anew", str(experts.__file__))
+    assert spec is not None
+    anew: Any = importlib.util.module_from_spec(spec)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        spec.loader.exec_module(anew)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    anew.recognise_gate(module)
+    assert fused_activation(module) == OWN["inkling2", "Inkling2Experts"]
 
 
 def test_numbers_are_read_anew(parts: Any) -> None:

@@ -149,7 +149,8 @@ def recognise_gate(experts: Any) -> None:
             return
 
 
-_PROBE = torch.cat([s * torch.logspace(-2, 6, 65, device="cpu") for s in (-1, 1)])
+_MAGNITUDES = torch.logspace(-2, 6, 65, dtype=torch.float32, device="cpu")
+_PROBE = torch.cat([-_MAGNITUDES, _MAGNITUDES])
 
 
 def _names_of_gate(experts: Any) -> list[str]:

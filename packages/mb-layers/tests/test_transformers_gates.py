@@ -88,6 +88,26 @@ def test_a_gate_that_does_otherwise_than_its_numbers_say_goes_step_by_step(
     compare(parts, module, config)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "numbers", "activation"),
+    [
+        ("gpt_oss", "GptOssExperts", {"limit": float("inf")}, "swiglu(alpha=1.702, offset=1, i"),
+        ("gpt_oss", "GptOssExperts", {"alpha": -1.0}, None),
+        ("deepseek_v4", "DeepseekV4Experts", {"limit": float("inf")}, "swiglu"),
+        ("deepseek_v4", "DeepseekV4Experts", {"limit": 0}, None),
+    ],
+)
+def test_numbers_that_no_activation_has_go_step_by_step(
+    parts: Any, model: str, name: str, numbers: dict[str, float], activation: str | None
+) -> None:
+    module, config = parts.build(model, name)
+    for number, value in numbers.items():
+        setattr(module, number, value)
+    recognise_gate(module)
+    assert (fused_activation(module) or "none").startswith(activation or "none")
+    compare(parts, module, config)
+
+
 def test_gates_are_recognised_whatever_torchs_default_was_at_the_import(
     parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +140,15 @@ def test_a_gate_with_parameters_goes_step_by_step(parts: Any) -> None:
     assert fused_activation(module) is None
 
 
-def test_swapped_blocks_take_any_numbers() -> None:
-    model = build("gpt_oss", swiglu_limit=2.5, swiglu_alpha=1.25)
+@pytest.mark.parametrize(
+    ("limit", "activation"),
+    [
+        (2.5, "swiglu(alpha=1.25, limit=2.5, offset=1)"),
+        (float("inf"), "swiglu(alpha=1.25, offset=1)"),
+    ],
+)
+def test_swapped_blocks_take_any_numbers(limit: float, activation: str) -> None:
+    model = build("gpt_oss", swiglu_limit=limit, swiglu_alpha=1.25)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("gate_up_proj"):
@@ -129,9 +156,7 @@ def test_swapped_blocks_take_any_numbers() -> None:
     expected = outputs_and_gradients(model)
     swapped = copy.deepcopy(model)
     layers = mb.swap_blocks(swapped, load_balancing_loss_weight=0.0)
-    assert {moe.config.activation for moe in layers.values()} == {
-        "swiglu(alpha=1.25, limit=2.5, offset=1)"
-    }
+    assert {moe.config.activation for moe in layers.values()} == {activation}
     logits = outputs_and_gradients(swapped)["logits"]
     torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=1e-5)
     mb.restore_blocks(swapped)

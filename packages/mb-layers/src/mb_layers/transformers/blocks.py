@@ -23,6 +23,7 @@ from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     activation_name,
     fused_activation,
+    gate_of_gpt_oss,
     glu_name,
     has_own_gate,
     recognise_gate,
@@ -143,7 +144,7 @@ def _gate_of(experts: Any) -> str:
             )
         return name
     if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
-        return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
+        return gate_of_gpt_oss(experts.alpha, experts.limit)
     if not has_own_gate(experts):
         return glu_name(experts.act_fn)
     recognise_gate(experts)

@@ -13,12 +13,13 @@ Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mb_kernels
 import torch
 import torch.nn.functional as F
-from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated
+from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated, parse
 from torch import Tensor, nn
 
 from mb_layers.factored import map_weight, weight_of
@@ -167,10 +168,25 @@ def _names_of_gate(experts: Any) -> list[str]:
     if limit is not None:
         names.append(f"{base}(limit={limit})")
     if limit is not None and alpha is not None:
-        names.append(f"swiglu(alpha={alpha}, limit={limit}, offset=1)")
+        names.append(gate_of_gpt_oss(alpha, limit))
     if None not in caps:
         names.append("swiglu(gate_cap={}, up_cap={})".format(*caps))
-    return names
+    return [name for name in names if _is_name(name)]
+
+
+def gate_of_gpt_oss(alpha: float, limit: float) -> str:
+    """The name of GPT-OSS's gate with these numbers; an infinite limit is none."""
+    limited = f"limit={limit}, " if limit < math.inf else ""
+    return f"swiglu(alpha={alpha}, {limited}offset=1)"
+
+
+def _is_name(name: str) -> bool:
+    """Whether there is such an activation: of numbers that are 0 or below there is none."""
+    try:
+        parse(name)
+    except ValueError:
+        return False
+    return True
 
 
 def has_own_gate(experts: Any) -> bool:

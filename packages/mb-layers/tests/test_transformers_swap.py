@@ -352,6 +352,40 @@ def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
     same(outputs_and_gradients(swapped), expected)
 
 
+def test_a_weight_of_which_a_half_is_frozen_is_refused() -> None:
+    """As by a loop that freezes routers, and whatever else has `gate` in its name."""
+    model = build("qwen2_moe")
+    for name, p in model.named_parameters():
+        p.requires_grad_("gate" not in name)
+    with pytest.raises(
+        ValueError, match=r"trained together, .* got shared_expert\.gate_proj\.weight frozen"
+    ):
+        mb.swap_blocks(model)
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused() -> None:
+    """Its wrapper knows the weights that it was given, and no others."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = build("olmoe")
+        averaged = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match=r"blocks of its `\.module`, and wrap that anew"):
+            mb.swap_blocks(averaged)
+        mb.swap_blocks(model)
+        with pytest.raises(ValueError, match=r"blocks of its `\.module`, and wrap that anew"):
+            mb.restore_blocks(averaged)
+        sharded = build("olmoe")
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="whole weights, got DTensors; swap_blocks before"):
+            mb.swap_blocks(sharded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_parts_that_blocks_share_are_refused() -> None:
     """Each block would get a weight of its own, one memory under two optimizer states."""
     model = build("olmoe")

@@ -46,14 +46,28 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
 
     Raises:
         ValueError: another kind of block, a block that computes what `dMoE` cannot, or weights
-            that do not all find their place.
+            that do not all find their place, or are frozen in part.
     """
     with tells_what_trains():
         layer = dMoE(config_from_block(block, **overrides), device="meta")
         tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
-        state = translate_block({**block.state_dict(), **tensors}, layer.config)
+        whole = {**block.state_dict(), **tensors}
+        _refuse_half_frozen(tensors, block_rules(whole, layer.config))
+        state = translate_block(whole, layer.config)
         put_in(layer, state)
     return layer.train(block.training)
+
+
+def _refuse_half_frozen(parameters: Mapping[str, Tensor], rules: Sequence[Rule]) -> None:
+    """Raise where some of the tensors that make up one of ours are frozen, and some not."""
+    for rule in rules:
+        trains = {n: parameters[n].requires_grad for n in rule.sources if n in parameters}
+        if len(set(trains.values())) > 1:
+            raise ValueError(
+                f"expected {' and '.join(trains)} to be frozen or trained together, as a dMoE has "
+                f"one weight for them, got {' and '.join(n for n, t in trains.items() if not t)} "
+                "frozen; freeze all of them or none"
+            )
 
 
 def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:

@@ -112,10 +112,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         The new layers by the name of the block they replaced.
 
     Raises:
-        ValueError: the model holds no such block, a block shares a part of its weights with
-            another (one for several layers is fine), or the model computes a balancing loss of its
-            own from router logits, which are no longer there (its forward raises it if asked for it
-            later).
+        ValueError: the model holds no such block, is spread over ranks already
+            (DistributedDataParallel, fully_shard, parallelize_experts), or computes a balancing
+            loss of its own from router logits, which are no longer there (its forward raises it if
+            asked for it later); a block shares a part of its weights with another (one for several
+            layers is fine), or has a half of one of ours frozen.
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
@@ -140,7 +141,13 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             f"expected a model with blocks of {', '.join(BLOCKS)}, found none; mb_layers."
             "transformers.use(model) runs the experts of others on the kernels, in their own blocks"
         )
+    _refuse_ddp(model)
     _refuse_shared(model, blocks)
+    if any(is_dtensor(p) for block in blocks.values() for p in block.parameters()):
+        raise ValueError(
+            "expected blocks with whole weights, got DTensors; swap_blocks before "
+            "parallelize_experts and fully_shard"
+        )
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {
@@ -164,12 +171,13 @@ def restore_blocks(model: nn.Module) -> list[str]:
     Raises:
         ValueError: the model holds no swapped block, one with adapters, one that shares a part of
             its weights with another, or one whose weights are spread over ranks
-            (parallelize_experts, fully_shard). Nothing is restored then.
+            (parallelize_experts, fully_shard, DistributedDataParallel). Nothing is restored then.
     """
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
+    _refuse_ddp(model)
     _refuse_shared(model, adapters)
     blocks = {
         adapter: adapter.block() for adapter in dict.fromkeys(adapters.values())
@@ -262,6 +270,16 @@ def _refuse_router_logits(model: nn.Module) -> None:
                 f"expected {name}.output_router_logits=False, got True: the swapped blocks bring "
                 "their own balancing loss; set it to False"
             )
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    """Raise for DistributedDataParallel, which averages the gradients of weights it was given."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "expected a model without DistributedDataParallel around it, got one within, whose new "
+            "weights would never be averaged over the ranks; swap or restore the blocks of its "
+            "`.module`, and wrap that anew"
+        )
 
 
 def _refuse_shared(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

@@ -109,12 +109,12 @@ def test_llama4_runs_with_adapters_and_whole_copies_of_its_experts() -> None:
 
 
 def test_use_raises_where_there_is_nothing_to_move() -> None:
-    with pytest.raises(ValueError, match=r"experts in stacked weights, found none$"):
+    with pytest.raises(ValueError, match=r"an experts_implementation in transformers, found none$"):
         mb.use(torch.nn.Linear(2, 2))
     config = transformers.SwitchTransformersConfig(
         vocab_size=64, d_model=16, d_ff=16, d_kv=8, num_heads=2, num_layers=2, num_experts=2
     )
-    with pytest.raises(ValueError, match="SwitchTransformersExperts store their weights"):
+    with pytest.raises(ValueError, match="SwitchTransformersExperts have no such hook"):
         mb.use(transformers.SwitchTransformersForConditionalGeneration(config))
 
 

@@ -52,8 +52,8 @@ def use(model: nn.Module) -> list[str]:
             )
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
-            "expected a model with experts in stacked weights, found none"
-            + (f"; {', '.join(kinds)} store their weights in another way" if kinds else "")
+            "expected a model whose experts have an experts_implementation in transformers, found "
+            "none" + (f"; {', '.join(kinds)} have no such hook" if kinds else "")
         )
     for name, module in moved.items():
         _refuse_few_bits(name, module)

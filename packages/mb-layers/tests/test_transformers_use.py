@@ -148,13 +148,15 @@ def test_use_moves_experts_inside_any_module() -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_use_refuses_quantised_experts_and_leaves_the_model() -> None:
+def test_quantised_experts_are_refused_and_the_model_is_left() -> None:
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     config = transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
     loaded = replace_with_fp8_linear(build("qwen3_moe"), ["lm_head"], config)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts' .* FP8Experts in .*float8"):
         mb.use(loaded)
+    with pytest.raises(ValueError, match=r"'Qwen3MoeSparseMoeBlock' .* FP8Experts in .*float8"):
+        mb.swap_blocks(loaded)
     assert loaded.config._experts_implementation != "mb"
     sequential = llama4(1)
     for layer in sequential.model.layers:

@@ -27,6 +27,7 @@ from mb_layers.transformers.experts import (
     glu_name,
     has_own_gate,
     recognise_gate,
+    refuse_few_bits,
     refuse_offloaded,
 )
 
@@ -82,6 +83,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
             "use(model) runs the experts of others on the kernels, in their own blocks"
         )
     refuse_offloaded(kind, block)
+    refuse_few_bits(kind, block)
     experts: Any = block.experts
     router: Any = next(m for m in map(block._modules.get, ("gate", "router")) if m is not None)
     for part, attribute in ((experts, "is_transposed"), (router, "top_k")):

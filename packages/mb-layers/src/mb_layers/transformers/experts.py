@@ -201,6 +201,19 @@ def _learns(experts: Any) -> bool:
     return any(name.removesuffix("_bias") not in known for name in names)
 
 
+def refuse_few_bits(name: str, module: nn.Module) -> None:
+    """Raise for experts of a quantised model: their codes mean nothing without its scales."""
+    experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
+    dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
+    if dtypes or isinstance(experts, nn.ModuleList):
+        kind = " in ".join([type(experts).__name__, *map(str, dtypes)])
+        raise ValueError(
+            f"expected the experts {name!r} stacked in 16 bits or more, got {kind}; load the model "
+            "without quantization_config or with dequantize=True; freeze_in_bits makes 8 or 4 bits "
+            "of it"
+        )
+
+
 def refuse_offloaded(name: str, module: nn.Module) -> None:
     """Raise if accelerate loads the weights of the module only while its parts are called."""
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]

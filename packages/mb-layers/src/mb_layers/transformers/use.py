@@ -23,6 +23,7 @@ from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     glu_name,
     recognise_gate,
+    refuse_few_bits,
     refuse_offloaded,
 )
 
@@ -56,7 +57,7 @@ def use(model: nn.Module) -> list[str]:
             "none" + (f"; {', '.join(kinds)} have no such hook" if kinds else "")
         )
     for name, module in moved.items():
-        _refuse_few_bits(name, module)
+        refuse_few_bits(name, module)
     for name, module in others.items():
         refuse_offloaded(name, module)
     for module in hooked.values():
@@ -92,19 +93,6 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 def _remade(kind: type[nn.Module]) -> nn.Module:
     made = _moved(kind)
     return made.__new__(made)
-
-
-def _refuse_few_bits(name: str, module: nn.Module) -> None:
-    """Raise for experts of a quantised model: their codes mean nothing without its scales."""
-    experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
-    dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
-    if dtypes or isinstance(experts, nn.ModuleList):
-        kind = " in ".join([type(experts).__name__, *map(str, dtypes)])
-        raise ValueError(
-            f"expected the experts {name!r} stacked in 16 bits or more, got {kind}; load the model "
-            "without quantization_config or with dequantize=True; freeze_in_bits makes 8 or 4 bits "
-            "of it"
-        )
 
 
 def _looks_like_experts(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
-from mb_layers import MoEConfig, add_lora, collect, merge_lora  # noqa: E402
+from mb_layers import MoEConfig, add_lora, collect, freeze_in_bits, merge_lora  # noqa: E402
 from tiny_models import BLOCKS, COMMON, FAMILIES, build, outputs_and_gradients  # noqa: E402
 
 
@@ -380,10 +380,20 @@ def test_a_model_that_is_spread_over_ranks_is_refused() -> None:
             mb.restore_blocks(averaged)
         sharded = build("olmoe")
         fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="whole weights, got DTensors; swap_blocks before"):
+        with pytest.raises(ValueError, match="got some as DTensor; swap_blocks before"):
             mb.swap_blocks(sharded)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_experts_frozen_in_bits_before_the_swap_are_refused() -> None:
+    model = build("olmoe")
+    expected = outputs_and_gradients(model)
+    experts = model.model.layers[1].mlp.experts
+    freeze_in_bits(experts, 8, names=("gate_up_proj", "down_proj"))
+    with pytest.raises(ValueError, match=r"FrozenWeight; swap_blocks before .* freeze_in_bits"):
+        mb.swap_blocks(model)
+    assert outputs_and_gradients(model).keys() < expected.keys()
 
 
 def test_parts_that_blocks_share_are_refused() -> None:

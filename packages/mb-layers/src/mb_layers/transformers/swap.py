@@ -113,10 +113,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     Raises:
         ValueError: the model holds no such block, is spread over ranks already
-            (DistributedDataParallel, fully_shard, parallelize_experts), or computes a balancing
-            loss of its own from router logits, which are no longer there (its forward raises it if
-            asked for it later); a block shares a part of its weights with another (one for several
-            layers is fine), or has a half of one of ours frozen.
+            (DistributedDataParallel, fully_shard, parallelize_experts), has weights in few bits,
+            or computes a balancing loss of its own from router logits, which are no longer there
+            (its forward raises it if asked for it later); a block shares a part of its weights with
+            another (one for several layers is fine), or has a half of one of ours frozen.
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
@@ -143,10 +143,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         )
     _refuse_ddp(model)
     _refuse_shared(model, blocks)
-    if any(is_dtensor(p) for block in blocks.values() for p in block.parameters()):
+    weights = (p.data for block in blocks.values() for p in block.parameters())
+    if kinds := sorted({type(weight).__name__ for weight in weights if type(weight) is not Tensor}):
         raise ValueError(
-            "expected blocks with whole weights, got DTensors; swap_blocks before "
-            "parallelize_experts and fully_shard"
+            f"expected blocks with plain weights, got some as {', '.join(kinds)}; swap_blocks "
+            "before parallelize_experts, fully_shard and freeze_in_bits"
         )
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()

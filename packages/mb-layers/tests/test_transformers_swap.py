@@ -396,6 +396,26 @@ def test_experts_frozen_in_bits_before_the_swap_are_refused() -> None:
     assert outputs_and_gradients(model).keys() < expected.keys()
 
 
+def test_hooks_that_nobody_would_call_are_refused() -> None:
+    model = build("olmoe")
+    block = model.model.layers[1].mlp
+    for register in (
+        lambda m: m.register_forward_hook(lambda m, args, output: output * 2),
+        lambda m: m.register_forward_pre_hook(lambda m, args: None),
+        lambda m: m.register_full_backward_hook(lambda m, grads, outs: None),
+    ):
+        hook = register(block)
+        with pytest.raises(ValueError, match=r"got some on model\.layers\.1\.mlp, which would"):
+            mb.swap_blocks(model)
+        hook.remove()
+    mb.swap_blocks(model)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda m, args, output: output * 2)
+    with pytest.raises(ValueError, match="without hooks, got some on"):
+        mb.restore_blocks(model)
+    hook.remove()
+    mb.restore_blocks(model)
+
+
 def test_parts_that_blocks_share_are_refused() -> None:
     """Each block would get a weight of its own, one memory under two optimizer states."""
     model = build("olmoe")

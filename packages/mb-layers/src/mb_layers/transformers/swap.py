@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mb_layers.transformers.blocks import (
     translate_block,
     translate_layer,
 )
+from mb_layers.transformers.replacing import refuse_replacing, refuse_subclasses
 
 
 class BlockAdapter(nn.Module):
@@ -116,7 +117,7 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             (DistributedDataParallel, fully_shard, parallelize_experts), has weights in few bits,
             or computes a balancing loss of its own from router logits, which are no longer there
             (its forward raises it if asked for it later); a block shares a part of its weights with
-            another (one for several layers is fine), or has a half of one of ours frozen.
+            another (one for several layers is fine), has hooks, or a half of one of ours frozen.
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
@@ -141,14 +142,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             f"expected a model with blocks of {', '.join(BLOCKS)}, found none; mb_layers."
             "transformers.use(model) runs the experts of others on the kernels, in their own blocks"
         )
-    _refuse_ddp(model)
-    _refuse_shared(model, blocks)
-    weights = (p.data for block in blocks.values() for p in block.parameters())
-    if kinds := sorted({type(weight).__name__ for weight in weights if type(weight) is not Tensor}):
-        raise ValueError(
-            f"expected blocks with plain weights, got some as {', '.join(kinds)}; swap_blocks "
-            "before parallelize_experts, fully_shard and freeze_in_bits"
-        )
+    refuse_replacing(model, blocks)
+    refuse_subclasses(blocks)
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {
@@ -170,16 +165,15 @@ def restore_blocks(model: nn.Module) -> list[str]:
         The names of the blocks.
 
     Raises:
-        ValueError: the model holds no swapped block, one with adapters, one that shares a part of
-            its weights with another, or one whose weights are spread over ranks
+        ValueError: the model holds no swapped block, one with adapters or hooks, one that shares a
+            part of its weights with another, or one whose weights are spread over ranks
             (parallelize_experts, fully_shard, DistributedDataParallel). Nothing is restored then.
     """
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
-    _refuse_ddp(model)
-    _refuse_shared(model, adapters)
+    refuse_replacing(model, adapters)
     blocks = {
         adapter: adapter.block() for adapter in dict.fromkeys(adapters.values())
     }  # all, or none
@@ -271,36 +265,6 @@ def _refuse_router_logits(model: nn.Module) -> None:
                 f"expected {name}.output_router_logits=False, got True: the swapped blocks bring "
                 "their own balancing loss; set it to False"
             )
-
-
-def _refuse_ddp(model: nn.Module) -> None:
-    """Raise for DistributedDataParallel, which averages the gradients of weights it was given."""
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "expected a model without DistributedDataParallel around it, got one within, whose new "
-            "weights would never be averaged over the ranks; swap or restore the blocks of its "
-            "`.module`, and wrap that anew"
-        )
-
-
-def _refuse_shared(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise for a weight of a block that is also elsewhere: both would get one of their own."""
-    owners: dict[Tensor, nn.Module] = {}
-    shared = []
-    for block in dict.fromkeys(blocks.values()):
-        shared += [p for p in block.parameters() if owners.setdefault(p, block) is not block]
-    inside = {part for block in blocks.values() for part in block.modules()}
-    for module in model.modules():
-        if module not in inside:
-            shared += [p for p in module.parameters(recurse=False) if p in owners]
-    if shared:
-        everywhere = model.named_parameters(remove_duplicate=False)
-        names = [name for name, p in everywhere if p is shared[0]]
-        raise ValueError(
-            f"expected each weight in one block alone, got {' and '.join(names)}, which are one, "
-            "and would be several that train apart; untie them, or let mb_layers.transformers."
-            "use(model) run the experts"
-        )
 
 
 def _share(model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor | float:

@@ -396,6 +396,17 @@ def test_experts_frozen_in_bits_before_the_swap_are_refused() -> None:
     assert outputs_and_gradients(model).keys() < expected.keys()
 
 
+def test_what_is_no_model_with_blocks_is_refused_and_keeps_its_weights() -> None:
+    block = build("olmoe").model.layers[1].mlp
+    expected = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    with pytest.raises(ValueError, match=r"got OlmoeSparseMoeBlock alone, .* moe_from_block"):
+        mb.swap_blocks(block)
+    same(block.state_dict(), expected, rtol=0, atol=0)
+    for function in (mb.swap_blocks, mb.restore_blocks, mb.use):
+        with pytest.raises(ValueError, match="expected model to be a module, got a dict"):
+            function({})
+
+
 def test_hooks_that_nobody_would_call_are_refused() -> None:
     model = build("olmoe")
     block = model.model.layers[1].mlp

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 def refuse_replacing(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
     """Raise for what holds on to these parts of the model, by their names, or to their weights."""
+    if model in parts.values():
+        raise ValueError(
+            f"expected a model that holds blocks, got {type(model).__name__} alone, whose place "
+            "nothing could take; moe_from_block makes a dMoE of a block"
+        )
     _refuse_ddp(model)
     _refuse_hooks(parts)
     _refuse_shared(model, parts)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mb_layers.arguments import described
+from mb_layers.arguments import a_module, described
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in, tells_what_trains
@@ -129,6 +129,7 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
     gathers shared experts.
     """
+    a_module(model=model)
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
     blocks = {name: m for name, m in modules if type(m).__name__ in BLOCKS}
@@ -169,6 +170,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
             part of its weights with another, or one whose weights are spread over ranks
             (parallelize_experts, fully_shard, DistributedDataParallel). Nothing is restored then.
     """
+    a_module(model=model)
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:

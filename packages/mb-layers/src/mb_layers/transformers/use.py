@@ -17,6 +17,7 @@ import mb_kernels
 import torch
 from torch import Tensor, nn
 
+from mb_layers.arguments import a_module
 from mb_layers.moe import MoELayer
 from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 from mb_layers.transformers.experts import (
@@ -38,6 +39,7 @@ def use(model: nn.Module) -> list[str]:
         ValueError: the model has no experts that can do so, or some of them have fewer bits than
             16, or are offloaded and of a class without the hook. The model is left as it was.
     """
+    a_module(model=model)
     hooked = {
         name: module
         for name, module in model.named_modules()

@@ -396,6 +396,26 @@ def test_experts_frozen_in_bits_before_the_swap_are_refused() -> None:
     assert outputs_and_gradients(model).keys() < expected.keys()
 
 
+def test_a_model_of_ones_own_may_return_a_dict() -> None:
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = build("olmoe").model
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict:
+            y = self.backbone(input_ids).last_hidden_state.mean(dim=(1, 2))
+            return {"y": y} | ({} if labels is None else {"loss": (y - labels).square().mean()})
+
+    model = Regression()
+    tokens, labels = torch.randint(3, 64, (2, 11)), torch.ones(2)
+    own = model(tokens, labels)["loss"]
+    mb.swap_blocks(model, load_balancing_loss_weight=1.0)
+    outputs = model(tokens, labels)
+    assert outputs["aux_loss"] > 0.5
+    torch.testing.assert_close(outputs["loss"], own + outputs["aux_loss"])
+    assert model(tokens).keys() == {"y", "aux_loss"}
+
+
 def test_what_is_no_model_with_blocks_is_refused_and_keeps_its_weights() -> None:
     block = build("olmoe").model.layers[1].mlp
     expected = {name: tensor.clone() for name, tensor in block.state_dict().items()}

@@ -252,9 +252,16 @@ class _LossOfForward:
                 f"{type(model).__name__}, which has no place for the balancing loss; swap the "
                 "blocks of the whole model, and train it with return_dict=True"
             )
-        outputs.aux_loss = aux_loss
-        if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(model, args, kwargs, outputs) * aux_loss
+        plain = type(outputs) is dict  # transformers' are dicts too, with attributes
+        loss = outputs.get("loss") if plain else getattr(outputs, "loss", None)
+        more = {"aux_loss": aux_loss}
+        if loss is not None:
+            more["loss"] = loss + _share(model, args, kwargs, outputs) * aux_loss
+        for name, value in more.items():
+            if plain:
+                outputs[name] = value
+            else:
+                setattr(outputs, name, value)
 
 
 def _refuse_router_logits(model: nn.Module) -> None:

@@ -503,6 +503,11 @@ def test_a_swapped_block_is_not_changed_by_its_old_names() -> None:
             block.experts.requires_grad_(False)
         with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
             block.gate.weight.requires_grad = False
+        zeros = torch.nn.Parameter(torch.zeros(6, 32))
+        with pytest.raises(ValueError, match="swapped, which is empty"):
+            block.gate.weight = zeros
+        with pytest.raises(ValueError, match="swapped, which is empty"):
+            torch.func.functional_call(each, each.state_dict(), (torch.ones(1, 3).long(),))
         each.requires_grad_(False)
     mb.restore_blocks(model)
     assert not any(p.requires_grad for p in model.parameters())
@@ -517,6 +522,10 @@ def test_a_swapped_blocks_balancing_bias_is_not_moved_by_its_old_name() -> None:
         gate.e_score_correction_bias += 1
     mb.restore_blocks(model)
     gate.e_score_correction_bias += 1
+    model = build("afmoe")
+    mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="swapped, which is empty"):
+        model.model.layers[1].mlp.expert_bias = torch.zeros(6)  # of the block itself
 
 
 def test_what_was_frozen_stays_frozen() -> None:

@@ -28,6 +28,7 @@ from mb_layers.transformers.blocks import (
     translate_block,
     translate_layer,
 )
+from mb_layers.transformers.emptied import EMPTY, emptied, opened
 from mb_layers.transformers.replacing import refuse_replacing, refuse_subclasses
 
 
@@ -44,11 +45,16 @@ class BlockAdapter(nn.Module):
         self._names = tuple(block.state_dict())
         self._in_pair = type(block).__name__ in RETURN_PAIRS
         # The block without its weights, for the way back; in a tuple it is no submodule.
-        self._block = (_emptied(block),)
+        self._block = (emptied(block),)
         # Its parts are found by name, though, for what follows the names of the state dict:
         # torch.distributed.checkpoint, and some models' save_pretrained, which looks up shapes.
         self.__dict__.update(block._modules | block._parameters | block._buffers)
         self.register_load_state_dict_pre_hook(_load_block_names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_names", ()):  # a weight of the block itself
+            raise ValueError(EMPTY)
+        super().__setattr__(name, value)
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
@@ -84,7 +90,7 @@ class BlockAdapter(nn.Module):
                     f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
                     "first: merge_lora, or PEFT's merge_and_unload"
                 )
-            put_in(block, state)
+            put_in(opened(block), state)
         return block.train(self.training)
 
 
@@ -101,7 +107,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     The layers' parameters are new ones. Make the optimizer afterwards: one that was made before
     goes on with the rest of the model alone. Writing into a block's weight by its old name
-    (`mlp.gate.weight`) is an error.
+    (`mlp.gate.weight`), or putting another there, is an error. `torch.func.functional_call` does
+    that with a state dict: give it tensors by the names of `named_parameters`.
 
     Args:
         model: a transformers model (or any module that holds such blocks, is called itself, and
@@ -288,59 +295,6 @@ def _share(model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) ->
     shifted = named.get("shift_labels")
     labels = named["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items
-
-
-def _emptied(block: nn.Module) -> nn.Module:
-    """The block with its weights on the meta device."""
-    for module in block.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, _Emptied.of(parameter))
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                setattr(module, name, _Emptied.of(buffer))
-    return block
-
-
-class _Emptied(Tensor):
-    """A weight or buffer that is the layer's now. By its old name it has a shape, and no numbers.
-
-    What is written there, or frozen, would change nothing, and nobody would notice.
-    """
-
-    _is_param: bool  # what makes a tensor of a subclass an nn.Parameter
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Any:
-        empty: Any = Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
-        empty._is_param = isinstance(tensor, nn.Parameter)
-        return empty
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if _CHANGES.fullmatch(getattr(func, "__name__", "")):
-            raise ValueError(
-                "expected a change, or requires_grad, of the weights of a swapped block's `.moe` "
-                "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
-                "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-            is_part = type(result) is Tensor and result.is_meta  # its `data`, say
-            return result.as_subclass(cls) if is_part else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.of(self))
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        plain = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        is_parameter = isinstance(self, nn.Parameter)
-        return _Emptied.of, (nn.Parameter(plain, self.requires_grad) if is_parameter else plain,)
-
-
-# Names of functions that write: `copy_`, `requires_grad_`, `+=`, and what sets items or attributes.
-_CHANGES = re.compile(r"(?!__)\w*[^_]_|__set(item)?__|__i(add|sub|mul|truediv|and|or|xor)__")
 
 
 def _load_block_names(

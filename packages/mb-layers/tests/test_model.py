@@ -204,6 +204,10 @@ def test_what_cannot_be_collected_is_an_error() -> None:
         update_balancing_biases([moe], rate=0.1)
     with pytest.raises(ValueError, match=r"of one micro-batch pass \[moe\]"):
         update_balancing_biases(moe, rate=0.1)
+    with collect(sequential(balancing_bias=True)) as moe:  # and a model that was compiled before
+        pass
+    with pytest.raises(ValueError, match=r"none did; .* update_balancing_bias for each router"):
+        update_balancing_biases([moe], rate=0.1)
 
 
 @pytest.mark.parametrize("aux_scale", [None, 0.5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
+from mb_layers.transformers import experts  # noqa: E402
 from mb_layers.transformers.experts import fused_activation, recognise_gate  # noqa: E402
 from tiny_models import build, outputs_and_gradients  # noqa: E402
 
@@ -87,6 +88,43 @@ def test_a_gate_that_does_otherwise_than_its_numbers_say_goes_step_by_step(
     compare(parts, module, config)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "numbers", "activation"),
+    [
+        ("gpt_oss", "GptOssExperts", {"limit": float("inf")}, "swiglu(alpha=1.702, offset=1, i"),
+        ("gpt_oss", "GptOssExperts", {"alpha": -1.0}, None),
+        ("deepseek_v4", "DeepseekV4Experts", {"limit": float("inf")}, "swiglu"),
+        ("deepseek_v4", "DeepseekV4Experts", {"limit": 0}, None),
+    ],
+)
+def test_numbers_that_no_activation_has_go_step_by_step(
+    parts: Any, model: str, name: str, numbers: dict[str, float], activation: str | None
+) -> None:
+    module, config = parts.build(model, name)
+    for number, value in numbers.items():
+        setattr(module, number, value)
+    recognise_gate(module)
+    assert (fused_activation(module) or "none").startswith(activation or "none")
+    compare(parts, module, config)
+
+
+def test_gates_are_recognised_whatever_torchs_default_was_at_the_import(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _ = parts.build("inkling2", "Inkling2Experts")
+    monkeypatch.setattr(experts.ExpertsInterface, "register", lambda *_: None)
+    spec = importlib.util.spec_from_file_location("imported_anew", str(experts.__file__))
+    assert spec is not None
+    anew: Any = importlib.util.module_from_spec(spec)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        spec.loader.exec_module(anew)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    anew.recognise_gate(module)
+    assert fused_activation(module) == OWN["inkling2", "Inkling2Experts"]
+
+
 def test_numbers_are_read_anew(parts: Any) -> None:
     module, config = parts.build("minimax_m3_vl", "MiniMaxM3VLExperts")
     module.swiglu_limit, module.swiglu_alpha = 3.25, 1.0
@@ -102,8 +140,15 @@ def test_a_gate_with_parameters_goes_step_by_step(parts: Any) -> None:
     assert fused_activation(module) is None
 
 
-def test_swapped_blocks_take_any_numbers() -> None:
-    model = build("gpt_oss", swiglu_limit=2.5, swiglu_alpha=1.25)
+@pytest.mark.parametrize(
+    ("limit", "activation"),
+    [
+        (2.5, "swiglu(alpha=1.25, limit=2.5, offset=1)"),
+        (float("inf"), "swiglu(alpha=1.25, offset=1)"),
+    ],
+)
+def test_swapped_blocks_take_any_numbers(limit: float, activation: str) -> None:
+    model = build("gpt_oss", swiglu_limit=limit, swiglu_alpha=1.25)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("gate_up_proj"):
@@ -111,9 +156,7 @@ def test_swapped_blocks_take_any_numbers() -> None:
     expected = outputs_and_gradients(model)
     swapped = copy.deepcopy(model)
     layers = mb.swap_blocks(swapped, load_balancing_loss_weight=0.0)
-    assert {moe.config.activation for moe in layers.values()} == {
-        "swiglu(alpha=1.25, limit=2.5, offset=1)"
-    }
+    assert {moe.config.activation for moe in layers.values()} == {activation}
     logits = outputs_and_gradients(swapped)["logits"]
     torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=1e-5)
     mb.restore_blocks(swapped)

@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
-from mb_layers import MoEConfig, add_lora, collect, merge_lora  # noqa: E402
+from mb_layers import MoEConfig, add_lora, collect, freeze_in_bits, merge_lora  # noqa: E402
 from tiny_models import BLOCKS, COMMON, FAMILIES, build, outputs_and_gradients  # noqa: E402
 
 
@@ -240,6 +240,20 @@ def test_layers_without_losses_have_none_to_lose() -> None:
     same(head, {"lm_head.weight": expected["lm_head.weight"]})
 
 
+def test_layers_without_losses_need_no_place_for_them() -> None:
+    """As the error of a call from elsewhere says."""
+    tokens = torch.randint(3, 64, (2, 11))
+    model = build("olmoe")
+    expected = model(input_ids=tokens, labels=tokens).loss.item()
+    mb.swap_blocks(model, load_balancing_loss_weight=0)
+    model.model(input_ids=tokens)
+    loss, *_ = model(input_ids=tokens, labels=tokens, return_dict=False)
+    assert loss.item() == pytest.approx(expected)
+    layer = build("olmoe")
+    mb.swap_blocks(layer.model.layers[1], load_balancing_loss_weight=0)
+    layer(input_ids=tokens, labels=tokens).loss.backward()
+
+
 def test_a_head_alone_is_trained_on_frozen_blocks() -> None:
     model = build("olmoe").requires_grad_(False)
     model.lm_head.requires_grad_(True)
@@ -338,6 +352,122 @@ def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
     same(outputs_and_gradients(swapped), expected)
 
 
+def test_a_weight_of_which_a_half_is_frozen_is_refused() -> None:
+    """As by a loop that freezes routers, and whatever else has `gate` in its name."""
+    model = build("qwen2_moe")
+    for name, p in model.named_parameters():
+        p.requires_grad_("gate" not in name)
+    with pytest.raises(
+        ValueError, match=r"trained together, .* got shared_expert\.gate_proj\.weight frozen"
+    ):
+        mb.swap_blocks(model)
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused() -> None:
+    """Its wrapper knows the weights that it was given, and no others."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = build("olmoe")
+        averaged = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match=r"blocks of its `\.module`, and wrap that anew"):
+            mb.swap_blocks(averaged)
+        mb.swap_blocks(model)
+        with pytest.raises(ValueError, match=r"blocks of its `\.module`, and wrap that anew"):
+            mb.restore_blocks(averaged)
+        sharded = build("olmoe")
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="got some as DTensor; swap_blocks before"):
+            mb.swap_blocks(sharded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_experts_frozen_in_bits_before_the_swap_are_refused() -> None:
+    model = build("olmoe")
+    expected = outputs_and_gradients(model)
+    experts = model.model.layers[1].mlp.experts
+    freeze_in_bits(experts, 8, names=("gate_up_proj", "down_proj"))
+    with pytest.raises(ValueError, match=r"FrozenWeight; swap_blocks before .* freeze_in_bits"):
+        mb.swap_blocks(model)
+    assert outputs_and_gradients(model).keys() < expected.keys()
+
+
+def test_a_model_of_ones_own_may_return_a_dict() -> None:
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = build("olmoe").model
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict:
+            y = self.backbone(input_ids).last_hidden_state.mean(dim=(1, 2))
+            return {"y": y} | ({} if labels is None else {"loss": (y - labels).square().mean()})
+
+    model = Regression()
+    tokens, labels = torch.randint(3, 64, (2, 11)), torch.ones(2)
+    own = model(tokens, labels)["loss"]
+    mb.swap_blocks(model, load_balancing_loss_weight=1.0)
+    outputs = model(tokens, labels)
+    assert outputs["aux_loss"] > 0.5
+    torch.testing.assert_close(outputs["loss"], own + outputs["aux_loss"])
+    assert model(tokens).keys() == {"y", "aux_loss"}
+
+
+def test_what_is_no_model_with_blocks_is_refused_and_keeps_its_weights() -> None:
+    block = build("olmoe").model.layers[1].mlp
+    expected = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    with pytest.raises(ValueError, match=r"got OlmoeSparseMoeBlock alone, .* moe_from_block"):
+        mb.swap_blocks(block)
+    same(block.state_dict(), expected, rtol=0, atol=0)
+    for function in (mb.swap_blocks, mb.restore_blocks, mb.use):
+        with pytest.raises(ValueError, match="expected model to be a module, got a dict"):
+            function({})
+
+
+def test_hooks_that_nobody_would_call_are_refused() -> None:
+    model = build("olmoe")
+    block = model.model.layers[1].mlp
+    for register in (
+        lambda m: m.register_forward_hook(lambda m, args, output: output * 2),
+        lambda m: m.register_forward_pre_hook(lambda m, args: None),
+        lambda m: m.register_full_backward_hook(lambda m, grads, outs: None),
+    ):
+        hook = register(block)
+        with pytest.raises(ValueError, match=r"got some on model\.layers\.1\.mlp, which would"):
+            mb.swap_blocks(model)
+        hook.remove()
+    mb.swap_blocks(model)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda m, args, output: output * 2)
+    with pytest.raises(ValueError, match="without hooks, got some on"):
+        mb.restore_blocks(model)
+    hook.remove()
+    mb.restore_blocks(model)
+
+
+def test_parts_that_blocks_share_are_refused() -> None:
+    """Each block would get a weight of its own, one memory under two optimizer states."""
+    model = build("olmoe")
+    first, second = model.model.layers[:2]
+    second.mlp.experts = first.mlp.experts
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.\S+ and model\.layers\.1\.mlp\.\S+, which are"
+    ):
+        mb.swap_blocks(model)
+    other = build("olmoe")
+    other.router = torch.nn.Linear(32, 6, bias=False)
+    other.router.weight = other.model.layers[0].mlp.gate.weight
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight and router\.weight"):
+        mb.swap_blocks(other)
+    tied_later = build("olmoe")
+    layers = list(mb.swap_blocks(tied_later).values())
+    layers[1].experts = layers[0].experts
+    with pytest.raises(ValueError, match="which are one"):
+        mb.restore_blocks(tied_later)
+
+
 def test_a_block_routes_by_its_routers_numbers() -> None:
     """They were read from the config as the model was built, in HunYuan's from a list of layers."""
     tokens = torch.randint(3, 64, (2, 9))
@@ -373,6 +503,11 @@ def test_a_swapped_block_is_not_changed_by_its_old_names() -> None:
             block.experts.requires_grad_(False)
         with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
             block.gate.weight.requires_grad = False
+        zeros = torch.nn.Parameter(torch.zeros(6, 32))
+        with pytest.raises(ValueError, match="swapped, which is empty"):
+            block.gate.weight = zeros
+        with pytest.raises(ValueError, match="swapped, which is empty"):
+            torch.func.functional_call(each, each.state_dict(), (torch.ones(1, 3).long(),))
         each.requires_grad_(False)
     mb.restore_blocks(model)
     assert not any(p.requires_grad for p in model.parameters())
@@ -387,6 +522,10 @@ def test_a_swapped_blocks_balancing_bias_is_not_moved_by_its_old_name() -> None:
         gate.e_score_correction_bias += 1
     mb.restore_blocks(model)
     gate.e_score_correction_bias += 1
+    model = build("afmoe")
+    mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="swapped, which is empty"):
+        model.model.layers[1].mlp.expert_bias = torch.zeros(6)  # of the block itself
 
 
 def test_what_was_frozen_stays_frozen() -> None:
@@ -409,6 +548,35 @@ def test_what_was_frozen_stays_frozen() -> None:
     mb.restore_blocks(model)
     for name, p in model.named_parameters():
         assert p.requires_grad == ("mlp.gate.weight" not in name and "shared_expert." not in name)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_weights_swapped_and_restored_without_gradients_train_on(
+    family: str, context: Callable
+) -> None:
+    """Those too that are copies in the other layout."""
+    model = build(family)
+    expected = outputs_and_gradients(model)
+    with context():
+        mb.swap_blocks(model, load_balancing_loss_weight=0.0)
+    assert all(p.requires_grad for p in model.parameters())
+    outputs_and_gradients(model)
+    with context():
+        mb.restore_blocks(model)
+    same(outputs_and_gradients(model), expected)
+
+
+def test_a_model_is_saved_as_accelerate_does(tmp_path: Path) -> None:
+    """By safetensors' save_model, which takes no tensor that is a part of a storage."""
+    from safetensors.torch import load_file, save_model
+
+    model = build("qwen2_moe")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for change in (mb.swap_blocks, mb.restore_blocks):
+        change(model)
+        save_model(model, str(tmp_path / "model.safetensors"))
+        same(load_file(tmp_path / "model.safetensors"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("by", ["peft", "add_lora"])

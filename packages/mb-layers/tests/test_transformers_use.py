@@ -109,12 +109,12 @@ def test_llama4_runs_with_adapters_and_whole_copies_of_its_experts() -> None:
 
 
 def test_use_raises_where_there_is_nothing_to_move() -> None:
-    with pytest.raises(ValueError, match=r"experts in stacked weights, found none$"):
+    with pytest.raises(ValueError, match=r"an experts_implementation in transformers, found none$"):
         mb.use(torch.nn.Linear(2, 2))
     config = transformers.SwitchTransformersConfig(
         vocab_size=64, d_model=16, d_ff=16, d_kv=8, num_heads=2, num_layers=2, num_experts=2
     )
-    with pytest.raises(ValueError, match="SwitchTransformersExperts store their weights"):
+    with pytest.raises(ValueError, match="SwitchTransformersExperts have no such hook"):
         mb.use(transformers.SwitchTransformersForConditionalGeneration(config))
 
 
@@ -148,13 +148,15 @@ def test_use_moves_experts_inside_any_module() -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_use_refuses_quantised_experts_and_leaves_the_model() -> None:
+def test_quantised_experts_are_refused_and_the_model_is_left() -> None:
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     config = transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
     loaded = replace_with_fp8_linear(build("qwen3_moe"), ["lm_head"], config)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts' .* FP8Experts in .*float8"):
         mb.use(loaded)
+    with pytest.raises(ValueError, match=r"'Qwen3MoeSparseMoeBlock' .* FP8Experts in .*float8"):
+        mb.swap_blocks(loaded)
     assert loaded.config._experts_implementation != "mb"
     sequential = llama4(1)
     for layer in sequential.model.layers:

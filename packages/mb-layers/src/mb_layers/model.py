@@ -28,6 +28,11 @@ from mb_layers.losses import attach_aux_loss
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import balancing_bias_of, update_balancing_bias
 
+_NONE_RAN = (
+    "expected MoE layers to run inside collect(model), none did; a model that was compiled before "
+    "has no hooks"
+)
+
 
 class Collected:
     """Auxiliary losses and metrics of the passes through a model's MoE layers, by layer name."""
@@ -45,10 +50,7 @@ class Collected:
         """
         losses = [aux_loss for _, aux_loss, _ in self.passes]
         if not losses:
-            raise ValueError(
-                "expected MoE layers to run inside collect(model), none did; a model that was "
-                "compiled before has no hooks: let it return its aux_loss"
-            )
+            raise ValueError(f"{_NONE_RAN}: let it return its aux_loss")
         lost = {name for name, _, _ in self.passes} - self.ran_with_gradients
         lost = sorted(name for name in lost if _router_learns(self.layers[name]))
         if lost and torch.is_grad_enabled():
@@ -179,7 +181,7 @@ def update_balancing_biases(
             instance by an all-reduce; one call for all layers, E the most experts of any.
 
     Raises:
-        ValueError: no list of passes, no pass, or none through a layer with a balancing bias;
+        ValueError: no list of passes, no pass, no layer with a balancing bias, or none that ran;
             `reduce_counts` returns something else than counts.
     """
     if isinstance(passes, Collected):
@@ -204,6 +206,10 @@ def update_balancing_biases(
     if not routers:
         raise ValueError(
             "expected collected passes of layers with MoEConfig(balancing_bias=True), got none"
+        )
+    if not any(collected.passes for collected in passes):
+        raise ValueError(
+            f"{_NONE_RAN}: let it return its counts, and call update_balancing_bias for each router"
         )
     by_pass = [collected.tokens_per_expert() for collected in passes]
 

@@ -11,7 +11,8 @@ asked for, of a source that may read its own when they are asked for: see `on_de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -95,8 +96,18 @@ def translate(
     return dict(Translation(source, rules, targets))
 
 
+@contextmanager
+def tells_what_trains() -> Generator[None]:
+    """Let tensors built from parameters require a gradient if those do, within `no_grad` too."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def put_in(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Make these tensors the module's own, without a copy, trainable if they require a gradient."""
+    """Make these tensors the module's own, without a copy, trainable if they require a gradient.
+
+    What builds them has to run in `tells_what_trains`.
+    """
     module.load_state_dict({name: tensor.detach() for name, tensor in state.items()}, assign=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(state[name].requires_grad)

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import Rule, put_in, translate, translate_back
+from mb_layers.state_dicts import Rule, put_in, tells_what_trains, translate, translate_back
 from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     activation_name,
     fused_activation,
+    gate_of_gpt_oss,
     glu_name,
     has_own_gate,
     recognise_gate,
+    refuse_few_bits,
     refuse_offloaded,
 )
 
@@ -45,13 +47,28 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
 
     Raises:
         ValueError: another kind of block, a block that computes what `dMoE` cannot, or weights
-            that do not all find their place.
+            that do not all find their place, or are frozen in part.
     """
-    layer = dMoE(config_from_block(block, **overrides), device="meta")
-    tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
-    state = translate_block({**block.state_dict(), **tensors}, layer.config)
-    put_in(layer, state)
+    with tells_what_trains():
+        layer = dMoE(config_from_block(block, **overrides), device="meta")
+        tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
+        whole = {**block.state_dict(), **tensors}
+        _refuse_half_frozen(tensors, block_rules(whole, layer.config))
+        state = translate_block(whole, layer.config)
+        put_in(layer, state)
     return layer.train(block.training)
+
+
+def _refuse_half_frozen(parameters: Mapping[str, Tensor], rules: Sequence[Rule]) -> None:
+    """Raise where some of the tensors that make up one of ours are frozen, and some not."""
+    for rule in rules:
+        trains = {n: parameters[n].requires_grad for n in rule.sources if n in parameters}
+        if len(set(trains.values())) > 1:
+            raise ValueError(
+                f"expected {' and '.join(trains)} to be frozen or trained together, as a dMoE has "
+                f"one weight for them, got {' and '.join(n for n, t in trains.items() if not t)} "
+                "frozen; freeze all of them or none"
+            )
 
 
 def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
@@ -66,6 +83,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
             "use(model) runs the experts of others on the kernels, in their own blocks"
         )
     refuse_offloaded(kind, block)
+    refuse_few_bits(kind, block)
     experts: Any = block.experts
     router: Any = next(m for m in map(block._modules.get, ("gate", "router")) if m is not None)
     for part, attribute in ((experts, "is_transposed"), (router, "top_k")):
@@ -142,7 +160,7 @@ def _gate_of(experts: Any) -> str:
             )
         return name
     if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
-        return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
+        return gate_of_gpt_oss(experts.alpha, experts.limit)
     if not has_own_gate(experts):
         return glu_name(experts.act_fn)
     recognise_gate(experts)
@@ -226,7 +244,8 @@ def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         if (fused := f"{shared}.gate_up_proj.weight") in names:  # MiniMax-M3's
             rules.append(Rule("shared_expert.w1", (fused,), _stack, _unstack))
         else:
-            rules.append(Rule("shared_expert.w1", maps, *_w1_of(config)))
+            joined = (_stack_pairs, _halves) if config.is_glu else (_stack, _unstack)
+            rules.append(Rule("shared_expert.w1", maps, *joined))
         down = (f"{shared}.down_proj.weight",)
         rules.append(Rule("shared_expert.w2", down, _stack, _unstack))
     if config.shared_expert_gate:
@@ -255,6 +274,14 @@ def _stack_pairs(*tensors: Tensor) -> Tensor:
 
 def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
     return [half for expert in _unstack(stacked) for half in expert.chunk(2)]
+
+
+def _halves(stacked: Tensor) -> Sequence[Tensor]:
+    """The two matrices of one expert, as tensors of their own: safetensors saves no model of parts.
+
+    Accelerate's save_state does so.
+    """
+    return [half.clone() for half in _split_pairs(stacked)]
 
 
 def _unstack(stacked: Tensor) -> Sequence[Tensor]:

@@ -13,12 +13,13 @@ Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mb_kernels
 import torch
 import torch.nn.functional as F
-from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated
+from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated, parse
 from torch import Tensor, nn
 
 from mb_layers.factored import map_weight, weight_of
@@ -149,7 +150,8 @@ def recognise_gate(experts: Any) -> None:
             return
 
 
-_PROBE = torch.cat([s * torch.logspace(-2, 6, 65, device="cpu") for s in (-1, 1)])
+_MAGNITUDES = torch.logspace(-2, 6, 65, dtype=torch.float32, device="cpu")
+_PROBE = torch.cat([-_MAGNITUDES, _MAGNITUDES])
 
 
 def _names_of_gate(experts: Any) -> list[str]:
@@ -166,10 +168,25 @@ def _names_of_gate(experts: Any) -> list[str]:
     if limit is not None:
         names.append(f"{base}(limit={limit})")
     if limit is not None and alpha is not None:
-        names.append(f"swiglu(alpha={alpha}, limit={limit}, offset=1)")
+        names.append(gate_of_gpt_oss(alpha, limit))
     if None not in caps:
         names.append("swiglu(gate_cap={}, up_cap={})".format(*caps))
-    return names
+    return [name for name in names if _is_name(name)]
+
+
+def gate_of_gpt_oss(alpha: float, limit: float) -> str:
+    """The name of GPT-OSS's gate with these numbers; an infinite limit is none."""
+    limited = f"limit={limit}, " if limit < math.inf else ""
+    return f"swiglu(alpha={alpha}, {limited}offset=1)"
+
+
+def _is_name(name: str) -> bool:
+    """Whether there is such an activation: of numbers that are 0 or below there is none."""
+    try:
+        parse(name)
+    except ValueError:
+        return False
+    return True
 
 
 def has_own_gate(experts: Any) -> bool:
@@ -182,6 +199,19 @@ def _learns(experts: Any) -> bool:
     known = ("gate_up_proj", "up_proj", "down_proj", "parametrizations")
     names = (name.partition(".")[0] for name, _ in experts.named_parameters())
     return any(name.removesuffix("_bias") not in known for name in names)
+
+
+def refuse_few_bits(name: str, module: nn.Module) -> None:
+    """Raise for experts of a quantised model: their codes mean nothing without its scales."""
+    experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
+    dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
+    if dtypes or isinstance(experts, nn.ModuleList):
+        kind = " in ".join([type(experts).__name__, *map(str, dtypes)])
+        raise ValueError(
+            f"expected the experts {name!r} stacked in 16 bits or more, got {kind}; load the model "
+            "without quantization_config or with dequantize=True; freeze_in_bits makes 8 or 4 bits "
+            "of it"
+        )
 
 
 def refuse_offloaded(name: str, module: nn.Module) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mb_layers.arguments import described
+from mb_layers.arguments import a_module, described
 from mb_layers.model import in_backward, weighs_losses
 from mb_layers.moe import dMoE
-from mb_layers.state_dicts import put_in
+from mb_layers.state_dicts import put_in, tells_what_trains
 from mb_layers.tensors import is_dtensor
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import (
@@ -28,6 +28,8 @@ from mb_layers.transformers.blocks import (
     translate_block,
     translate_layer,
 )
+from mb_layers.transformers.emptied import EMPTY, emptied, opened
+from mb_layers.transformers.replacing import refuse_replacing, refuse_subclasses
 
 
 class BlockAdapter(nn.Module):
@@ -43,11 +45,16 @@ class BlockAdapter(nn.Module):
         self._names = tuple(block.state_dict())
         self._in_pair = type(block).__name__ in RETURN_PAIRS
         # The block without its weights, for the way back; in a tuple it is no submodule.
-        self._block = (_emptied(block),)
+        self._block = (emptied(block),)
         # Its parts are found by name, though, for what follows the names of the state dict:
         # torch.distributed.checkpoint, and some models' save_pretrained, which looks up shapes.
         self.__dict__.update(block._modules | block._parameters | block._buffers)
         self.register_load_state_dict_pre_hook(_load_block_names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_names", ()):  # a weight of the block itself
+            raise ValueError(EMPTY)
+        super().__setattr__(name, value)
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
@@ -76,13 +83,14 @@ class BlockAdapter(nn.Module):
                 "transformers computes nothing; restore_blocks before parallelize_experts and "
                 "fully_shard, or load get_model_state_dict's full_state_dict into another model"
             )
-        state = self.state_dict(keep_vars=True)
-        if more := state.keys() - set(self._names):
-            raise ValueError(
-                f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
-                "first: merge_lora, or PEFT's merge_and_unload"
-            )
-        put_in(block, state)
+        with tells_what_trains():
+            state = self.state_dict(keep_vars=True)
+            if more := state.keys() - set(self._names):
+                raise ValueError(
+                    f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
+                    "first: merge_lora, or PEFT's merge_and_unload"
+                )
+            put_in(opened(block), state)
         return block.train(self.training)
 
 
@@ -99,7 +107,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     The layers' parameters are new ones. Make the optimizer afterwards: one that was made before
     goes on with the rest of the model alone. Writing into a block's weight by its old name
-    (`mlp.gate.weight`) is an error.
+    (`mlp.gate.weight`), or putting another there, is an error. `torch.func.functional_call` does
+    that with a state dict: give it tensors by the names of `named_parameters`.
 
     Args:
         model: a transformers model (or any module that holds such blocks, is called itself, and
@@ -111,18 +120,23 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         The new layers by the name of the block they replaced.
 
     Raises:
-        ValueError: the model holds no such block, or computes a balancing loss of its own from
-            router logits, which are no longer there (its forward raises it if asked for it later).
+        ValueError: the model holds no such block, is spread over ranks already
+            (DistributedDataParallel, fully_shard, parallelize_experts), has weights in few bits,
+            or computes a balancing loss of its own from router logits, which are no longer there
+            (its forward raises it if asked for it later); a block shares a part of its weights with
+            another (one for several layers is fine), has hooks, or a half of one of ours frozen.
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers, by which an optimizer's state is stored. `broadcast_from_rank0` of
     `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
     the first are given nothing for these blocks: `set_model_state_dict` raises there that their
     names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
-    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts) are
-    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
-    Under FSDP2 all ranks have to call it, for it gathers shared experts.
+    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts, a
+    shared expert's gate and up projection) are copies there: what is written into the state dict
+    reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
+    gathers shared experts.
     """
+    a_module(model=model)
     _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
     blocks = {name: m for name, m in modules if type(m).__name__ in BLOCKS}
@@ -136,6 +150,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             f"expected a model with blocks of {', '.join(BLOCKS)}, found none; mb_layers."
             "transformers.use(model) runs the experts of others on the kernels, in their own blocks"
         )
+    refuse_replacing(model, blocks)
+    refuse_subclasses(blocks)
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {
@@ -157,13 +173,16 @@ def restore_blocks(model: nn.Module) -> list[str]:
         The names of the blocks.
 
     Raises:
-        ValueError: the model holds no swapped block, one with adapters, or one whose weights are
-            spread over ranks (parallelize_experts, fully_shard). Nothing is restored then.
+        ValueError: the model holds no swapped block, one with adapters or hooks, one that shares a
+            part of its weights with another, or one whose weights are spread over ranks
+            (parallelize_experts, fully_shard, DistributedDataParallel). Nothing is restored then.
     """
+    a_module(model=model)
     modules = model.named_modules(remove_duplicate=False)
     adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
+    refuse_replacing(model, adapters)
     blocks = {
         adapter: adapter.block() for adapter in dict.fromkeys(adapters.values())
     }  # all, or none
@@ -193,6 +212,8 @@ class _LossOfForward:
         self._hooks = []
 
     def take(self, aux_loss: Tensor, *, weighted: bool) -> None:
+        if not weighted:  # always 0: it needs no place, and its gradient is no loss
+            aux_loss = aux_loss.detach()
         if self._taken is not None:
             self._taken.append(aux_loss)
             self._lost_gradients |= weighted and not torch.is_grad_enabled()
@@ -238,9 +259,16 @@ class _LossOfForward:
                 f"{type(model).__name__}, which has no place for the balancing loss; swap the "
                 "blocks of the whole model, and train it with return_dict=True"
             )
-        outputs.aux_loss = aux_loss
-        if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(model, args, kwargs, outputs) * aux_loss
+        plain = type(outputs) is dict  # transformers' are dicts too, with attributes
+        loss = outputs.get("loss") if plain else getattr(outputs, "loss", None)
+        more = {"aux_loss": aux_loss}
+        if loss is not None:
+            more["loss"] = loss + _share(model, args, kwargs, outputs) * aux_loss
+        for name, value in more.items():
+            if plain:
+                outputs[name] = value
+            else:
+                setattr(outputs, name, value)
 
 
 def _refuse_router_logits(model: nn.Module) -> None:
@@ -267,59 +295,6 @@ def _share(model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) ->
     shifted = named.get("shift_labels")
     labels = named["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items
-
-
-def _emptied(block: nn.Module) -> nn.Module:
-    """The block with its weights on the meta device."""
-    for module in block.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, _Emptied.of(parameter))
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                setattr(module, name, _Emptied.of(buffer))
-    return block
-
-
-class _Emptied(Tensor):
-    """A weight or buffer that is the layer's now. By its old name it has a shape, and no numbers.
-
-    What is written there, or frozen, would change nothing, and nobody would notice.
-    """
-
-    _is_param: bool  # what makes a tensor of a subclass an nn.Parameter
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Any:
-        empty: Any = Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
-        empty._is_param = isinstance(tensor, nn.Parameter)
-        return empty
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if _CHANGES.fullmatch(getattr(func, "__name__", "")):
-            raise ValueError(
-                "expected a change, or requires_grad, of the weights of a swapped block's `.moe` "
-                "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was "
-                "swapped, which is empty; or freeze what is to be frozen before swap_blocks"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-            is_part = type(result) is Tensor and result.is_meta  # its `data`, say
-            return result.as_subclass(cls) if is_part else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.of(self))
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        plain = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        is_parameter = isinstance(self, nn.Parameter)
-        return _Emptied.of, (nn.Parameter(plain, self.requires_grad) if is_parameter else plain,)
-
-
-# Names of functions that write: `copy_`, `requires_grad_`, `+=`, and what sets items or attributes.
-_CHANGES = re.compile(r"(?!__)\w*[^_]_|__set(item)?__|__i(add|sub|mul|truediv|and|or|xor)__")
 
 
 def _load_block_names(

@@ -17,12 +17,14 @@ import mb_kernels
 import torch
 from torch import Tensor, nn
 
+from mb_layers.arguments import a_module
 from mb_layers.moe import MoELayer
 from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     glu_name,
     recognise_gate,
+    refuse_few_bits,
     refuse_offloaded,
 )
 
@@ -37,6 +39,7 @@ def use(model: nn.Module) -> list[str]:
         ValueError: the model has no experts that can do so, or some of them have fewer bits than
             16, or are offloaded and of a class without the hook. The model is left as it was.
     """
+    a_module(model=model)
     hooked = {
         name: module
         for name, module in model.named_modules()
@@ -52,11 +55,11 @@ def use(model: nn.Module) -> list[str]:
             )
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
-            "expected a model with experts in stacked weights, found none"
-            + (f"; {', '.join(kinds)} store their weights in another way" if kinds else "")
+            "expected a model whose experts have an experts_implementation in transformers, found "
+            "none" + (f"; {', '.join(kinds)} have no such hook" if kinds else "")
         )
     for name, module in moved.items():
-        _refuse_few_bits(name, module)
+        refuse_few_bits(name, module)
     for name, module in others.items():
         refuse_offloaded(name, module)
     for module in hooked.values():
@@ -92,19 +95,6 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 def _remade(kind: type[nn.Module]) -> nn.Module:
     made = _moved(kind)
     return made.__new__(made)
-
-
-def _refuse_few_bits(name: str, module: nn.Module) -> None:
-    """Raise for experts of a quantised model: their codes mean nothing without its scales."""
-    experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
-    dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
-    if dtypes or isinstance(experts, nn.ModuleList):
-        kind = " in ".join([type(experts).__name__, *map(str, dtypes)])
-        raise ValueError(
-            f"expected the experts {name!r} stacked in 16 bits or more, got {kind}; load the model "
-            "without quantization_config or with dequantize=True; freeze_in_bits makes 8 or 4 bits "
-            "of it"
-        )
 
 
 def _looks_like_experts(module: nn.Module) -> bool:

@@ -152,7 +152,7 @@ def test_a_berts_head_is_tied():
 def test_ranks_that_share_sequences_divide_them(side):
     flags = {"model": "t5", "seq_length": 12, "decoder_seq_length": 9}
     flags |= {"tensor_model_parallel_size": 3, "sequence_parallel": True}
-    flags |= {"num_attention_heads": 3, "kv_channels": 8}
+    flags |= {"num_attention_heads": 3, "kv_channels": 8, "ffn_hidden_size": 24}
     assert gpt(**flags)
     with pytest.raises(ValueError, match=f"Expected --{side.replace('_', '-')} to be a multiple"):
         gpt(**flags | {side: 10})

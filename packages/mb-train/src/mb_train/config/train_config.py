@@ -175,7 +175,8 @@ class TrainConfig(
         """Whether any layer has a feed-forward without experts."""
         if self.hybrid_layer_pattern is not None:
             return "-" in self.hybrid_layer_pattern
-        return not all(map(self.has_experts, range(whole(self.num_layers))))
+        layers = whole(self.num_layers)
+        return len(self.expert_layers(layers)) < layers
 
     @property
     def num_moe_layers(self) -> int:
@@ -315,7 +316,7 @@ class TrainConfig(
                 f"rank computes with whole heads, got {self.kv_heads}. Lower "
                 "--tensor-model-parallel-size."
             )
-        if self.has_dense_layers and self.ffn_size % tp:
+        if self.ffn_size % tp and self.has_dense_layers:
             raise ValueError(
                 f"Expected --ffn-hidden-size to be a multiple of --tensor-model-parallel-size {tp}"
                 f", for each rank computes an equal part, got {self.ffn_size}. Change one."

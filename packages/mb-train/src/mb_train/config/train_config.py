@@ -181,8 +181,9 @@ class TrainConfig(
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts: of T5's two stacks, ICT's two towers, modules behind a GPT."""
-        of_module = int(self.has_experts(whole(self.num_layers) - 1))
-        if self.mtp_pattern is not None:
+        if self.mtp_pattern is None:
+            of_module = int(self.has_experts(whole(self.num_layers) - 1))
+        else:
             of_module = self.mtp_pattern.count("E")
         behind = self.mtp_num_layers * of_module
         return sum(len(self.expert_layers(layers)) for layers in self._stacks) + behind

@@ -41,20 +41,8 @@ def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int 
     Raises:
         ValueError: they cannot; --padded-vocab-size is less than the tokens.
     """
-    asked = config.padded_vocab_size
-    if saved < tokens and asked is not None:
-        if asked < tokens or asked % ranks:
-            shared = f", a multiple of --tensor-model-parallel-size {ranks}" if ranks > 1 else ""
-            raise ValueError(
-                f"Expected --padded-vocab-size of at least {tokens}, the tokens of the "
-                f"tokenizer{shared}, got {asked}."
-            )
-        return asked
     if saved < tokens:
-        import mb_data
-
-        multiple = config.make_vocab_size_divisible_by
-        return mb_data.padded_vocab_size(tokens, divisible_by=multiple, tensor_parallel=ranks)
+        return _asked_rows(config, tokens, ranks=ranks)
     if saved % ranks:
         raise ValueError(
             f"Expected a vocabulary that {ranks} tensor-parallel ranks can share, got one of "
@@ -62,6 +50,22 @@ def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int 
             "Face folder: --make-vocab-size-divisible-by 128."
         )
     return saved
+
+
+def _asked_rows(config: TrainConfig, tokens: int, *, ranks: int) -> int:
+    rows = config.padded_vocab_size
+    if rows is None:
+        import mb_data
+
+        multiple = config.make_vocab_size_divisible_by
+        return mb_data.padded_vocab_size(tokens, divisible_by=multiple, tensor_parallel=ranks)
+    if rows < tokens or rows % ranks:
+        shared = f", a multiple of --tensor-model-parallel-size {ranks}" if ranks > 1 else ""
+        raise ValueError(
+            f"Expected --padded-vocab-size of at least {tokens}, the tokens of the "
+            f"tokenizer{shared}, got {rows}."
+        )
+    return rows
 
 
 def _saved_rows(config: TrainConfig, start: Start | None) -> int:

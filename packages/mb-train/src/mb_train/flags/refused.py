@@ -65,7 +65,8 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --mtp-num-layers": "--use-multi-token-prediction --num-mtp-predictor",
     "--mtp-loss-scaling-factor holds for the whole run": "--mtp-loss-scaling-factor-*",
-    "each module of --mtp-num-layers is a layer like the last, with weights of its own": """
+    "each module of --mtp-num-layers is a layer like the last, or of the letters of "
+    "--mtp-hybrid-override-pattern, with weights of its own": """
         --mtp-*
     """,
     "norms and biases have no weight decay": """

@@ -74,13 +74,12 @@ def layers_of_module(config: TransformerConfig) -> TransformerConfig:
     flags: dict[str, Any] = {
         name: tuple(known[layer] for layer in like)
         for name in FLAGS_OF_LAYERS
-        if (known := getattr(config, name)) is not None
+        if name != "pattern" and (known := getattr(config, name)) is not None
     }
-    flags |= {} if config.pattern is None else {"pattern": config.mtp_pattern}
     fp8 = config.in_fp8(config.num_layers - 1)
     return replace(
-        config, num_layers=len(like), mtp_modules=0, mtp_pattern=None, fp8=fp8, fp8_spares=(0, 0),
-        **flags,
+        config, num_layers=len(like), pattern=config.pattern and config.mtp_pattern, mtp_modules=0,
+        mtp_pattern=None, fp8=fp8, fp8_spares=(0, 0), **flags,
     )  # fmt: skip
 
 

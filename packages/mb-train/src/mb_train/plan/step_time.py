@@ -47,8 +47,8 @@ _KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.4, 8.1, 6.3
 # Of the kernels of a block's two passes what no number of tokens makes shorter, in seconds: their
 # beginnings and ends, and the gaps between them (benchmarks/results/2026-11-28-h200.md).
 _OF_A_BLOCK = 2e-4
-# Both without --compile, of a GPT: more kernels, each with a pass of its own
-# (benchmarks/results/2026-11-29-h200.md).
+# The passes of a GPT, and the seconds of any block, without --compile: more kernels, each with a
+# pass of its own. Fitted to dense GPTs (benchmarks/results/2026-11-29-h200.md).
 _KEPT_PASSES_UNCOMPILED, _OF_A_BLOCK_UNCOMPILED = 6.6, 3e-4
 # Rows that are computed for nothing for each expert: half a tile of 128, in the mean.
 _HALF_A_TILE = 64

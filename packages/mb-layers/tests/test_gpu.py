@@ -11,6 +11,7 @@ from layers_oracle import ACTIVATIONS, GATES
 from mb_kernels.runtime.plan import assume, plan_for
 from mb_kernels.targets import current_target
 from mb_layers import (
+    AsMLP,
     ExpertChoiceRouter,
     MoE,
     MoEConfig,
@@ -18,8 +19,10 @@ from mb_layers import (
     SinkhornRouter,
     SparseMixerRouter,
     add_lora,
+    collect,
     dMoE,
     freeze_in_bits,
+    update_balancing_biases,
 )
 from torch import Tensor, nn
 
@@ -250,3 +253,31 @@ def test_make_graphed_callables() -> None:
     expected, got = run(layer, x, dy), run(graphed, x, dy)
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
+def test_layers_on_two_devices_take_the_steps_of_one() -> None:
+    class Spread(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = x.to(next(layer.parameters()).device)
+                x = x + layer(x)
+            return x
+
+    def layer() -> AsMLP:
+        config = MoEConfig(**SIZES, init_method_std=0.1, z_loss_weight=0.01, balancing_bias=True)
+        return AsMLP(dMoE(config), aux_scale=None)
+
+    one = Spread([layer(), layer()])
+    two = copy.deepcopy(one)
+    two[1].cuda()
+    x, steps = torch.randn(33, 64), []
+    for model in (one, two):
+        with collect(model) as moe:
+            y = model(x)
+        (y.square().mean() + moe.aux_loss()).backward()
+        update_balancing_biases([moe], rate=1e-3)
+        biases = {n: b for n, b in model.named_buffers() if b.dim()}
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        steps.append({"loss": moe.aux_loss().detach()} | moe.metrics() | biases | grads)
+    for name, value in steps[0].items():
+        torch.testing.assert_close(steps[1][name].cpu(), value, rtol=2e-3, atol=2e-4, msg=name)

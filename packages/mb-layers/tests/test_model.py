@@ -48,6 +48,22 @@ def test_collected_loss_is_the_mean_and_has_its_gradient() -> None:
     assert list(moe.tokens_per_expert()) == ["0.layer", "2.layer", "3.layer"]
 
 
+def test_layers_on_several_devices_are_summed_on_the_last_ones() -> None:
+    class Spread(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for module in self:
+                x = module(x.to(next(module.parameters()).device))
+            return x
+
+    model = Spread(*sequential())
+    model[-1].to("meta")
+    with collect(model) as moe:
+        model(torch.randn(5, 16))
+    assert moe.aux_loss().device.type == "meta"
+    assert {m.device.type for m in moe.metrics().values()} == {"meta"}
+    assert moe.metrics()["tokens_per_expert"].shape == (3, 4)
+
+
 def test_a_pass_that_failed_is_not_collected() -> None:
     model, x = sequential(), torch.randn(5, 16)
     with collect(model) as expected:

@@ -416,6 +416,27 @@ def test_a_model_of_ones_own_may_return_a_dict() -> None:
     assert model(tokens).keys() == {"y", "aux_loss"}
 
 
+@pytest.mark.gpu
+def test_a_model_on_two_devices_has_the_losses_of_one() -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build("olmoe")
+    mb.swap_blocks(model, load_balancing_loss_weight=1.0)
+    spread = copy.deepcopy(model)
+    for module in (spread.model.layers[-1], spread.model.norm, spread.lm_head):
+        add_hook_to_module(module.cuda(), AlignDevicesHook("cuda"))
+    tokens = torch.randint(3, 64, (2, 11))
+    batch = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.tensor(40)}
+    one, two = outputs = [m(**batch) for m in (model, spread)]
+    torch.testing.assert_close(two.loss.cpu(), one.loss, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(two.aux_loss.cpu(), one.aux_loss, rtol=1e-3, atol=1e-3)
+    for output in outputs:
+        output.loss.backward()
+    for name, weight in model.named_parameters():
+        grad = spread.get_parameter(name).grad.cpu()
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-2, atol=1e-3, msg=name)
+
+
 def test_what_is_no_model_with_blocks_is_refused_and_keeps_its_weights() -> None:
     block = build("olmoe").model.layers[1].mlp
     expected = {name: tensor.clone() for name, tensor in block.state_dict().items()}

@@ -45,6 +45,8 @@ class Collected:
     def aux_loss(self) -> Tensor:
         """Return the mean auxiliary loss over the layers' passes, a scalar with gradient.
 
+        Of layers on several devices it is on the last one's.
+
         Raises:
             ValueError: no layer ran, or reentrant checkpointing ran one without gradients.
         """
@@ -59,12 +61,13 @@ class Collected:
                 "the layers with gradients enabled, and checkpoint them with use_reentrant=False; "
                 "where a router is not to learn, freeze it by requires_grad_(False)"
             )
-        return torch.stack(losses).mean()
+        return mean_loss(losses, losses[-1].device)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return each metric of all passes, stacked in their order: [L] or [L, E].
 
-        Counts of layers with fewer experts than others end in zeros.
+        Counts of layers with fewer experts than others end in zeros. Of layers on several devices
+        all are on the last one's.
         """
         if not self.passes:
             return {}
@@ -79,8 +82,17 @@ class Collected:
         return counts
 
 
+def mean_loss(losses: list[Tensor], device: torch.device) -> Tensor:
+    """The mean of scalars from layers that may be on several devices, on this one."""
+    return torch.stack([loss.to(device) for loss in losses]).mean()
+
+
 def _rows(values: list[Tensor]) -> Tensor:
-    """Numbers to [L], or counts [E] to [L, E], E the most of any layer, zeros behind the others."""
+    """Numbers to [L], or counts [E] to [L, E], E the most of any layer, zeros behind the others.
+
+    On the device of the last.
+    """
+    values = [value.to(values[-1].device) for value in values]
     return pad_sequence(values, batch_first=True) if values[0].dim() else torch.stack(values)
 
 

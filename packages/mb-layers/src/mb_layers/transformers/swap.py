@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import a_module, described
-from mb_layers.model import in_backward, weighs_losses
+from mb_layers.model import in_backward, mean_loss, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in, tells_what_trains
 from mb_layers.tensors import is_dtensor
@@ -245,7 +245,7 @@ class _LossOfForward:
         taken, self._taken = self._taken, None
         if not taken or not (model.training and torch.is_grad_enabled()):
             return
-        aux_loss = torch.stack(taken).mean()
+        aux_loss = mean_loss(taken, taken[-1].device)
         if self._lost_gradients and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 "expected balancing losses with gradients, but reentrant checkpointing loses "
@@ -263,7 +263,8 @@ class _LossOfForward:
         loss = outputs.get("loss") if plain else getattr(outputs, "loss", None)
         more = {"aux_loss": aux_loss}
         if loss is not None:
-            more["loss"] = loss + _share(model, args, kwargs, outputs) * aux_loss
+            part = torch.as_tensor(_share(model, args, kwargs, outputs), device=aux_loss.device)
+            more["loss"] = loss + (part * aux_loss).to(loss.device)
         for name, value in more.items():
             if plain:
                 outputs[name] = value

@@ -1,4 +1,4 @@
-"""Modules for further tokens in Hugging Face's files: layers behind the last, by DeepSeek's names.
+"""Modules for further tokens in Hugging Face's files: DeepSeek's, Qwen's and Nemotron's.
 
 Transformers passes over them, so the reference is its own layer of the same kind, in the formula.
 """
@@ -76,6 +76,11 @@ def their_losses(model, deep, weights, text_BS, modules):
         )
         x_BSD = norm(z_BSD, "shared_head.norm")
         scores.append(model.lm_head(x_BSD))
+    return cross_entropies(scores, text_BS)
+
+
+def cross_entropies(scores, text_BS):
+    S = text_BS.shape[1] - 1
     return [
         F.cross_entropy(s[:, : S - k].flatten(0, 1), text_BS[:, k + 1 :].flatten())
         for k, s in enumerate(scores)
@@ -179,8 +184,8 @@ def test_modules_are_left_out_if_asked_for(tmp_path, capsys):
         assert main([*words, str(kept), str(run)]) == 0
         assert load_trained(run, mtp_num_layers=None).config.mtp_num_layers == kept
     said = capsys.readouterr().out
-    assert said.count("layer 3 is read as a module of --mtp-num-layers") == 1
-    assert said.count("layer 4 is left out: it guesses tokens beyond the next, it was not") == 2
+    assert said.count("model.layers.3: read as a module of --mtp-num-layers") == 1
+    assert said.count("model.layers.4: left out, it guesses tokens beyond the next, it was") == 2
     assert main([*words, "3", str(tmp_path / "run3")]) == 2
     assert "--mtp-num-layers of 0 to 2" in capsys.readouterr().err
     assert (
@@ -235,7 +240,7 @@ def test_what_is_there_decides(tmp_path):
         tmp_path, {n: t for n, t in weights.items() if not n.startswith("model.layers.4")}
     )
     with pytest.raises(
-        ValueError, match=r"layers 3 to 4 behind the last, .* got 3 alone.*--mtp-num"
+        ValueError, match=r"Expected 2 modules .* got model\.layers\.3 alone.*--mtp-num"
     ):
         read_model(tmp_path)
     assert not read_in(tmp_path, mtp_num_layers=0).mtp
@@ -264,3 +269,146 @@ def test_a_head_or_an_embedding_of_its_own(tmp_path, name):
     del weights[f"model.layers.3.{name}.weight"]  # as it may be, since it says nothing
     write_tensors(tmp_path, weights)
     assert len(read_in(tmp_path).mtp) == 1
+
+
+# Of each kind: settings of the model, the layers of one module, and names of what is around them.
+QWEN_PARTS = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
+              "norm": "norm"}  # fmt: skip
+QWEN = ("layer_types", ["linear_attention", "full_attention"], ["full_attention"], QWEN_PARTS)
+NEMOTRON = ("layers_block_type", ["mamba", "moe", "attention", "mlp"], ["attention", "moe"],
+            {"enorm": "layers.0.enorm", "hnorm": "layers.0.hnorm", "eh_proj": "layers.0.eh_proj",
+             "norm": "layers.1.final_layernorm"})  # fmt: skip
+BESIDE = {"qwen3_next": QWEN, "qwen3_5_moe_text": QWEN, "nemotron_h": NEMOTRON}
+
+
+def published_beside(folder, kind):
+    """A folder with one module as `mtp.*`; the model without, a deeper one, the module's tensors.
+
+    The module's layers are the deeper one's last.
+    """
+    types, of_model, of_module, parts = BESIDE[kind]
+    count = kind != "nemotron_h"
+
+    def of(layers):
+        return theirs(
+            kind, **{types: layers}, **({"num_hidden_layers": len(layers)} if count else {})
+        )
+
+    model, deep = of(of_model), of(of_model + of_module)
+    trunk = model.state_dict()
+    model.load_state_dict({n: t for n, t in deep.state_dict().items() if n in trunk})
+    model.save_pretrained(folder)
+    deep.save_pretrained(folder / "deep")
+    module = {}
+    for place in range(len(of_module)):
+        behind = f"layers.{len(of_model) + place}."
+        for name, tensor in TensorFolder(folder / "deep").items():
+            if behind in name:
+                module[f"mtp.layers.{place}.{name.partition(behind)[2]}"] = tensor
+    for our, their in parts.items():
+        shape = (D, 2 * D) if our == "eh_proj" else (D,)
+        module[f"mtp.{their}.weight"] = 1 + 0.3 * torch.randn(shape)
+    write_tensors(folder, {**TensorFolder(folder), **module})
+    said = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    change_config(folder, **(said if kind == "nemotron_h" else {}))
+    return model, deep, module
+
+
+def their_losses_beside(model, deep, module, text_BS, kind):
+    _, of_model, of_module, parts = BESIDE[kind]
+    config, embedding = model.config, model.get_input_embeddings()
+    around_one, eps = kind != "nemotron_h", getattr(config, "rms_norm_eps", 1e-5)
+    x_BSD = model.model(text_BS[:, :-1]).last_hidden_state
+
+    def norm(x, name):
+        return F.rms_norm(x, (D,), module[f"mtp.{parts[name]}.weight"] + around_one, eps)
+
+    both = torch.cat([norm(embedding(text_BS[:, 1:]), "enorm"), norm(x_BSD, "hnorm")], dim=2)
+    z_BSD = both @ module[f"mtp.{parts['eh_proj']}.weight"].T
+    positions = torch.arange(x_BSD.shape[1])[None]
+    how = {"attention_mask": None, "position_ids": positions}
+    if around_one:
+        how["position_embeddings"] = deep.model.rotary_emb(z_BSD, positions)
+    for layer in range(len(of_model), len(of_model) + len(of_module)):
+        z_BSD = deep.model.layers[layer](z_BSD, **how)
+    scores = [model.lm_head(x) for x in (x_BSD, norm(z_BSD, "norm"))]
+    return cross_entropies(scores, text_BS)
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_modules_beside_the_model_compute_what_they_were_published_for(tmp_path, kind):
+    model, deep, module = published_beside(tmp_path, kind)
+    text_BS = torch.randint(0, V, (3, 20), generator=torch.Generator().manual_seed(2))
+    said = []
+    config, weights = read_model(tmp_path, say=said.append)
+    assert any(line.startswith("mtp") and "read as a module of --mtp-num" in line for line in said)
+    converted = GPT(transformer_config(config, V)).train()
+    converted.load_state_dict(weights)
+    got = our_losses(converted, text_BS, 1)
+    wanted = their_losses_beside(model.train(), deep.train(), module, text_BS, kind)
+    torch.testing.assert_close(list(got.losses.values()), wanted, rtol=1e-4, atol=1e-5)
+    without = read_in(tmp_path, mtp_num_layers=0)
+    assert not without.mtp
+    torch.testing.assert_close(
+        logits_of(without.eval()), logits_of(model.eval()), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+def test_modules_beside_the_model_there_and_back(tmp_path, kind):
+    published_beside(tmp_path / "hf", kind)
+    run, back, bare = (str(tmp_path / name) for name in ("run", "back", "bare"))
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
+    assert main(["convert", run, back]) == 0
+    weights, written = TensorFolder(tmp_path / "hf"), TensorFolder(tmp_path / "back")
+    assert set(written) == set(weights)
+    for name in written:  # norms around one are read as the sum
+        torch.testing.assert_close(written[name], weights[name], rtol=0, atol=3e-7)
+    about = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert about["num_nextn_predict_layers"] == 1
+    transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert main(["convert", run, bare, "--mtp-num-layers", "0"]) == 0
+    assert not any(name.startswith("mtp") for name in TensorFolder(tmp_path / "bare"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_next", {"num_nextn_predict_layers": 2}),  # which have one map in common
+        ("nemotron_h", {"num_nextn_predict_layers": 0}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]}),
+    ],
+    ids=str,
+)
+def test_modules_that_are_none_of_ours_are_left_out_with_a_word(tmp_path, kind, settings):
+    _, _, module = published_beside(tmp_path, kind)
+    change_config(tmp_path, **settings)
+    if "layers_block_type" in settings:
+        experts = theirs(kind, **settings)
+        experts.save_pretrained(tmp_path / "dense")
+        write_tensors(tmp_path, {**TensorFolder(tmp_path / "dense"), **module})
+    said = []
+    assert read_model(tmp_path, say=said.append)[0].mtp_num_layers == 0
+    assert any("mtp." in line and "left out" in line for line in said)
+
+
+def test_a_module_behind_a_layer_with_a_state_is_left_out(tmp_path):
+    model = theirs("qwen3_next")
+    model.save_pretrained(tmp_path)
+    write_tensors(tmp_path, {**TensorFolder(tmp_path), "mtp.fc.weight": torch.ones(D, 2 * D)})
+    said = []
+    assert read_model(tmp_path, say=said.append)[0].mtp_num_layers == 0
+    assert any("mtp.fc" in line and "left out" in line for line in said)
+
+
+def test_a_module_with_an_embedding_of_its_own(tmp_path):
+    model, _, _ = published_beside(tmp_path, "qwen3_5_moe_text")
+    weights = dict(TensorFolder(tmp_path))
+    mine = {"mtp.embed_tokens.weight": model.get_input_embeddings().weight.detach().clone()}
+    write_tensors(tmp_path, weights | mine)
+    assert len(read_in(tmp_path).mtp) == 1
+    mine["mtp.embed_tokens.weight"][3, 5] += 1
+    write_tensors(tmp_path, weights | mine)
+    with pytest.raises(ValueError, match=r"mtp\.embed_tokens\.weight .* once more, got other"):
+        read_model(tmp_path)
+    assert not read_in(tmp_path, mtp_num_layers=0).mtp

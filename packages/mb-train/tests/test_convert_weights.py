@@ -202,7 +202,7 @@ def test_layers_behind_the_last_are_left_out_with_a_word(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**about, "num_nextn_predict_layers": 2}))
     said = []
     read_model(tmp_path, say=said.append)
-    assert [line[:23] for line in said] == [f"its layer {n} is left out" for n in (3, 4)]
+    assert [line.split(",")[0] for line in said] == [f"model.layers.{n}: left out" for n in (3, 4)]
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mb_layers.state_dicts import Rule
 
@@ -30,6 +30,29 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
     }
 
 
+class Modules(NamedTuple):
+    """Modules of an architecture's files that predict tokens beyond the next one.
+
+    count: how many config.json tells of.
+    begin: how the names of their tensors begin, of module k = 0, 1, ...
+    read: they are DeepSeek's in what they compute, and ours (`models.mtp`).
+    with_ends: what is written holds the embedding and the head once more for each of them.
+    """
+
+    count: Callable[[Json], int]
+    begin: Callable[[Json, int], tuple[str, ...]]
+    read: bool = True
+    with_ends: bool = True
+
+
+def layers_behind(setting: str) -> Modules:
+    """Layers behind the last, counted by a setting."""
+    return Modules(
+        lambda config: config[setting] or 0,
+        lambda config, k: (f"model.layers.{config['num_hidden_layers'] + k}.",),
+    )
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One of Hugging Face's model types.
@@ -47,9 +70,7 @@ class Architecture:
         inside: settings that hold further ones, which count as if they stood beside them.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
-        layers_behind: the setting that counts layers behind the last; they guess tokens beyond the
-            next from it, and it does without them.
-        reads_behind: they are DeepSeek's modules for further tokens, and ours (`models.mtp`).
+        modules: for further tokens, which files may hold, and the model does without.
         beside: patterns of tensors that files may hold beside the model, and what these do.
         shared: one tensor may hold parts of several of ours.
         copies: tensors that files may hold once more under another name, and which these are.
@@ -70,8 +91,7 @@ class Architecture:
     inside: tuple[str, ...] = ()
     prefix: str = ""
     left_out: tuple[str, ...] = ()
-    layers_behind: str | None = None
-    reads_behind: bool = True
+    modules: Modules | None = None
     beside: Mapping[str, str] = field(default_factory=dict)
     shared: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +104,7 @@ class Architecture:
         Raises:
             ValueError: something that our models have not.
             KeyError: a size that is not there.
+        TypeError: a number that is none.
         """
         refuse(config, per_layer_config=(None,))
         check_quantization(config, mxfp4=self.packed is not None)
@@ -92,8 +113,8 @@ class Architecture:
         drawn = {"init_method_std": settled.get("initializer_range", 0.02)}
         fields = drawn | self.fields(settled)
         _check_turned(fields)
-        if self.reads_behind:
-            fields["mtp_num_layers"] = len(self.numbers_behind(config))
+        if self.modules is not None and self.modules.read:
+            fields["mtp_num_layers"] = len(range(self.modules.count(settled)))
         return fields
 
     def settled(self, config: Json) -> dict[str, Any]:
@@ -115,18 +136,6 @@ class Architecture:
         given = {n: value for n, value in config.items() if (n, value) != (_ROPE, None)}
         return {**self.defaults, **given, **renamed}
 
-    def numbers_behind(self, config: Json) -> range:
-        """Numbers of layers behind the last that files may hold.
-
-        Raises:
-            TypeError: one of the counts is none.
-        """
-        if self.layers_behind is None:
-            return range(0)
-        settled = self.settled(config)
-        layers = settled["num_hidden_layers"]
-        return range(layers, layers + (settled[self.layers_behind] or 0))
-
 
 def _check_turned(fields: Mapping[str, Any]) -> None:
     """Raise ValueError if what of each head turns is no number of pairs."""
@@ -141,16 +150,11 @@ def _check_turned(fields: Mapping[str, Any]) -> None:
         )
 
 
-def copies_behind(numbers: Iterable[int], head: str) -> dict[str, str]:
-    """What files hold once more for each module for further tokens, and which tensors these are.
+def copies_of_ends(begin: str, head: str) -> dict[str, str]:
+    """What files may hold once more for a module for further tokens, and which tensors these are.
 
     Args:
-        numbers: the modules', as layers.
+        begin: how the names of its tensors begin.
         head: the name of the head's weight.
     """
-    shared = {"embed_tokens": EMBEDDING, "shared_head.head": head}
-    return {
-        f"model.layers.{number}.{copy}.weight": name
-        for number in numbers
-        for copy, name in shared.items()
-    }
+    return {f"{begin}embed_tokens.weight": EMBEDDING, f"{begin}shared_head.head.weight": head}

@@ -43,7 +43,12 @@ from mb_train.convert.hugging_face import (
     t5,
     unrotated,
 )
-from mb_train.convert.hugging_face.architecture import GUESSES, Architecture, special_tokens
+from mb_train.convert.hugging_face.architecture import (
+    GUESSES,
+    Architecture,
+    Modules,
+    special_tokens,
+)
 from mb_train.convert.hugging_face.chosen import INDEXER
 from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.decoder_rules import decoder_rules
@@ -240,7 +245,7 @@ def _llama_like(
     config_of: Callable[[TrainConfig], dict[str, Any]] | None,
     names: ExpertNames = experts.LLAMA,
     aliases: Mapping[str, str] | None = None,
-    layers_behind: str | None = None,
+    modules: Modules | None = None,
     beside: Mapping[str, str] | None = None,
     rules_of: Callable[[TransformerConfig, ExpertRules], list[Rule]] = decoder_rules,
 ) -> Architecture:
@@ -253,7 +258,7 @@ def _llama_like(
         stacked=lambda _, c: rules_of(c, partial(expert_rules, names.stacked())),
         defaults=_DEFAULTS[kind],
         aliases=aliases or {},
-        layers_behind=layers_behind,
+        modules=modules,
         beside=beside or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
@@ -384,7 +389,7 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "glm4_moe", "Glm4MoeForCausalLM", deepseek.glm4_moe_fields, deepseek.glm4_moe_config,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES,
         ),
         _llama_like(
             "deepseek_v2", "DeepseekV2ForCausalLM", deepseek.deepseek_v2_fields,
@@ -392,7 +397,7 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "deepseek_v3", "DeepseekV3ForCausalLM", deepseek.deepseek_v3_fields,
-            deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+            deepseek.deepseek_v3_config, experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES,
         ),
         _written_stacked(
             _llama_like(
@@ -410,7 +415,7 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "glm4_moe_lite", "Glm4MoeLiteForCausalLM", relatives.glm4_moe_lite_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES,
         ),
         _llama_like(
             "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan.dense_fields,
@@ -420,12 +425,11 @@ ARCHITECTURES = {
             "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", hunyuan.moe_fields, hunyuan.moe_config,
             experts.HUNYUAN_V1, hunyuan.ALIASES, rules_of=hunyuan.hunyuan_rules,
         ),
-        replace(
-            _llama_like(
-                "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
-                experts.HUNYUAN, relatives.HUNYUAN_ALIASES, deepseek.LAYERS_BEHIND,
-            ),
-            reads_behind=False,  # their norm has another name, and their head may be their own
+        _llama_like(
+            "hy_v3", "HYV3ForCausalLM", relatives.hy_v3_fields, None,
+            experts.HUNYUAN, relatives.HUNYUAN_ALIASES,
+            # Their norm has another name, and their head may be their own.
+            deepseek.MODULES._replace(read=False),
         ),
         _llama_like(
             "minimax_m2", "MiniMaxM2ForCausalLM", relatives.minimax_m2_fields,
@@ -489,7 +493,8 @@ ARCHITECTURES = {
             stacked=lambda _, c: nemotron_h.nemotron_h_rules(c, today=True),
             back=nemotron_h.nemotron_h_back, shared=True,
             defaults=_DEFAULTS["nemotron_h"], aliases=nemotron_h.ALIASES,
-            renamed={r"^backbone\.": "model."}, beside={r"mtp\..*": GUESSES},
+            modules=nemotron_h.MODULES, renamed={r"^backbone\.": "model."},
+            beside={r"mtp\..*": GUESSES},
         ),
         _llama_like(
             "lfm2", "Lfm2ForCausalLM", lfm2.lfm2_fields, lfm2.lfm2_config,
@@ -517,15 +522,22 @@ ARCHITECTURES = {
             ),
             back=lambda _, c: unrotated.flint_back(c, partial(expert_rules, experts.LLAMA)),
         ),
-        _llama_like(
-            "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
-            qwen_next.qwen3_next_config, beside={r"model\.mtp\..*": GUESSES},
-            rules_of=qwen_next.qwen_next_rules,
+        replace(
+            _llama_like(
+                "qwen3_next", "Qwen3NextForCausalLM", qwen_next.qwen3_next_fields,
+                qwen_next.qwen3_next_config, modules=qwen_next.MODULES,
+                beside={r"mtp\..*": GUESSES}, rules_of=qwen_next.qwen_next_rules,
+            ),
+            renamed=qwen_next.RENAMED,
         ),
-        _llama_like(
-            "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_fields, None,
-            beside={r"model\.mtp\..*": GUESSES},
-            rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+        replace(
+            _llama_like(
+                "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_fields, None,
+                aliases=qwen_next.ALIASES, modules=qwen_next.MODULES,
+                beside={r"mtp\..*": GUESSES},
+                rules_of=partial(qwen_next.qwen_next_rules, apart=True),
+            ),
+            renamed=qwen_next.RENAMED,
         ),
         _llama_like(
             "qwen3_vl_moe_text", "Qwen3VLMoeTextModel", relatives.qwen3_vl_moe_fields, None,
@@ -541,15 +553,15 @@ ARCHITECTURES = {
         ),
         _llama_like(
             "glm4v_moe_text", "Glm4vMoeTextModel", relatives.glm4v_moe_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES,
         ),
         _llama_like(
             "deepseek_v32", "DeepseekV32ForCausalLM", relatives.sparse_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, INDEXER,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES, INDEXER,
         ),
         _llama_like(
             "glm_moe_dsa", "GlmMoeDsaForCausalLM", relatives.sparse_fields, None,
-            experts.DEEPSEEK, deepseek.ALIASES, deepseek.LAYERS_BEHIND, INDEXER,
+            experts.DEEPSEEK, deepseek.ALIASES, deepseek.MODULES, INDEXER,
         ),
         _llama_like("seed_oss", "SeedOssForCausalLM", relatives.seed_oss_fields, None),
         _llama_like(

@@ -22,6 +22,9 @@ from mb_train.models.config import TransformerConfig
 # Those of a layer's attention, by its number in the model; the names of what is in the layer begin
 # with the two words: ours, and theirs.
 AttentionRules: TypeAlias = Callable[[TransformerConfig, int, str, str], list[Rule]]
+# Of a module for further tokens, by its number: their names of what is around its layer, by ours,
+# and how the names of the layer begin.
+ModuleNames: TypeAlias = Callable[[TransformerConfig, int], tuple[Mapping[str, str], str]]
 # By where norms stand, ours and theirs.
 _NORMS = {
     "before": {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"},
@@ -33,6 +36,13 @@ _NORMS = {
 }  # fmt: skip
 
 
+def _layer_behind(config: TransformerConfig, number: int) -> tuple[Mapping[str, str], str]:
+    """DeepSeek's names, which others took: all of a module is a layer behind the last."""
+    theirs = f"model.layers.{config.num_layers + number}."
+    parts = {part: f"{theirs}{part}" for part in ("enorm", "hnorm", "eh_proj")}
+    return parts | {"stack.norm": f"{theirs}shared_head.norm"}, theirs
+
+
 def decoder_rules(
     config: TransformerConfig,
     experts: ExpertRules,
@@ -40,6 +50,7 @@ def decoder_rules(
     neighbours: bool = False,
     norms: Mapping[str, str] | None = None,
     attention: AttentionRules | None = None,
+    module: ModuleNames = _layer_behind,
 ) -> list[Rule]:
     """Separate projections, and these experts.
 
@@ -47,6 +58,7 @@ def decoder_rules(
         neighbours: rotations turn two neighbours, see `rotated_rows`.
         norms: of a block, ours and theirs; None: as most have them.
         attention: see `AttentionRules`; None: as most have them.
+        module: see `ModuleNames`.
     """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
@@ -57,12 +69,15 @@ def decoder_rules(
         attention = partial(_alike, latent_rules if config.latent is not None else
                             partial(attention_rules, neighbours=neighbours))  # fmt: skip
     last = config.num_layers - 1
-    places = [(layer, f"stack.blocks.{layer}.", layer) for layer in range(config.num_layers)]
+    places = [
+        (layer, f"stack.blocks.{layer}.", f"model.layers.{layer}.")
+        for layer in range(config.num_layers)
+    ]
     for number in range(config.mtp_modules):
-        rules += _module_rules(f"mtp.{number}.", f"model.layers.{last + 1 + number}.")
-        places.append((last, f"mtp.{number}.stack.blocks.0.", last + 1 + number))
-    for layer, ours, number in places:
-        theirs = f"model.layers.{number}."
+        parts, theirs = module(config, number)
+        rules += module_rules(f"mtp.{number}.", parts)
+        places.append((last, f"mtp.{number}.stack.blocks.0.", theirs))
+    for layer, ours, theirs in places:
         for our, their in (norms or _NORMS[config.norms]).items():
             rules += _norm_rules(config, f"{ours}{our}", f"{theirs}{their}")
         rules += attention(config, layer, ours, theirs)
@@ -80,13 +95,9 @@ def _norm_rules(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]
     return both(ours, theirs)[: 2 if config.norm == "layernorm" else 1]
 
 
-def _module_rules(ours: str, theirs: str) -> list[Rule]:
-    """Those of a module for further tokens, but for its layer: DeepSeek's, which others took."""
-    names = {part: part for part in ("enorm", "hnorm", "eh_proj")}
-    names["stack.norm"] = "shared_head.norm"
-    return [
-        Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)) for our, their in names.items()
-    ]
+def module_rules(ours: str, parts: Mapping[str, str]) -> list[Rule]:
+    """Those of what is around the layers of a module for further tokens."""
+    return [Rule(f"{ours}{our}.weight", (f"{their}.weight",)) for our, their in parts.items()]
 
 
 def _alike(

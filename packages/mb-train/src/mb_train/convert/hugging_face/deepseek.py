@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from mb_train.config import TrainConfig, whole
+from mb_train.convert.hugging_face.architecture import layers_behind
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.llama import decoder_fields, llama_config, wholly_turned
 
@@ -43,6 +44,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LAYERS_BEHIND = "num_nextn_predict_layers"
+MODULES = layers_behind(LAYERS_BEHIND)
 ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": LAYERS_BEHIND}
 V2_ALIASES = {"num_experts": "n_routed_experts"}
 

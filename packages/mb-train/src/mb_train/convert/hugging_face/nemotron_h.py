@@ -1,11 +1,13 @@
 """Nemotron-H and Nemotron 3: Mamba-2, attention, feed-forwards and experts, one in each layer.
 
 Their layers are ours (`--hybrid-layer-pattern`), without positions or gates; the experts are chosen
-as DeepSeek-V3's, beside one for all tokens.
+as DeepSeek-V3's, beside one for all tokens. A module for further tokens has several such layers
+(`mtp.layers.*`), counted through all modules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,14 +15,17 @@ from mb_layers import MoEConfig
 from mb_layers.state_dicts import Rule, reversed_rules
 
 from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face.architecture import Modules
 from mb_train.convert.hugging_face.config_json import Json, refuse
-from mb_train.convert.hugging_face.decoder_rules import attention_rules
-from mb_train.convert.hugging_face.deepseek import group_fields
+from mb_train.convert.hugging_face.decoder_rules import attention_rules, module_rules
+from mb_train.convert.hugging_face.deepseek import LAYERS_BEHIND, group_fields
 from mb_train.convert.hugging_face.mamba_rules import mamba_back, mamba_rules, refuse_bounds
 from mb_train.convert.hugging_face.rules import own_head
 from mb_train.models.config import TransformerConfig
+from mb_train.models.mtp import layers_of_module
 
 _TYPES, _PATTERN = "layers_block_type", "hybrid_override_pattern"
+_MTP_TYPES, _MTP_PATTERN = f"mtp_{_TYPES}", f"mtp_{_PATTERN}"
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 _BEFORE = {"mamba": "M", "attention": "*"}  # names of before
 # transformers' class takes this for a bound of steps, too; 0 has no logarithm, which it also takes.
@@ -28,7 +33,8 @@ _NO_LEAST_STEP = 1e-12
 # What the class has for a setting that a file leaves out, sizes of the model apart.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
-        _TYPES: None, "num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.0,
+        _TYPES: None, _MTP_TYPES: None, LAYERS_BEHIND: 0, "num_key_value_heads": 8,
+        "head_dim": 128, "attention_dropout": 0.0,
         "hidden_dropout": 0.0, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": False, "hidden_size": 4096, "num_attention_heads": 32,
         "max_position_embeddings": 4096, "intermediate_size": 21_504, "mamba_num_heads": 128,
@@ -56,12 +62,13 @@ def nemotron_h_fields(config: Json) -> dict[str, Any]:
            mlp_hidden_act=("relu2",), sliding_window=(None,),
            residual_in_fp32=(False,), tie_word_embeddings=(False,))  # fmt: skip
     refuse_bounds(config)
-    pattern = _pattern(config)
+    pattern = _pattern(config, _TYPES, config.get(_PATTERN) or "ME*-")
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     return {
         "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
+        "mtp_hybrid_override_pattern": _module_pattern(config),
         "hidden_size": config["hidden_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
@@ -86,17 +93,36 @@ def nemotron_h_fields(config: Json) -> dict[str, Any]:
     }
 
 
-def _pattern(config: Json) -> str:
-    types = config[_TYPES]
+def _pattern(config: Json, name: str, letters_instead: str) -> str:
+    types = config[name]
     if types is None:
-        types = list(config.get(_PATTERN) or "ME*-")
+        types = list(letters_instead)
     letters = {**_KINDS, **_BEFORE, **{letter: letter for letter in _KINDS.values()}}
     if not types or not letters.keys() >= set(types):
         raise ValueError(
-            f"Expected {_TYPES} of config.json to be of {', '.join(_KINDS)}, got {types}: this "
+            f"Expected {name} of config.json to be of {', '.join(_KINDS)}, got {types}: this "
             "model has something that ours have not."
         )
     return "".join(letters[kind] for kind in types)
+
+
+def _module_pattern(config: Json) -> str | None:
+    """That of a module; None where there is none that ours could be, of the model's own letters."""
+    if not config[LAYERS_BEHIND]:
+        return None
+    pattern = _pattern(config, _MTP_TYPES, config.get(_MTP_PATTERN) or "*E")
+    of_model = _pattern(config, _TYPES, config.get(_PATTERN) or "ME*-")
+    return pattern if set(pattern) <= set(of_model) else None
+
+
+def _begin(config: Json, k: int) -> tuple[str, ...]:
+    length = len(_module_pattern(config) or "")
+    return tuple(f"mtp.layers.{k * length + i}." for i in range(length))
+
+
+MODULES = Modules(
+    lambda config: config[LAYERS_BEHIND] if _module_pattern(config) else 0, _begin, with_ends=False
+)
 
 
 def _expert_fields(config: Json) -> dict[str, Any]:
@@ -139,6 +165,9 @@ def nemotron_h_config(config: TrainConfig) -> dict[str, Any]:
         )  # fmt: skip
         found |= dict(zip(names_of_sizes, config.mamba_sizes, strict=True))
         found["time_step_min"] = _NO_LEAST_STEP
+    if (behind := config.mtp_pattern) is not None:
+        found |= {LAYERS_BEHIND: config.mtp_num_layers, _MTP_PATTERN: behind}
+        found[_MTP_TYPES] = [names[letter] for letter in behind]
     if config.moe_num_experts is None:
         return found
     return found | {
@@ -162,25 +191,37 @@ def nemotron_h_rules(config: TransformerConfig, *, today: bool = False) -> list[
         today: the experts of a layer are one tensor.
     """
     rules = _around(config, "model.")
-    for layer in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
-        rules += _layer(config, layer, ours, theirs, today=today)
-        if config.has_mamba(layer):
-            assert config.mamba is not None
-            rules += mamba_rules(config.mamba, f"{ours}attention.", f"{theirs}mixer.")
+    for of, layer, ours, theirs in _places(config, "model."):
+        rules += _layer(of, layer, ours, theirs, today=today)
+        if of.has_mamba(layer):
+            assert of.mamba is not None
+            rules += mamba_rules(of.mamba, f"{ours}attention.", f"{theirs}mixer.")
     return rules
 
 
 def nemotron_h_back(_: TrainConfig, config: TransformerConfig) -> list[Rule]:
     """From ours to theirs, by the names of files."""
     back = reversed_rules(_around(config, "backbone."))
-    for layer in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{layer}.", f"backbone.layers.{layer}."
-        back += reversed_rules(_layer(config, layer, ours, theirs, today=False))
-        if config.has_mamba(layer):
-            assert config.mamba is not None
-            back += mamba_back(config.mamba, f"{ours}attention.", f"{theirs}mixer.")
+    for of, layer, ours, theirs in _places(config, "backbone."):
+        back += reversed_rules(_layer(of, layer, ours, theirs, today=False))
+        if of.has_mamba(layer):
+            assert of.mamba is not None
+            back += mamba_back(of.mamba, f"{ours}attention.", f"{theirs}mixer.")
     return back
+
+
+def _places(
+    config: TransformerConfig, theirs: str
+) -> Iterator[tuple[TransformerConfig, int, str, str]]:
+    """Of each layer: of which stack it is which, and how its names begin, ours and theirs."""
+    for layer in range(config.num_layers):
+        yield config, layer, f"stack.blocks.{layer}.", f"{theirs}layers.{layer}."
+    module = layers_of_module(config) if config.mtp_modules else None
+    for number in range(config.mtp_modules):
+        assert module is not None
+        for layer in range(module.num_layers):
+            place = number * module.num_layers + layer
+            yield module, layer, f"mtp.{number}.stack.blocks.{layer}.", f"mtp.layers.{place}."
 
 
 def _around(config: TransformerConfig, theirs: str) -> list[Rule]:
@@ -188,7 +229,16 @@ def _around(config: TransformerConfig, theirs: str) -> list[Rule]:
         Rule("embedding.tokens.weight", (f"{theirs}embeddings.weight",)),
         Rule("stack.norm.weight", (f"{theirs}norm_f.weight",)),
         *own_head(config),
+        *(rule for number in range(config.mtp_modules) for rule in _around_module(config, number)),
     ]
+
+
+def _around_module(config: TransformerConfig, number: int) -> list[Rule]:
+    length = len(config.mtp_pattern or "")
+    first, last = number * length, number * length + length - 1
+    parts = {part: f"mtp.layers.{first}.{part}" for part in ("enorm", "hnorm", "eh_proj")}
+    parts["stack.norm"] = f"mtp.layers.{last}.final_layernorm"
+    return module_rules(f"mtp.{number}.", parts)
 
 
 def _layer(

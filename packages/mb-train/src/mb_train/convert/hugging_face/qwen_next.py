@@ -5,13 +5,16 @@ weights, and ours by the sum; those of what a state returns do not. Rows of the 
 [heads][query, gate]. Of layers with a state Qwen3-Next's rows are ours, by key head, and Qwen3.5's
 stand apart, for which it is written as a Qwen3-Next; the convolution's do so in both.
 
+A module for further tokens (`mtp.*`) has a layer that attends, so it is read behind a model whose
+last one does.
+
 Letters: G key heads of states, H query heads, X channels of the convolution, T its taps.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +25,10 @@ from torch import Tensor
 from mb_train.config import TrainConfig, whole
 from mb_train.config.layers import every_nth_full
 from mb_train.convert.grouped_rows import by_group, from_groups
+from mb_train.convert.hugging_face.architecture import Modules
 from mb_train.convert.hugging_face.config_json import Json, refuse
 from mb_train.convert.hugging_face.decoder_rules import attention_rules, decoder_rules
+from mb_train.convert.hugging_face.deepseek import LAYERS_BEHIND
 from mb_train.convert.hugging_face.experts import ExpertRules
 from mb_train.convert.hugging_face.llama import (
     decoder_fields,
@@ -43,6 +48,7 @@ _DEFAULTS: dict[str, Any] = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
+    LAYERS_BEHIND: 1,  # files need not say so
 }  # fmt: skip
 # What each class has for a setting that a file leaves out, sizes of the model apart.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -56,8 +62,11 @@ _SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
     "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
+ALIASES = {"mtp_num_hidden_layers": LAYERS_BEHIND}
+# Files of the model without a head have no prefix.
+RENAMED = {r"^(?!model\.|lm_head\.|mtp\.)": "model."}
 # Our norms that are theirs and one.
-_AROUND_ONE = re.compile(r"(.*\.norm_[12kq]|stack\.norm)\.weight")
+_AROUND_ONE = re.compile(r"(.*\.norm_[12kq]|(.*\.)?stack\.norm|mtp\.\d+\.[eh]norm)\.weight")
 
 
 def qwen3_next_fields(config: Json) -> dict[str, Any]:
@@ -106,6 +115,27 @@ def _every_nth_attends(config: Json) -> int | None:
     return None if every > layers else every
 
 
+def _count_modules(config: Json) -> int:
+    """One, or none where those of the files are none of ours.
+
+    Several have one map in common, to each of their layers.
+    """
+    every = _every_nth_attends(config)
+    attends = every is not None and config["num_hidden_layers"] % every == 0
+    return int(config[LAYERS_BEHIND] == 1 and attends)
+
+
+MODULES = Modules(_count_modules, lambda config, k: ("mtp.",), with_ends=False)
+
+
+def _module_names(_: TransformerConfig, number: int) -> tuple[Mapping[str, str], str]:
+    parts = {
+        "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc", "stack.norm": "mtp.norm",
+    }  # fmt: skip
+    return parts, f"mtp.layers.{number}."
+
+
 def qwen3_next_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
     found, turned = llama_config(config), {"partial_rotary_factor": config.rotary_percent}
@@ -125,6 +155,7 @@ def qwen3_next_config(config: TrainConfig) -> dict[str, Any]:
             "norm_topk_prob": config.moe_renormalize,
             "router_aux_loss_coef": loss_coefficient(config),
             "decoder_sparse_step": 1,
+            LAYERS_BEHIND: config.mtp_num_layers,
             "mlp_only_layers": list(range(dense)),
         }
     )
@@ -138,7 +169,8 @@ def qwen_next_rules(
     Args:
         apart: the maps of layers with a state, as in Qwen3.5.
     """
-    rules = decoder_rules(config, experts, attention=partial(_attention, apart=apart))
+    rules = decoder_rules(config, experts, attention=partial(_attention, apart=apart),
+                          module=_module_names)  # fmt: skip
     return around_one(rules)
 
 

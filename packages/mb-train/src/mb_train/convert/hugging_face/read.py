@@ -20,7 +20,7 @@ from mb_train.convert.hugging_face.architecture import (
     HEAD,
     Architecture,
     Rules,
-    copies_behind,
+    copies_of_ends,
 )
 from mb_train.convert.hugging_face.architectures import architecture_of
 from mb_train.convert.hugging_face.chosen import chosen
@@ -42,7 +42,6 @@ from mb_train.data.tokenizers import load_tokenizer
 from mb_train.tasks.architecture import transformer_config
 
 _STACKED = re.compile(r"\.experts\.((gate_)?up_proj|mlp\.v1)$")
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ADAPTER = "adapter_config.json"
 _TOKENS = "embedding.tokens.weight"  # by our names
 _ORDER_HEAD, _POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
@@ -78,8 +77,9 @@ def read_model(
     found = architecture_of(theirs)
     if theirs is not whole_model:
         found = with_text_inside(found)
-    config, vocab_size, behind = _config(path, theirs, found, fields)
-    for line in _settings_left_out(found.settled(theirs), config):
+    config, vocab_size = _config(path, theirs, found, fields)
+    settled = found.settled(theirs)
+    for line in _settings_left_out(settled, config):
         say(line)
     if (folder / _ADAPTER).is_file():  # which transformers would add to the weights
         raise ValueError(
@@ -87,13 +87,15 @@ def read_model(
             "into the weights and save them, or move it elsewhere to read the model without it."
         )
     source = _tensors(folder, found, block_of(theirs))
-    modules = _modules(source, behind, found, mtp_num_layers)
+    there = _modules(source, found, settled)
+    modules = _wanted(there, found, settled, mtp_num_layers)
     config = dataclasses.replace(config, mtp_num_layers=len(modules))
-    for number in modules:
-        say(f"its layer {number} is read as a module of --mtp-num-layers; 0 would leave it out")
     head = HEAD if HEAD in source else EMBEDDING
-    _leave_out_copies(source, folder, copies_behind(modules, head))
-    for line in _left_out(source, behind[len(modules) :], found):
+    for begin in modules:
+        say(f"{_called(begin)}: read as a module of --mtp-num-layers; 0 would leave it out")
+        for first in begin:
+            _leave_out_copies(source, folder, copies_of_ends(first, head))
+    for line in _left_out(source, modules, there[len(modules) :], found):
         say(line)
     headless &= config.model == "bert" and not any(name.startswith("cls.") for name in source)
     if config.model == "bert":
@@ -130,14 +132,14 @@ def read_model(
 
 def _config(
     path: Path, theirs: Json, found: Architecture, fields: Mapping[str, Any]
-) -> tuple[TrainConfig, int, range]:
-    """Of a config.json: ours, with `fields` over it, its vocabulary's rows, layers left out."""
+) -> tuple[TrainConfig, int]:
+    """Of a config.json: ours, with `fields` over it, and the rows of its vocabulary."""
     try:
         vocab_size = theirs["vocab_size"]
         if vocab_size < 1:
             raise ValueError(f"Expected {path} to have a vocab_size above 0, got {vocab_size}.")
         config = imported_config(found.read(theirs), vocab_size, **fields)
-        return config, vocab_size, found.numbers_behind(theirs)
+        return config, vocab_size
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ArithmeticError) as error:
@@ -234,43 +236,66 @@ def _leave_out_copies(source: TensorFolder, folder: Path, copies: Mapping[str, s
             source.leave_out(re.escape(copy))
 
 
-def _modules(source: TensorFolder, behind: range, found: Architecture, wanted: int | None) -> range:
-    """Numbers of the layers to read as modules for further tokens.
+def _modules(source: TensorFolder, found: Architecture, settled: Json) -> list[tuple[str, ...]]:
+    """How the names of each module for further tokens begin, of those that there are."""
+    modules, there = found.modules, []
+    if modules is not None:
+        for k in range(modules.count(settled)):
+            begin = modules.begin(settled, k)
+            if not any(name.startswith(begin) for name in source):
+                break
+            there.append(begin)
+    return there
+
+
+def _wanted(
+    there: list[tuple[str, ...]], found: Architecture, settled: Json, wanted: int | None
+) -> list[tuple[str, ...]]:
+    """Those of them to read.
 
     Raises:
         ValueError: more are wanted than there are; some of those that config.json counts.
     """
-    there = [number for number in _numbers(source) if number in behind]
-    if not found.reads_behind or not there:  # transformers writes none, whatever it counts
-        behind = behind[:0]
-    elif len(there) < len(behind) and wanted != 0:
+    modules = found.modules
+    if modules is None or not modules.read:
+        there = []
+    elif there and len(there) < (counted := modules.count(settled)) and wanted != 0:
         raise ValueError(
-            f"Expected layers {behind[0]} to {behind[-1]} behind the last, of which config.json "
-            f"tells, got {', '.join(map(str, there))} alone. --mtp-num-layers 0 leaves them out."
+            f"Expected {counted} modules for further tokens, of which config.json tells, got "
+            f"{', '.join(map(_called, there))} alone. --mtp-num-layers 0 leaves them out."
         )
-    if wanted is not None and not 0 <= wanted <= len(behind):
+    if wanted is not None and not 0 <= wanted <= len(there):
         raise ValueError(
-            f"Expected --mtp-num-layers of 0 to {len(behind)}, the modules for further tokens "
+            f"Expected --mtp-num-layers of 0 to {len(there)}, the modules for further tokens "
             f"that there are, got {wanted}."
         )
-    return behind[:wanted]
+    return there[:wanted]
 
 
-def _numbers(source: TensorFolder) -> list[int]:
-    """Of the layers in a folder."""
-    return sorted({int(layer[1]) for layer in map(_LAYER.match, source) if layer is not None})
+def _called(begin: tuple[str, ...]) -> str:
+    return ", ".join(first.removesuffix(".") for first in begin)
 
 
-def _left_out(source: TensorFolder, behind: range, found: Architecture) -> Iterator[str]:
-    """Leave out what there is of these layers behind the last, and beside all, a line on each."""
-    ours = "it was not asked for" if found.reads_behind else "ours do not so"
-    for number in (number for number in _numbers(source) if number in behind):
-        source.leave_out(rf"model\.layers\.{number}\..*")
-        yield f"its layer {number} is left out: it guesses tokens beyond the next, {ours}"
+def _left_out(
+    source: TensorFolder,
+    modules: list[tuple[str, ...]],
+    others: list[tuple[str, ...]],
+    found: Architecture,
+) -> Iterator[str]:
+    """Leave out what is not of the model, nor of these modules, a line on each."""
+    why = "it was not asked for" if found.modules and found.modules.read else "ours do not so"
+    for begin in others:
+        source.leave_out(f"({_any(begin)}).*")
+        yield f"{_called(begin)}: left out, it guesses tokens beyond the next, {why}"
+    kept = "".join(f"(?!{_any(begin)})" for begin in modules)
     for pattern, what in found.beside.items():
-        if name := next(filter(re.compile(pattern).match, source), None):
-            source.leave_out(pattern)
+        if name := next(filter(re.compile(kept + pattern).match, source), None):
+            source.leave_out(kept + pattern)
             yield f"what {name} belongs to is left out: {what}"
+
+
+def _any(begin: tuple[str, ...]) -> str:
+    return "|".join(map(re.escape, begin))
 
 
 def import_model(

@@ -13,9 +13,14 @@ from mb_layers.state_dicts import Rule, Translation, reversed_rules
 from torch import Tensor
 
 from mb_train.checkpoint.finite import all_finite
-from mb_train.config import TrainConfig, whole
-from mb_train.convert.hugging_face.architecture import EMBEDDING, HEAD, copies_behind
+from mb_train.convert.hugging_face.architecture import (
+    EMBEDDING,
+    HEAD,
+    Architecture,
+    copies_of_ends,
+)
 from mb_train.convert.hugging_face.architectures import architecture_for
+from mb_train.convert.hugging_face.config_json import Json
 from mb_train.convert.hugging_face.safetensors_files import write_tensors
 from mb_train.convert.hugging_face.tokenizer import write_tokenizer
 from mb_train.folder.run_folder import has_name_of_a_checkpoint
@@ -52,7 +57,6 @@ def export_model(
     back = found.back or (lambda *of: reversed_rules(found.rules(*of)))
     rules = back(config, trained.model.config)
     ours = SavedWeights(trained.checkpoint, trained.model, left_out=trained.left_out)
-    weights = _named(_theirs(ours, trained, rules, dtype), found.prefix, config)
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],
@@ -64,6 +68,8 @@ def export_model(
         "initializer_range": config.init_method_std,
         **found.config(config),
     }
+    begins = _begins_of_modules(found, found.settled(about), config.mtp_num_layers)
+    weights = _named(_theirs(ours, trained, rules, dtype), found.prefix, begins)
     with replaced_folder(target) as draft:
         write_tensors(draft, Changed(weights, partial(_checked, dtype)))
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
@@ -97,12 +103,18 @@ def _theirs(
     return Changed(theirs, lambda name, tensor: tensor if name in exact else tensor.to(dtype))
 
 
-def _named(weights: Mapping[str, Tensor], prefix: str, config: TrainConfig) -> Picked:
+def _begins_of_modules(found: Architecture, settled: Json, number: int) -> list[str]:
+    """How the names of modules begin that are to hold the embedding and the head once more."""
+    if found.modules is None or not found.modules.with_ends:
+        return []
+    return [first for k in range(number) for first in found.modules.begin(settled, k)]
+
+
+def _named(weights: Mapping[str, Tensor], prefix: str, begins: Sequence[str]) -> Picked:
     """Tensors by their names in files, which hold some of them more than once."""
     names = {n if n.startswith("lm_head.") else f"{prefix}{n}": n for n in weights}
-    last = whole(config.num_layers)
-    modules = range(last, last + config.mtp_num_layers)
-    copies = copies_behind(modules, HEAD if HEAD in names else EMBEDDING)
+    head = HEAD if HEAD in names else EMBEDDING
+    copies = {copy: of for begin in begins for copy, of in copies_of_ends(begin, head).items()}
     # Behind what they are copies of, which is read once for all of them.
     again = {name: [copy for copy, of in copies.items() if of == name] for name in names}
     return Picked({n: (weights, names[name]) for name in names for n in (name, *again[name])})

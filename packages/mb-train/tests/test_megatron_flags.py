@@ -581,7 +581,11 @@ def test_older_spellings_mean_what_they_meant():
             {"hybrid_layer_pattern": "MMMM", "num_layers": 4},
         ),
         (
-            "--hybrid-layer-pattern -M*/-M/-M",
+            "--hybrid-layer-pattern -M|M*",  # of two stages
+            {"hybrid_layer_pattern": "-MM*", "num_layers": 4},
+        ),
+        (
+            "--hybrid-layer-pattern -M|*/-M/-M",
             {
                 "hybrid_layer_pattern": "-M*",
                 "num_layers": 3,

@@ -11,6 +11,7 @@ own.
 --linear-attention-freq [1,1,0]*4   --linear-attention-freq=3
 --window-size 127,0                 --window-size=127
 --hybrid-layer-pattern M*-          --hybrid-layer-pattern=M*- --num-layers=3
+--hybrid-layer-pattern M|*-         the same: a pipeline's stages are another matter
 --hybrid-layer-pattern M*-/*-/*-    the same, --mtp-num-layers=2 --mtp-hybrid-override-pattern=*-
 --hybrid-mlp-ratio 0.5 and 4 layers --hybrid-layer-pattern=M-M-
 """
@@ -115,12 +116,12 @@ def counted(words: Sequence[str]) -> list[str]:
 
 
 def modules_apart(pattern: str) -> tuple[str, list[str]]:
-    """Core's pattern without what is behind it: those of modules for further tokens, all alike.
+    """Core's pattern without borders of stages, and those of modules for further tokens behind it.
 
     Raises:
-        ValueError: they are not, or have no layer.
+        ValueError: these are not all alike, or have no layer.
     """
-    own, *modules = pattern.split("/")
+    own, *modules = pattern.replace("|", "").split("/")
     if modules and (len(set(modules)) > 1 or not modules[0]):
         raise ValueError(
             f"Expected modules of the same layers behind the model's in {_PATTERNS[0]}, as in "
@@ -131,9 +132,11 @@ def modules_apart(pattern: str) -> tuple[str, list[str]]:
 
 def _spelled_apart(word: str) -> list[str]:
     name, _, value = word.partition("=")
-    own, modules = modules_apart(value) if name in _PATTERNS else (value, [])
-    if not modules:
+    if name not in _PATTERNS or not value:
         return [word]
+    own, modules = modules_apart(value)
+    if not modules:
+        return [f"{name}={own}"]
     return [f"{name}={own}", f"--mtp-num-layers={len(modules)}", f"{_OF_MODULES}={modules[0]}"]
 
 

@@ -130,7 +130,7 @@ def _with_pattern(given: Mapping[str, Any], has_mamba: bool) -> dict[str, Any]:
     if pattern is None:
         shares = {flag_name(name): str(value) for name, value in given.items()}
         pattern = pattern_of_shares(shares, given["num_layers"])
-    pattern, modules = modules_apart(pattern.replace("|", ""))  # between stages of a pipeline
+    pattern, modules = modules_apart(pattern)
     if modules:
         others |= {"mtp_num_layers": len(modules), "mtp_hybrid_override_pattern": modules[0]}
     return others | {_PATTERNS[0]: pattern}

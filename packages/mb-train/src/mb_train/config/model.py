@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mb_train.config.field import AT_LEAST_0, LEFT_OUT, POSITIVE, flag
 
+# Fields that say how many rows a vocabulary has, of which only one is given.
+ROWS_OF_VOCABULARY = ("make_vocab_size_divisible_by", "padded_vocab_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFields:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from mb_train.config import TrainConfig, flag_name
+from mb_train.config.model import ROWS_OF_VOCABULARY
 from mb_train.config.resume import check_changes
 from mb_train.flags.command_line import CommandLine, resolve, without_effect
 from mb_train.folder.run_folder import SavedRun, read_saved_run
 from mb_train.folder.start import Resolved, Start, checkpoint_to_load, find_start, restarts_itself
 
-_OF_ROWS = ("make_vocab_size_divisible_by", "padded_vocab_size")
 _FP8 = (
     "FP8 is E4M3 with a scale for each row and each output channel, found anew at each product, "
     "whatever --fp8-format and --fp8-recipe say: gradients then need neither E5M2's range nor a "
@@ -69,7 +69,7 @@ def _rows_stay(run: Resolved) -> list[str]:
         return []
     saved = run.start.saved
     before = TrainConfig(**saved.inherited())
-    said = ((name, getattr(run.config, name)) for name in _OF_ROWS)
+    said = ((name, getattr(run.config, name)) for name in ROWS_OF_VOCABULARY)
     return [
         f"no effect on the checkpoint's vocabulary, of {saved.vocab_rows:,} rows: "
         f"{flag_name(name)} {value}"

@@ -16,6 +16,7 @@ from mb_layers.state_dicts import Rule, reversed_rules
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import flag_name, spec
+from mb_train.config.model import ROWS_OF_VOCABULARY
 from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.hugging_face import (
@@ -212,7 +213,7 @@ def _nearest_granite(config: TrainConfig) -> str:
 
 
 # How many rows tables have: the weights say so themselves.
-_ROWS = {"make_vocab_size_divisible_by", "padded_vocab_size", "position_rows"}
+_ROWS = {*ROWS_OF_VOCABULARY, "position_rows"}
 
 
 def _settings(config: TrainConfig) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mb_train.config import TrainConfig
 from mb_train.config.field import flag_name, spec
+from mb_train.config.model import ROWS_OF_VOCABULARY
 from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.convert.new_run import imported_config
@@ -100,7 +101,7 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     if wrong := [*wrong, *meant.wrong]:
         raise ValueError(" ".join(wrong))
     fields = {**beside, **meant.values}
-    for name in ("make_vocab_size_divisible_by", "padded_vocab_size"):
+    for name in ROWS_OF_VOCABULARY:
         fields.pop(name, None)
     if experts:  # in older versions routers have none, whatever the other maps have
         fields["moe_router_bias"] = any(name.endswith(".mlp.router.bias") for name in names)

@@ -83,6 +83,8 @@ GATES = (
     "--attention-output-gate --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
     f"--normalization RMSNorm --qk-layernorm --norm-placement both {HEADS} {GROUPS}"
 )
+# The key and the value of each group of queries are several tensor-parallel ranks'.
+ONE_KEY = f"{GATES} --softmax-type learnable --num-query-groups 1"
 # Of four layers the first and the last are dense, and every third has no positions.
 LISTS = (
     "--num-layers 4 --moe-layers 0 1 1 0 --no-rope-freq 3 --qk-l2-norm --clip-qkv 0.03 "
@@ -122,7 +124,7 @@ ALONE = {
     "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
-    "sinkhorn": SINKHORN, "gates": GATES, "states": STATES,
+    "sinkhorn": SINKHORN, "gates": GATES, "key": ONE_KEY, "states": STATES,
     "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH, "lists": LISTS,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
@@ -146,6 +148,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
         True,
     ),
     "gates tp2 sp": (2, f"{TP} 2 {SP} {GATES} {DOCUMENTS} {ROWS}", True),
+    "key tp2 sp": (2, f"{TP} 2 {SP} {ONE_KEY} {DOCUMENTS} {ROWS}", True),
     "gates pp2": (2, f"{PP} 2 {GATES}", True),
     "gates cp2 zero3, recompute": (
         2,
@@ -244,6 +247,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "latent tp2 pp2": (4, f"{TP} 2 {PP} 2 {LATENT}", True),
     "sinks cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {SINKS}", True),
     "sinks tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SINKS} {DOCUMENTS} {ROWS}", True),
+    "key cp2 tp2": (4, f"{CP} 2 {TP} 2 {ONE_KEY}", True),
     "gates cp2 tp2 sp": (4, f"{CP} 2 {TP} 2 {SP} {GATES}", True),
     "gates tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {GATES} {FURTHER}", True),
     "states tp2 pp2 further": (4, f"{TP} 2 {PP} 2 {SP} {STATES} {FURTHER}", True),

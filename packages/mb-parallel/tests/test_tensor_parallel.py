@@ -23,6 +23,7 @@ from mb_parallel.tensor_parallel import (
     RowParallel,
     SequenceParallel,
     SplitNorm,
+    UnitInCommon,
     VocabParallelEmbedding,
     VocabParallelLoss,
     block_plan,
@@ -40,6 +41,7 @@ CASES = {
     "dense": TWO,
     "gated-rms-qknorm-untied": replace(TWO, gated=True, rms=True, qk_norm="head", tied=False),
     "norms-over-width": replace(TWO, rms=True, qk_norm="width"),
+    "one-key": replace(TWO, kv_heads=1, rms=True, qk_norm="head"),
     "moe-padded-shared": replace(TWO, experts=4, padded=True, shared_expert=16, latent=6),
     "moe-capacity": replace(TWO, experts=4, capacity_factor=0.75, batch=3),
 }
@@ -64,6 +66,7 @@ def test_equals_one_process(sequence_parallel):
 
 MIXED = {
     "dp2-tp2": replace(TWO, dp=2, tp=2, experts=4, rms=True, qk_norm="width"),
+    "tp4, two keys": replace(TWO, tp=4, kv_heads=2, rms=True, qk_norm="head"),
     "dp2-tp2-ep2": replace(TWO, dp=2, tp=2, ep=2, experts=4, padded=True),
     "dp2-tp2-sp-ep4": replace(
         TWO, dp=2, tp=2, ep=4, experts=4, padded=True, sequence_parallel=True, zero_stage=2
@@ -264,7 +267,15 @@ def _tied():
 
 
 REFUSED = {
-    "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)), {"kv_heads": 1},
+    "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)),
+        block_plan(1, blocks="stack.blocks"),
+        r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
+    "queries of a key": (lambda: torch.nn.ModuleDict({"qkv": torch.nn.Linear(4, 20)}),
+        {"qkv": ColumnParallel(units=1, unit="keys", common=UnitInCommon((3,), 2, 4))},
+        r"qkv: Expected tp = 2 to divide the 1 keys, or to be a multiple .* the heads beside them"),
+    "norms of shared keys": (
+        lambda: tiny_gpt.build(Options(kv_heads=1, rms=True, qk_norm="width")),
+        tiny_gpt.plan(Options(kv_heads=1, rms=True, qk_norm="width")),
         r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
     "vocabulary": (lambda: torch.nn.ModuleDict({"tokens": torch.nn.Embedding(5, 4)}),
         {"tokens": VocabParallelEmbedding()},
@@ -311,8 +322,6 @@ REFUSED = {
 
 def _refused(rank, world_size, name):
     build, plan, _ = REFUSED[name]
-    if "kv_heads" in plan:
-        plan = tiny_gpt.plan(Options(**plan))
     try:
         parallelize_tensors(build(), ParallelDims(tp=world_size).build("cpu"), plan)
     except ValueError as error:

@@ -106,8 +106,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(H * C, D)
 
     def forward(self, x_BSD):
-        qkv = self.qkv(x_BSD).unflatten(2, (-1, self.per_group + 2, C))
-        q, k, v = qkv.split([self.per_group, 1, 1], dim=3)
+        rows = self.qkv(x_BSD)
+        R = min(self.per_group, rows.shape[2] // C - 2)  # ranks may share a group
+        q, k, v = rows.unflatten(2, (-1, R + 2, C)).split([R, 1, 1], dim=3)
         q, k, v = (t.flatten(2, 3) for t in (q, k, v))
         if self.over_width:
             q = self.norm_q(q.flatten(2)).view_as(q)
@@ -226,9 +227,10 @@ class GPT(nn.Module):
 def plan(options):
     over_width = options.qk_norm == "width"
     qk_norm = {"qk_norm": SplitNorm(rms=options.rms)} if over_width else {}
+    sizes = {"num_heads": H, "head_size": C}
     return {
         **embedding_plan(),
-        **block_plan(options.kv_heads, blocks="stack.blocks", **qk_norm),
+        **block_plan(options.kv_heads, **sizes, blocks="stack.blocks", **qk_norm),
         "stack.norm": SequenceParallel(),
         "head": ColumnParallel(enter=False, unit="vocabulary"),
         "": VocabParallelLoss(),

@@ -242,8 +242,12 @@ def test_tensor_parallel_ranks_compute_with_whole_heads_and_equal_widths():
     """As the plans of mb_parallel want it, of layers that attend alone."""
     run = RUN | {"num_attention_heads": 8, "tensor_model_parallel_size": 4}
     assert TrainConfig(**run, group_query_attention=True, num_query_groups=4).kv_heads == 4
+    in_common = run | {"group_query_attention": True, "num_query_groups": 2}
+    assert TrainConfig(**in_common).kv_heads == 2  # each of two ranks
     with pytest.raises(ValueError, match=r"--num-query-groups to be .*-size 4, .* got 2"):
-        TrainConfig(**run, group_query_attention=True, num_query_groups=2)
+        TrainConfig(**in_common, qk_layernorm=True, qk_layernorm_over="width")
+    with pytest.raises(ValueError, match=r"--num-query-groups to be .*-size 16, .* got 2"):
+        TrainConfig(**in_common | {"tensor_model_parallel_size": 16})
     few = run | {"tensor_model_parallel_size": 3, "ffn_hidden_size": 24}
     with pytest.raises(ValueError, match=r"--num-attention-heads to be a multiple of .* got 8"):
         TrainConfig(**few)

@@ -21,6 +21,7 @@ from mb_parallel.tensor_parallel.styles import SequenceParallel as SequenceParal
 from mb_parallel.tensor_parallel.styles import Sharded as Sharded
 from mb_parallel.tensor_parallel.styles import SplitSequence as SplitSequence
 from mb_parallel.tensor_parallel.styles import Style as Style
+from mb_parallel.tensor_parallel.styles import UnitInCommon as UnitInCommon
 from mb_parallel.tensor_parallel.vocabulary import (
     VocabParallelEmbedding as VocabParallelEmbedding,
 )

@@ -30,6 +30,9 @@ The seventh is of a gated short convolution: rows of `bcx` and `conv` are ordere
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from mb_layers.moe import MoELayer
 from torch import nn
 
@@ -46,6 +49,7 @@ from mb_parallel.tensor_parallel.styles import (
     Sharded,
     SplitSequence,
     Style,
+    UnitInCommon,
 )
 from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
@@ -60,6 +64,8 @@ _STATES: Plan = {
 def block_plan(
     num_kv_heads: int,
     *,
+    num_heads: int | None = None,
+    head_size: int | None = None,
     blocks: str = "blocks",
     qk_norm: Style = _BY_HEAD,
     states: Plan | None = None,
@@ -68,15 +74,24 @@ def block_plan(
 
     Args:
         num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
+        num_heads, head_size: query heads, and the channels of a head, so that tp may also be a
+            multiple of `num_kv_heads`: each rank computes attention with some of the query heads of
+            a key-value head then, and gets its key and value too. `qkv` and `kv` return that of one
+            group with fewer queries. Not with `SplitNorm`, nor for latent attention.
         blocks: path of the stack.
         qk_norm: of `norm_q` and `norm_k`. `SplitNorm` if these are over the width of all heads.
         states: of layers with a state: `delta_plan`, `mamba_plan`, `convolution_plan`.
     """
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
+    grouped: Plan = dict.fromkeys(("qkv", "q", "kv"), heads)
+    if num_heads is not None and head_size is not None and not isinstance(qk_norm, SplitNorm):
+        per_group = num_heads // num_kv_heads
+        grouped = {
+            name: partial(_in_common, heads, per_group, needed, head_size)
+            for name, needed in (("qkv", 2), ("q", 0), ("kv", 2))
+        }
     attention: Plan = {
-        "qkv": heads,
-        "q": heads,
-        "kv": heads,
+        **grouped,
         "norm_[qk]": qk_norm,
         "q_down": SequenceParallel(),
         "q_norm": SequenceParallel(),
@@ -153,6 +168,16 @@ def embedding_plan(embedding: str = "embedding") -> Plan:
         f"{embedding}.norm": SequenceParallel(),
         f"{embedding}.dropout": DistinctRandom(),
     }
+
+
+def _in_common(
+    style: ColumnParallel, queries: int, needed: int, head_size: int, module: nn.Module
+) -> Style:
+    """The same where ranks may share a group: its queries, perhaps gates, perhaps key and value."""
+    assert style.units is not None
+    heads = module.get_parameter("weight").shape[0] // head_size // style.units
+    divided = (queries,) * ((heads - needed) // queries)
+    return replace(style, common=UnitInCommon(divided, needed, head_size))
 
 
 def _attention(module: nn.Module) -> Style:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +80,19 @@ class Style:
         return [module]
 
 
+class UnitInCommon(NamedTuple):
+    """What is in a unit of a column-parallel map that several ranks have in common, in its order.
+
+    divided: heads of each map of which every rank needs a share of its own (queries, their gates).
+    needed: heads behind them, which all of these ranks need (a key and a value).
+    head_size: rows of a head.
+    """
+
+    divided: tuple[int, ...]
+    needed: int
+    head_size: int
+
+
 @dataclass(frozen=True)
 class ColumnParallel(Style):
     """A linear layer that is split by outputs: weight [out, in] and bias by rows.
@@ -90,18 +104,19 @@ class ColumnParallel(Style):
             row is a unit.
         unit: their name, for the error.
         enter: take in the whole stream. False if a parent has done so (`ParallelInput`).
+        common: what is in a unit, so that several ranks can have one in common where there are more
+            ranks than units. Each multiplies with as many of its rows as the others, they send one
+            another what comes of them, and each keeps what it needs. None: tp has to divide the
+            units.
     """
 
     units: int | None = None
     unit: str = "rows"
     enter: bool = True
+    common: UnitInCommon | None = None
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        if self.units is not None and self.units % region.size:
-            raise ValueError(
-                f"Expected tp = {region.size} to divide the {self.units} {self.unit}, for each "
-                f"rank computes whole ones. Choose a tp that divides {self.units}."
-            )
+        several = self._ranks_of_a_unit(region.size)
         names = own(module, "weight", "bias")
         for name in names:
             shard(module, name, 0, region.mesh, what=f"{self.unit} of a column-parallel map")
@@ -109,10 +124,44 @@ class ColumnParallel(Style):
         def forward(
             _: nn.Module, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            return original(region.enter(x), *args, **kwargs)
+            y = original(region.enter(x) if self.enter else x, *args, **kwargs)
+            return y if several == 1 else self._share(y, several, region)
 
         views = dict.fromkeys(names, to_local)
-        adapt(module, region.adapted, self, views=views, forward=forward if self.enter else None)
+        changed = self.enter or several > 1
+        adapt(module, region.adapted, self, views=views, forward=forward if changed else None)
+
+    def _ranks_of_a_unit(self, ranks: int) -> int:
+        """How many ranks have each unit in common.
+
+        Raises:
+            ValueError: neither do they get whole units, nor can they have one in common.
+        """
+        if self.units is None or self.units % ranks == 0:
+            return 1
+        if self.common is None:
+            raise ValueError(
+                f"Expected tp = {ranks} to divide the {self.units} {self.unit}, for each rank "
+                f"computes whole ones. Choose a tp that divides {self.units}."
+            )
+        several = ranks // self.units
+        if ranks % self.units or any(heads % several for heads in self.common.divided):
+            raise ValueError(
+                f"Expected tp = {ranks} to divide the {self.units} {self.unit}, or to be a "
+                "multiple of them that divides the heads beside them. Choose another tp."
+            )
+        return several
+
+    def _share(self, y: Tensor, several: int, region: Region) -> Tensor:
+        """What one rank needs of a unit, of which each of its ranks computes some rows."""
+        assert self.units is not None
+        assert self.common is not None
+        unit, place = divmod(region.rank, several)
+        whole = collectives.gather(y, region.group, -1).unflatten(-1, (self.units, -1))
+        heads = whole.select(-2, unit).unflatten(-1, (-1, self.common.head_size))
+        *maps, needed = heads.split([*self.common.divided, self.common.needed], -2)
+        shares = (x.unflatten(-2, (several, -1)).select(-3, place) for x in maps)
+        return torch.cat([*shares, needed], -2).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -310,11 +310,16 @@ class TrainConfig(
     def _check_tensor(self) -> None:
         pattern, tp = self.hybrid_layer_pattern, self.tensor_model_parallel_size
         attends = any(map(self._attends, range(whole(self.num_layers))))
-        if (attends if pattern is None else "*" in pattern) and self.kv_heads % tp:
+        groups, heads = self.kv_heads, whole(self.num_attention_heads)
+        # Of norms over the width of all heads each rank has channels of its own.
+        over_width = self.qk_layernorm and self.qk_layernorm_over == "width"
+        in_common = tp % groups == 0 and heads % tp == 0 and not over_width
+        if (attends if pattern is None else "*" in pattern) and groups % tp and not in_common:
             words = "--num-query-groups" if self.group_query_attention else "--num-attention-heads"
             raise ValueError(
-                f"Expected {words} to be a multiple of --tensor-model-parallel-size {tp}, for each "
-                f"rank computes with whole heads, got {self.kv_heads}. Lower "
+                f"Expected {words} to be a multiple of --tensor-model-parallel-size {tp}, or to "
+                "divide it, as it divides --num-attention-heads, without norms over the width of "
+                f"all heads, for each rank computes with whole heads, got {groups}. Lower "
                 "--tensor-model-parallel-size."
             )
         if self.ffn_size % tp and self.has_dense_layers:

@@ -228,10 +228,13 @@ class Attention(nn.Module):
         self, x_BSD: Tensor, context: BlockContext
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q_BQHC, k_BSGC, v_BSGC, and the gates of what attention returns [B, Q, H, C]."""
-        C, R = self.head_size, self.per_group
+        C = self.head_size
         if context.source_BSD is None:
+            rows = self.qkv(x_BSD)
+            # Whole groups, or of one group some queries: tensor-parallel ranks may share one.
+            R = min(self.per_group, (rows.shape[2] // C - 2) // (1 + self.gated))
             gates = R if self.gated else 0
-            qkv = self.qkv(x_BSD).unflatten(2, (-1, R + gates + 2, C))
+            qkv = rows.unflatten(2, (-1, R + gates + 2, C))
             q, gate, k, v = qkv.split([R, gates, 1, 1], dim=3)
             gate = gate.flatten(2, 3) if self.gated else None
             return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gate

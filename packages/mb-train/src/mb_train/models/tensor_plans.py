@@ -100,8 +100,10 @@ def _stack_plan(path: str, config: TransformerConfig) -> Plan:
         states = mamba_plan(config.mamba.heads, config.mamba.groups)
     if config.conv_taps is not None:
         states = {**states, **convolution_plan(config.num_heads)}
+    sizes = {} if config.latent is not None else {"num_heads": config.num_heads,
+                                                  "head_size": config.head_size}  # fmt: skip
     blocks = block_plan(
-        config.num_kv_heads, blocks=f"{path}.blocks", qk_norm=qk_norm, states=states
+        config.num_kv_heads, **sizes, blocks=f"{path}.blocks", qk_norm=qk_norm, states=states
     )
     return {**blocks, f"{path}.norm": SequenceParallel()}
 

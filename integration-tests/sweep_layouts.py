@@ -196,7 +196,9 @@ def attention(rng: random.Random, tp: int) -> list[str]:
     norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head", "--qk-l2-norm"]
     model += [rng.choice(["", "", "", "--clip-qkv 0.2"])]
     model += [rng.choice(norms)]
-    model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
+    fewest = tp if "--qk-layernorm-over width" in model[-1] else 1  # else ranks may share a group
+    groups = rng.choice([g for g in (1, 2) if g >= fewest] or [4])
+    model += [rng.choice(["", f"--group-query-attention --num-query-groups {groups}"])]
     model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
     model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
     model += [rng.choice(["", "", "--attention-output-gate"])]

@@ -309,15 +309,26 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
     """Refuse what is no routing of these tokens."""
     if not isinstance(routed, RouterOutput):
         raise ValueError(f"expected a router that returns a RouterOutput, got {described(routed)}")
+    for name in ("weights_TK", "expert_ids_TK", "balanced_ids_TK"):
+        values = getattr(routed, name)
+        if not (isinstance(values, Tensor) or (name == "balanced_ids_TK" and values is None)):
+            raise ValueError(f"expected {name} to be a tensor, got {described(values)}")
     for name in ("probs_TE", "logits_TE"):
         values = getattr(routed, name)
-        if values is not None and values.shape[0] != num_tokens:
+        if values is None:
+            continue
+        is_matrix = isinstance(values, Tensor) and values.dim() == 2
+        if not is_matrix or values.shape[0] != num_tokens:
             raise ValueError(
                 f"expected a row of {name} for each of {num_tokens} tokens, got {described(values)}"
             )
     weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
-    if token_ids is not None and token_ids.dim() != 1:
-        raise ValueError(f"expected token_ids_N of one dimension, got {described(token_ids)}")
+    if token_ids is not None:
+        integers = isinstance(token_ids, Tensor) and token_ids.dtype in (torch.int32, torch.int64)
+        if not integers or token_ids.dim() != 1:
+            raise ValueError(
+                f"expected int32 or int64 token_ids_N of one dimension, got {described(token_ids)}"
+            )
     rows = num_tokens if token_ids is None else token_ids.numel()
     balanced = ids if routed.balanced_ids_TK is None else routed.balanced_ids_TK
     if balanced.shape != ids.shape:

@@ -254,7 +254,10 @@ class MoELayer(nn.Module):
         routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
-        has_probs_of_logits = is_ours(self.router, "forward", "scores")
+        router, score_function = self.router, None
+        given = isinstance(routing, RouterOutput)
+        if isinstance(router, Router) and is_ours(router, "forward", "scores") and not given:
+            score_function = router.config.score_function  # the layer's may be another
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if routed.balanced_ids_TK is not None:
             balanced = mb_kernels.bin_tokens(routed.balanced_ids_TK, counts_E.shape[0])
@@ -281,7 +284,7 @@ class MoELayer(nn.Module):
             reduce_counts=self.reduce_counts,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
+            score_function=score_function,
             ids_are_experts=is_ours(self.router, "forward") and routing is None,
         )._asdict()
         aux_loss = metrics.pop("aux_loss")

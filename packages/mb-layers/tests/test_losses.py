@@ -406,7 +406,7 @@ def test_zero_tokens_give_zero_and_zero_gradient() -> None:
 
 
 def test_counts_of_the_wrong_length_are_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(4,\), one count per column.*got \(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(4,\), one count per column.*got .*\(3,\)"):
         load_balancing_loss(torch.zeros(2, 4), torch.zeros(3))
 
 

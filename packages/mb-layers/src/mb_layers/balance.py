@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import mb_kernels
 import torch
@@ -105,21 +104,6 @@ def router_losses(
     )
 
 
-def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The counts [..., E] of all ranks, which the backward pass may read.
-
-    `reduce_counts` may change the tensor that it is given, and later add to the one it returned.
-    """
-    total = reduce_counts(counts.clone())
-    if not isinstance(total, Tensor) or total.shape != counts.shape:
-        raise ValueError(
-            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got "
-            f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
-            "the tensor behind it"
-        )
-    return total.clone()
-
-
 def _sequence_balance(
     config: MoEConfig,
     routed: RouterOutput,
@@ -140,13 +124,12 @@ def _sequence_balance(
         mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
     balanced_TK = routed.balanced_ids_TK
     ids_TK = routed.expert_ids_TK if balanced_TK is None else balanced_TK
-    total = None if reduce_counts is None else partial(reduced, reduce_counts=reduce_counts)
     return sequence_load_balancing_loss(
         _by_sequence(probs_TE, shape, config.sequence_dim),
         _by_sequence(ids_TK, shape, config.sequence_dim),
         mask_BS=mask_BS,
         num_tokens=num_tokens,
-        reduce_counts=total,
+        reduce_counts=reduce_counts,
     )
 
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from mb_layers.arguments import a_module, as_mask, described
-from mb_layers.balance import reduced, router_losses
+from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, LatentMap, SharedExpert
+from mb_layers.losses import reduced
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain

@@ -74,6 +74,10 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
         )
         for v in ("3", True, float("inf"))
     ),
+    (
+        "valid_tokens to be a real number, got torch.bool",
+        lambda: dMoE(PLAIN)(X, valid_tokens=X.sum() > 0),
+    ),
     *((f"finite rate >= 0, got {v!r}", lambda v=v: rate(v)) for v in ("1", NAN, -0.1)),
     (r"of shape \(4,\), got a list", lambda: rate(0.1, [1, 2, 3, 4])),
     *(

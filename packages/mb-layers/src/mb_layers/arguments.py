@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mb_layers.tensors import is_dtensor
@@ -74,6 +75,8 @@ def one_number(number: Any, *, name: str) -> Tensor | float | None:
     if isinstance(number, Tensor):
         if number.numel() != 1:
             raise ValueError(f"expected {name} to be one number, got shape {tuple(number.shape)}")
+        if number.is_complex() or number.dtype is torch.bool:
+            raise ValueError(f"expected {name} to be a real number, got {described(number)}")
         return number if number.dim() == 0 else number.reshape(())
     at_least_0(**{name: number})
     return float(number)  # NumPy's numbers too

@@ -255,6 +255,7 @@ def test_autocast_changes_nothing(shard):
         ({"weight_VD": torch.zeros(V, D + 1)}, r"weight_VD: expected \[V, 24\]"),
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels: expected integers of shape \(5,"),
         ({"labels": torch.zeros(5)}, r"labels: expected integers .* got torch.float32"),
+        ({"labels": torch.zeros(5, dtype=torch.bool)}, r"labels: expected .* got torch.bool"),
         ({"weights": torch.zeros(4)}, r"weights: expected shape \(5,\)"),
         ({"bias_V": torch.zeros(3)}, r"bias_V: expected shape \(61,\)"),
         ({"reduction": "median"}, "reduction: expected one of mean, sum, none; got 'median'"),

@@ -34,6 +34,7 @@ from mb_layers import (
 CONFIG = MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4, balancing_bias=True)
 PLAIN = MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4)
 X = torch.ones(3, 16)
+IDS = torch.zeros(1, 3, 2, dtype=torch.int64)
 NAN = float("nan")
 
 
@@ -73,6 +74,10 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
         )
         for v in ("3", True, float("inf"))
     ),
+    (
+        "valid_tokens to be a real number, got torch.bool",
+        lambda: dMoE(PLAIN)(X, valid_tokens=X.sum() > 0),
+    ),
     *((f"finite rate >= 0, got {v!r}", lambda v=v: rate(v)) for v in ("1", NAN, -0.1)),
     (r"of shape \(4,\), got a list", lambda: rate(0.1, [1, 2, 3, 4])),
     *(
@@ -101,6 +106,15 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ),
     ("num_experts to be an integer >= 1, got 0", lambda: capacity(8, 2, 0, 1.0)),
     *(
+        (f"num_tokens to be an integer >= 0, got {v!r}", lambda v=v: capacity(v, 2, 4, 1.0))
+        for v in (-1, 16.5, "16", True)
+    ),
+    ("top_k to be an integer >= 0, got 2.5", lambda: capacity(8, 2.5, 4, 1.0)),
+    (
+        "min_capacity to be an integer >= 0, got 2.5",
+        lambda: LocalDispatcher(4, 1.0, min_capacity=2.5),
+    ),
+    *(
         (f"capacity_factor to be a number > 0, got {v!r}", lambda v=v: LocalDispatcher(4, v))
         for v in (-1, 0, NAN, "1.25", True)
     ),
@@ -120,6 +134,23 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     (
         "integer expert_ids_BSK .* got torch.float32",
         lambda: sequence_load_balancing_loss(X[None], X[None, :, :1]),
+    ),
+    (
+        "integer expert_ids_BSK .* got torch.bool",
+        lambda: sequence_load_balancing_loss(X[None], X[None, :, :1] > 0),
+    ),
+    (
+        "return counts .* got a NoneType",
+        lambda: sequence_load_balancing_loss(X[None], IDS, reduce_counts=lambda counts: None),
+    ),
+    ("probs_TE to be a floating-point tensor, got a list", lambda: load_balancing_loss([X], X[0])),
+    ("logits_TE to be a floating-point tensor, got torch.int64", lambda: z_loss(X.long())),
+    ("one count per column .* got a list", lambda: load_balancing_loss(X, [1] * 16)),
+    ("y to be a tensor with gradient, got torch.int64", lambda: attach_aux_loss(IDS, X.sum())),
+    ("with dMoE or MoE layers, found none", lambda: AsMLP(torch.nn.Linear(4, 4), aux_scale=1)),
+    (
+        "router to be a module, got a NoneType",
+        lambda: update_balancing_bias(None, torch.arange(4), rate=0.1),
     ),
 ]
 

@@ -165,7 +165,7 @@ def test_top1_renormalized_warns_at_the_callers_line() -> None:
         MoEConfig(**GOOD, renormalize=True)
 
 
-def test_numbers_of_numpy_become_pythons() -> None:
+def test_numbers_and_flags_of_numpy_become_pythons() -> None:
     numpy = pytest.importorskip("numpy")
     sizes = {name: numpy.int64(size) for name, size in GOOD.items()}
     config = MoEConfig(**sizes, jitter_eps=numpy.float32(0.5), z_loss_weight=numpy.float64(0.1))
@@ -173,6 +173,9 @@ def test_numbers_of_numpy_become_pythons() -> None:
     assert json.dumps(dataclasses.asdict(config)) == json.dumps(dataclasses.asdict(plain))
     with pytest.raises(ValueError, match=r"num_experts to be int, got 2\.5 of type float"):
         MoEConfig(**GOOD | {"num_experts": numpy.float64(2.5)})
+    assert MoEConfig(**GOOD, recompute=numpy.bool_(True)).recompute is True
+    with pytest.raises(ValueError, match="expected top_k to be int, got True of type bool"):
+        MoEConfig(**GOOD | {"top_k": numpy.bool_(True)})
 
 
 def test_config_is_frozen_and_comparable() -> None:

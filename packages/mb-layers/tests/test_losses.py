@@ -12,6 +12,7 @@ from layers_oracle import assert_close
 from mb_layers import (
     MoE,
     MoEConfig,
+    Router,
     RouterOutput,
     attach_aux_loss,
     dMoE,
@@ -51,6 +52,20 @@ def test_balanced_layer_gives_exactly_alpha(alpha: float, balance_over: str) -> 
         layer.reduce_counts = lambda counts_E: 3 * counts_E
     torch.nn.init.zeros_(layer.router.weight)
     assert layer(torch.randn(2, 16, 8)).aux_loss.item() == pytest.approx(alpha, rel=1e-7)
+
+
+@pytest.mark.parametrize(("own", "other"), [("sigmoid", "softmax"), ("softmax", "sigmoid")])
+def test_the_loss_is_of_the_routers_own_scores(own: str, other: str) -> None:
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 3, "init_method_std": 0.5}
+    router = Router(MoEConfig(**sizes, score_function=own), dtype=torch.float64)
+    layer = dMoE(MoEConfig(**sizes, score_function=other), router=router, dtype=torch.float64)
+    x = torch.randn(7, 8, dtype=torch.float64)
+    _, got, metrics = layer(x)
+    probs, counts = router(x).probs_TE, metrics["tokens_per_expert"]
+    want = layer.config.load_balancing_loss_weight * load_balancing_loss(probs, counts)
+    assert_close("aux_loss", got, want)
+    grads = (torch.autograd.grad(loss, router.weight)[0] for loss in (got, want))
+    assert_close("d router.weight", *grads)
 
 
 def test_all_tokens_to_one_expert_gives_num_experts() -> None:
@@ -289,7 +304,7 @@ def test_load_imbalance_is_beyond_int32() -> None:
         balance_counts_E=counts,
         mask_T=None,
         num_tokens=None,
-        probs_of_logits=False,
+        score_function=None,
         ids_are_experts=True,
     )
     assert found.load_imbalance.item() == len(counts)
@@ -391,7 +406,7 @@ def test_zero_tokens_give_zero_and_zero_gradient() -> None:
 
 
 def test_counts_of_the_wrong_length_are_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(4,\), one count per column.*got \(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(4,\), one count per column.*got .*\(3,\)"):
         load_balancing_loss(torch.zeros(2, 4), torch.zeros(3))
 
 

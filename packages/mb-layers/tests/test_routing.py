@@ -160,6 +160,14 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
     column = routed._replace(token_ids_N=torch.tensor([[0], [1], [2]]))
     with pytest.raises(ValueError, match=r"token_ids_N of one dimension, got .*\(3, 1\)"):
         layer(x, routing=column)
+    reals = torch.tensor([0.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match=r"int32 or int64 token_ids_N .*got torch\.float32"):
+        layer(x, routing=routed._replace(token_ids_N=reals))
+    with pytest.raises(ValueError, match=r"probs_TE for each of 3 .*got torch.* \(3,\)"):
+        layer(x, routing=routed._replace(probs_TE=routed.probs_TE[:, 0]))
+    for name in ("weights_TK", "expert_ids_TK", "balanced_ids_TK"):
+        with pytest.raises(ValueError, match=f"expected {name} to be a tensor, got a list"):
+            layer(x, routing=routed._replace(**{name: [[0, 1]] * 3}))
     layer.router = _Pair()
     with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
         layer(x)

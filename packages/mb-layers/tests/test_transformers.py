@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -177,6 +178,23 @@ def test_unknown_blocks_are_refused() -> None:
         mb.swap_blocks(build("nemotron_3", mlp_bias=True))
     with pytest.raises(ValueError, match="a shared expert of some width, got one of 0"):
         mb.swap_blocks(build("glm4_moe", n_shared_experts=0))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "expected", "got"),
+    [
+        ("olmoe", {"num_experts": 3}, "router.weight of shape (3, 32)", "(6, 32)"),
+        ("olmoe", {"hidden_size": 16}, "router.weight of shape (6, 16)", "(6, 32)"),
+        ("qwen2_moe", {"ffn_hidden_size": 8}, "experts.w1 of shape (6, 16, 32)", "(6, 32, 32)"),
+        ("gpt_oss", {"activation": "gelu"}, "experts.w1 of shape (4, 32, 32)", "(4, 64, 32)"),
+    ],
+)
+def test_overrides_of_sizes_are_refused(
+    family: str, overrides: dict, expected: str, got: str
+) -> None:
+    words = re.escape(f"expected {expected} by the config, got {got} of the block; leave out")
+    with pytest.raises(ValueError, match=words):
+        mb.moe_from_block(moe_block(build(family)), **overrides)
 
 
 def lone_block(name: str, config: str, **also: object) -> torch.nn.Module:

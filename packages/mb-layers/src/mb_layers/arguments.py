@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mb_layers.tensors import is_dtensor
@@ -29,9 +30,23 @@ def described(value: object) -> str:
 
 def at_least_1(**counts: Any) -> None:
     """Check integers, given by the names of the arguments."""
+    integers(1, **counts)
+
+
+def integers(least: int, **counts: Any) -> None:
+    """Check integers from `least` on, given by the names of the arguments."""
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
+            raise ValueError(f"expected {name} to be an integer >= {least}, got {count!r}")
+
+
+def floating(**tensors: Any) -> None:
+    """Check tensors of real numbers, given by the names of the arguments."""
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+            raise ValueError(
+                f"expected {name} to be a floating-point tensor, got {described(tensor)}"
+            )
 
 
 def at_least_0(**numbers: Any) -> None:
@@ -60,6 +75,8 @@ def one_number(number: Any, *, name: str) -> Tensor | float | None:
     if isinstance(number, Tensor):
         if number.numel() != 1:
             raise ValueError(f"expected {name} to be one number, got shape {tuple(number.shape)}")
+        if number.is_complex() or number.dtype is torch.bool:
+            raise ValueError(f"expected {name} to be a real number, got {described(number)}")
         return number if number.dim() == 0 else number.reshape(())
     at_least_0(**{name: number})
     return float(number)  # NumPy's numbers too

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import mb_kernels
 import torch
@@ -19,7 +18,7 @@ from mb_kernels import RouterLosses
 from torch import Tensor
 
 from mb_layers import arguments
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, ScoreFunction
 from mb_layers.dispatch import Dispatched
 from mb_layers.losses import (
     entropy,
@@ -40,7 +39,7 @@ def router_losses(
     reduce_counts: Callable[[Tensor], Tensor] | None = None,
     mask_T: Tensor | None,
     num_tokens: Tensor | float | None,
-    probs_of_logits: bool,
+    score_function: ScoreFunction | None,
     ids_are_experts: bool,
 ) -> RouterLosses:
     """Return the losses and load statistics of one forward pass, fp32 scalars.
@@ -55,17 +54,17 @@ def router_losses(
         reduce_counts: adds up those of sequences, for `balance_over="sequence"`.
         mask_T: bool [T], the tokens that count; None: all.
         num_tokens: what the losses are divided by; None: the tokens that count.
-        probs_of_logits: whether `routed.probs_TE` are `config.score_function` of the logits.
+        score_function: what `routed.probs_TE` are of the logits; None: something else.
         ids_are_experts: whether every id is an expert's, or -1 for padding. Otherwise the slots
             that were meant for an expert have to be counted.
     """
     num_tokens = arguments.one_number(num_tokens, name="valid_tokens")
     # An id that no expert has, other than -1, was meant for one: its slot counts as dropped.
     slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
-    if probs_of_logits and config.balance_over != "sequence":
+    if score_function is not None and config.balance_over != "sequence":
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
-        is_softmax = config.score_function == "softmax"
+        is_softmax = score_function == "softmax"
         return mb_kernels.router_losses(
             routed.logits_TE,
             routed.probs_TE.detach() if is_softmax else None,
@@ -73,7 +72,7 @@ def router_losses(
             dispatched.kept_slots,
             load_balancing_weight=config.load_balancing_loss_weight,
             z_weight=config.z_loss_weight,
-            score_function=config.score_function,
+            score_function=score_function,
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=num_tokens,
@@ -105,21 +104,6 @@ def router_losses(
     )
 
 
-def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The counts [..., E] of all ranks, which the backward pass may read.
-
-    `reduce_counts` may change the tensor that it is given, and later add to the one it returned.
-    """
-    total = reduce_counts(counts.clone())
-    if not isinstance(total, Tensor) or total.shape != counts.shape:
-        raise ValueError(
-            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got "
-            f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
-            "the tensor behind it"
-        )
-    return total.clone()
-
-
 def _sequence_balance(
     config: MoEConfig,
     routed: RouterOutput,
@@ -140,13 +124,12 @@ def _sequence_balance(
         mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
     balanced_TK = routed.balanced_ids_TK
     ids_TK = routed.expert_ids_TK if balanced_TK is None else balanced_TK
-    total = None if reduce_counts is None else partial(reduced, reduce_counts=reduce_counts)
     return sequence_load_balancing_loss(
         _by_sequence(probs_TE, shape, config.sequence_dim),
         _by_sequence(ids_TK, shape, config.sequence_dim),
         mask_BS=mask_BS,
         num_tokens=num_tokens,
-        reduce_counts=total,
+        reduce_counts=reduce_counts,
     )
 
 

@@ -395,7 +395,10 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python's own: NumPy's are equal to it, but json writes none of them."""
+    """A number or flag as Python's own: NumPy's are equal to it, but json writes none of them."""
+    # NumPy's flags are no kind of number. NumPy 2 has renamed their type, and is not imported here.
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
     for kind, plain in ((Integral, int), (Real, float)):
         if isinstance(value, kind):
             return value if isinstance(value, bool) else plain(value)

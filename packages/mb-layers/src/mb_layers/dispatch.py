@@ -149,9 +149,11 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
         capacity_factor: 1 is room for perfectly even routing.
 
     Raises:
-        ValueError: no expert, or a factor that is no number above 0.
+        ValueError: no expert, another number that is no integer, or a factor that is no number
+            above 0.
     """
-    return Capacity(num_experts, capacity_factor).of(num_tokens * top_k)
+    arguments.integers(0, num_tokens=num_tokens, top_k=top_k)
+    return Capacity(num_experts, capacity_factor).of(int(num_tokens) * int(top_k))
 
 
 class Capacity:
@@ -159,7 +161,7 @@ class Capacity:
 
     def __init__(self, num_experts: int, factor: float, least: int = 0) -> None:
         arguments.at_least_1(num_experts=num_experts)
-        arguments.at_least_0(min_capacity=least)
+        arguments.integers(0, min_capacity=least)
         if isinstance(factor, bool) or not isinstance(factor, Real) or not factor > 0:
             raise ValueError(f"expected capacity_factor to be a number > 0, got {factor!r}")
         # Products of these numbers with 2**30 slots fit int64. With a factor above 2**31 an expert

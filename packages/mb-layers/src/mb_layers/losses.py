@@ -59,13 +59,14 @@ def load_balancing_loss(
     """
     _check_dims("probs_TE", probs_TE, 2)
     num_experts = probs_TE.shape[1]
-    if tokens_per_expert_E.shape != (num_experts,):
+    counts = tokens_per_expert_E
+    if not isinstance(counts, Tensor) or counts.shape != (num_experts,):
         raise ValueError(
             f"expected tokens_per_expert_E of shape ({num_experts},), one count per column of "
-            f"probs_TE, got {tuple(tokens_per_expert_E.shape)}"
+            f"probs_TE, got {arguments.described(counts)}"
         )
     probs_TE = at_least_fp32(probs_TE)
-    counts_E = tokens_per_expert_E.detach().to(probs_TE.dtype)
+    counts_E = counts.detach().to(probs_TE.dtype)
     mean_probs_E = mean_over_tokens(probs_TE, mask_T, num_tokens)
     load_E = counts_E / counts_E.sum().clamp(min=1)
     return num_experts * (mean_probs_E * load_E).sum()
@@ -98,10 +99,14 @@ def sequence_load_balancing_loss(
         ValueError: `probs_BSE`, `expert_ids_BSK` or `mask_BS` of another kind or shape.
     """
     _check_dims("probs_BSE", probs_BSE, 3)
-    if expert_ids_BSK.shape[:-1] != probs_BSE.shape[:-1] or expert_ids_BSK.is_floating_point():
+    ids = expert_ids_BSK
+    integers = isinstance(ids, Tensor) and not (
+        ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    )
+    if not integers or ids.shape[:-1] != probs_BSE.shape[:-1]:
         raise ValueError(
             f"expected integer expert_ids_BSK of shape {(*probs_BSE.shape[:-1], 'K')}, one row per "
-            f"row of probs_BSE, got {arguments.described(expert_ids_BSK)}"
+            f"row of probs_BSE, got {arguments.described(ids)}"
         )
     num_sequences, length, num_experts = probs_BSE.shape
     probs_BSE = at_least_fp32(probs_BSE)
@@ -114,7 +119,7 @@ def sequence_load_balancing_loss(
     counts_BE = probs_BSE.new_zeros(num_sequences, num_experts + 1)
     counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))[:, :-1]
     if reduce_counts is not None:
-        counts_BE = reduce_counts(counts_BE)
+        counts_BE = reduced(counts_BE, reduce_counts)
     load_BE = counts_BE / counts_BE.sum(dim=1, keepdim=True).clamp(min=1)
     with without_autocast(probs_BSE):  # it would round the product to 16 bits
         loads_BS = num_experts * torch.linalg.vecdot(probs_BSE, load_BE[:, None, :])
@@ -147,6 +152,7 @@ def entropy(
 
 
 def _check_dims(name: str, values: Tensor, dims: int) -> None:
+    arguments.floating(**{name: values})
     if values.dim() != dims:
         raise ValueError(f"expected {name} of {dims} dimensions, got {tuple(values.shape)}")
 
@@ -178,6 +184,21 @@ def mean_over_tokens(
     return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
 
 
+def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
+    """The counts [..., E] of all ranks, which the backward pass may read.
+
+    `reduce_counts` may change the tensor that it is given, and later add to the one it returned.
+    """
+    total = reduce_counts(counts.clone())
+    if not isinstance(total, Tensor) or total.shape != counts.shape:
+        raise ValueError(
+            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got "
+            f"{arguments.described(total)}; torch.distributed.all_reduce adds up in place: return "
+            "the tensor behind it"
+        )
+    return total.clone()
+
+
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return `y`, through which the backward pass also starts at `scale * aux_loss`.
 
@@ -192,9 +213,12 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
         scale: a number, or a scalar tensor, which must not be written to before the backward pass.
 
     Raises:
-        ValueError: `aux_loss` or `scale` is not a scalar; an `aux_loss` with a gradient within
-            torch.export, whose programs cannot hold what starts at a second loss.
+        ValueError: `y` can have no gradient; `aux_loss` or `scale` is not a scalar; an `aux_loss`
+            with a gradient within torch.export, whose programs cannot hold what starts at a second
+            loss.
     """
+    if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
+        raise ValueError(f"expected y to be a tensor with gradient, got {arguments.described(y)}")
     if not isinstance(aux_loss, Tensor) or aux_loss.numel() != 1:
         is_tensor = isinstance(aux_loss, Tensor)
         got = f"shape {tuple(aux_loss.shape)}" if is_tensor else repr(aux_loss)

@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 
 from mb_layers import arguments
-from mb_layers.balance import reduced
-from mb_layers.losses import attach_aux_loss
+from mb_layers.losses import attach_aux_loss, reduced
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import balancing_bias_of, update_balancing_bias
 
@@ -254,6 +253,7 @@ class AsMLP(nn.Module):
     def __init__(self, layer: MoELayer, *, aux_scale: float | Tensor | None) -> None:
         super().__init__()
         arguments.a_module(layer=layer)
+        moe_layers(layer)  # of another module's output parts would be taken for y and a loss
         self.layer = layer
         self.aux_scale = aux_scale
 

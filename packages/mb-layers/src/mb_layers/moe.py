@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from mb_layers.arguments import a_module, as_mask, described
-from mb_layers.balance import reduced, router_losses
+from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig, a_config
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, LatentMap, SharedExpert
+from mb_layers.losses import reduced
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain
@@ -254,7 +255,10 @@ class MoELayer(nn.Module):
         routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
-        has_probs_of_logits = is_ours(self.router, "forward", "scores")
+        router, score_function = self.router, None
+        given = isinstance(routing, RouterOutput)
+        if isinstance(router, Router) and is_ours(router, "forward", "scores") and not given:
+            score_function = router.config.score_function  # the layer's may be another
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if routed.balanced_ids_TK is not None:
             balanced = mb_kernels.bin_tokens(routed.balanced_ids_TK, counts_E.shape[0])
@@ -281,7 +285,7 @@ class MoELayer(nn.Module):
             reduce_counts=self.reduce_counts,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=has_probs_of_logits and not isinstance(routing, RouterOutput),
+            score_function=score_function,
             ids_are_experts=is_ours(self.router, "forward") and routing is None,
         )._asdict()
         aux_loss = metrics.pop("aux_loss")
@@ -309,15 +313,26 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
     """Refuse what is no routing of these tokens."""
     if not isinstance(routed, RouterOutput):
         raise ValueError(f"expected a router that returns a RouterOutput, got {described(routed)}")
+    for name in ("weights_TK", "expert_ids_TK", "balanced_ids_TK"):
+        values = getattr(routed, name)
+        if not (isinstance(values, Tensor) or (name == "balanced_ids_TK" and values is None)):
+            raise ValueError(f"expected {name} to be a tensor, got {described(values)}")
     for name in ("probs_TE", "logits_TE"):
         values = getattr(routed, name)
-        if values is not None and values.shape[0] != num_tokens:
+        if values is None:
+            continue
+        is_matrix = isinstance(values, Tensor) and values.dim() == 2
+        if not is_matrix or values.shape[0] != num_tokens:
             raise ValueError(
                 f"expected a row of {name} for each of {num_tokens} tokens, got {described(values)}"
             )
     weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
-    if token_ids is not None and token_ids.dim() != 1:
-        raise ValueError(f"expected token_ids_N of one dimension, got {described(token_ids)}")
+    if token_ids is not None:
+        integers = isinstance(token_ids, Tensor) and token_ids.dtype in (torch.int32, torch.int64)
+        if not integers or token_ids.dim() != 1:
+            raise ValueError(
+                f"expected int32 or int64 token_ids_N of one dimension, got {described(token_ids)}"
+            )
     rows = num_tokens if token_ids is None else token_ids.numel()
     balanced = ids if routed.balanced_ids_TK is None else routed.balanced_ids_TK
     if balanced.shape != ids.shape:

@@ -302,6 +302,7 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
         ValueError: a router without a balancing bias, counts of another shape, or a rate that is
             no number of at least 0.
     """
+    arguments.a_module(router=router)
     bias_E = balancing_bias_of(router)
     if bias_E is None:
         raise ValueError(

@@ -112,7 +112,8 @@ def _check(
             f"weight_VD: expected [V, {x.shape[-1]}] for x of shape {tuple(x.shape)}; "
             f"got {tuple(weight_VD.shape)}."
         )
-    if labels.shape != x.shape[:-1] or labels.is_floating_point() or labels.is_complex():
+    integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    if labels.shape != x.shape[:-1] or not integers:
         raise ValueError(
             f"labels: expected integers of shape {tuple(x.shape[:-1])}, one per token; "
             f"got {labels.dtype} of shape {tuple(labels.shape)}."

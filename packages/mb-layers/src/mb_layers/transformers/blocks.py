@@ -46,8 +46,8 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     times their `router_aux_loss_coef`.
 
     Raises:
-        ValueError: another kind of block, a block that computes what `dMoE` cannot, or weights
-            that do not all find their place, or are frozen in part.
+        ValueError: another kind of block, a block that computes what `dMoE` cannot, overrides of
+            sizes, or weights that do not all find their place, or are frozen in part.
     """
     with tells_what_trains():
         layer = dMoE(config_from_block(block, **overrides), device="meta")
@@ -55,6 +55,7 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
         whole = {**block.state_dict(), **tensors}
         _refuse_half_frozen(tensors, block_rules(whole, layer.config))
         state = translate_block(whole, layer.config)
+        _check_shapes(state, layer, overrides)
         put_in(layer, state)
     return layer.train(block.training)
 
@@ -68,6 +69,20 @@ def _refuse_half_frozen(parameters: Mapping[str, Tensor], rules: Sequence[Rule])
                 f"expected {' and '.join(trains)} to be frozen or trained together, as a dMoE has "
                 f"one weight for them, got {' and '.join(n for n, t in trains.items() if not t)} "
                 "frozen; freeze all of them or none"
+            )
+
+
+def _check_shapes(
+    state: Mapping[str, Tensor], layer: nn.Module, overrides: Collection[str]
+) -> None:
+    """Raise where a block's weights are not of the sizes that the layer's config has."""
+    for name, tensor in layer.state_dict().items():
+        got = state[name].shape
+        if got != tensor.shape:
+            hint = f"leave out what changes sizes among the overrides {', '.join(overrides)}"
+            raise ValueError(
+                f"expected {name} of shape {tuple(tensor.shape)} by the config, got {tuple(got)} "
+                f"of the block; {hint if overrides else 'give it the sizes of its experts'}"
             )
 
 

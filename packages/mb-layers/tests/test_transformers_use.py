@@ -167,6 +167,23 @@ def test_quantised_experts_are_refused_and_the_model_is_left() -> None:
         mb.use(sequential)
 
 
+@pytest.mark.parametrize("make", [llama4, dbrx, longcat])
+def test_use_moves_experts_that_fully_shard_has_made_a_subclass_of(make, monkeypatch) -> None:
+    model = make(2).float()
+    expected = outputs_and_gradients(model)
+    names = mb.use(copy.deepcopy(model))
+    for experts in map(model.get_submodule, names):
+        kind = type(experts)
+        experts.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
+    assert mb.use(model) == names
+    seen = []
+    monkeypatch.setattr(mb_kernels, "expert_mlp", lambda *a, **k: seen.append(1) or run(*a, **k))
+    for name, tensor in outputs_and_gradients(model).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert len(seen) == len(names)
+    assert mb.use(model) == names
+
+
 @pytest.mark.parametrize("make", [llama4, dbrx])
 def test_use_moves_what_a_device_map_has_hooked(make, monkeypatch) -> None:
     hooks = pytest.importorskip("accelerate.hooks")

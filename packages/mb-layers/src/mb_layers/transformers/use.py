@@ -45,7 +45,7 @@ def use(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     }
-    others = {name: m for name, m in model.named_modules() if _theirs(m) in _FORWARDS}
+    others = {name: m for name, m in model.named_modules() if _theirs(type(m)) in _FORWARDS}
     moved = {**hooked, **others}
     if not moved:
         if any(isinstance(module, MoELayer) for module in model.modules()):
@@ -66,24 +66,32 @@ def use(model: nn.Module) -> list[str]:
         module.config._experts_implementation = IMPLEMENTATION
         recognise_gate(module)
     for module in others.values():
-        if type(module).__name__ not in _FORWARDS:
+        if any(map(_is_ours, type(module).__mro__)):
             continue
         module.__class__ = _moved(type(module))
         if "_old_forward" in vars(module):  # what a hook of accelerate's calls, for a device_map
             module._old_forward = MethodType(type(module).forward, module)
     modules = model.named_modules()
-    return [name for name, m in modules if name in moved and _theirs(m) not in _BLOCKS]
+    return [name for name, m in modules if name in moved and _theirs(type(m)) not in _BLOCKS]
 
 
-def _theirs(module: nn.Module) -> str:
-    """The name of the module's class in transformers, moved by a call before this one or not."""
-    return type(module).__name__.removeprefix("Mb")
+def _theirs(kind: type) -> str:
+    """The name of the class whose forward its modules run, or ran before they were moved.
+
+    `fully_shard` makes the class of a module a subclass without a forward of its own.
+    """
+    forwards = (k for k in kind.__mro__ if "forward" in vars(k) and not _is_ours(k))
+    return next(forwards).__name__
+
+
+def _is_ours(kind: type) -> bool:
+    return vars(kind).get("forward") in _FORWARDS.values()
 
 
 @functools.cache
 def _moved(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `kind` with our forward."""
-    own = {"forward": _FORWARDS[kind.__name__], "__reduce_ex__": _reduce}
+    own = {"forward": _FORWARDS[_theirs(kind)], "__reduce_ex__": _reduce}
     return type(f"Mb{kind.__name__}", (kind,), own)
 
 

@@ -12,6 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 import mb_kernels  # noqa: E402
 import mb_layers.transformers as mb  # noqa: E402
+from mb_layers import freeze_in_bits  # noqa: E402
+from mb_layers.frozen import FrozenWeight  # noqa: E402
 from mb_layers.transformers.experts import activation_name  # noqa: E402
 from tiny_models import build, llama4, longcat, outputs_and_gradients  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
@@ -108,6 +110,43 @@ def test_llama4_runs_with_adapters_and_whole_copies_of_its_experts() -> None:
         assert any("experts" in name for name in expected)
 
 
+@pytest.mark.parametrize("bits", [None, 8], ids=["plain", "8-bit"])
+@pytest.mark.parametrize("make", [llama4, longcat])
+def test_experts_without_the_hook_keep_no_merged_or_decoded_copy(make, bits: int | None) -> None:
+    peft = pytest.importorskip("peft")
+    model = make(2).float()
+    names = ("gate_up_proj", "down_proj")
+    moved = [model.get_submodule(name) for name in mb.use(copy.deepcopy(model))]
+    if bits is not None:
+        for experts in moved:
+            freeze_in_bits(experts, bits, names=names)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=[],
+        target_parameters=[f"experts.{name}" for name in names],
+        init_lora_weights=False,
+    )
+    adapted = peft.get_peft_model(model, config)
+    expected = outputs_and_gradients(adapted)
+    mb.use(adapted)
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = (tensor.dtype, tensor.shape[1:])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        got = outputs_and_gradients(adapted)
+    for weight in (p for p in adapted.parameters() if not isinstance(p, FrozenWeight)):
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    shapes = {getattr(experts, name).shape[1:] for experts in moved for name in names}
+    assert not {(torch.float32, shape) for shape in shapes}.intersection(kept.values())
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+    assert any("experts" in name for name in expected)
+
+
 def test_use_raises_where_there_is_nothing_to_move() -> None:
     with pytest.raises(ValueError, match=r"an experts_implementation in transformers, found none$"):
         mb.use(torch.nn.Linear(2, 2))
@@ -165,6 +204,23 @@ def test_quantised_experts_are_refused_and_the_model_is_left() -> None:
         ValueError, match="feed_forward' stacked in 16 bits or more, got ModuleList"
     ):
         mb.use(sequential)
+
+
+@pytest.mark.parametrize("make", [llama4, dbrx, longcat])
+def test_use_moves_experts_that_fully_shard_has_made_a_subclass_of(make, monkeypatch) -> None:
+    model = make(2).float()
+    expected = outputs_and_gradients(model)
+    names = mb.use(copy.deepcopy(model))
+    for experts in map(model.get_submodule, names):
+        kind = type(experts)
+        experts.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
+    assert mb.use(model) == names
+    seen = []
+    monkeypatch.setattr(mb_kernels, "expert_mlp", lambda *a, **k: seen.append(1) or run(*a, **k))
+    for name, tensor in outputs_and_gradients(model).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert len(seen) == len(names)
+    assert mb.use(model) == names
 
 
 @pytest.mark.parametrize("make", [llama4, dbrx])

@@ -51,3 +51,5 @@ def test_what_no_layer_can_have_is_refused():
         mb_kernels.warm_up(**sizes, score_function="tanh", device="cpu")
     with pytest.raises(ValueError, match=r"ranks: expected to divide 4 experts; got 0"):
         warm_up(MoEConfig(**{n: sizes[n] for n in sizes if n != "tokens"}), tokens=64, ranks=0)
+    with pytest.raises(ValueError, match=r"expected a MoEConfig, got a dict"):
+        warm_up({"hidden_size": 32}, tokens=64)

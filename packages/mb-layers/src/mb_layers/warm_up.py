@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import mb_kernels
 import torch
 
-from mb_layers.config import MoEConfig
+from mb_layers.config import MoEConfig, a_config
 
 
 def warm_up(
@@ -34,6 +34,7 @@ def warm_up(
         as one op, block-sparse ones and those that keep quantized activations, and for more ranks
         than experts.
     """
+    a_config(config)
     alone = config.mlp_impl == "grouped" and config.saved_activation_bits is None
     if not alone or config.num_experts % max(ranks, 1):  # ranks below 1 are refused below
         nothing: Future[int] = Future()

@@ -76,8 +76,10 @@ def save_adapters(
 ) -> None:
     """Write the experts' adapters into a folder as a PEFT adapter, expert by expert.
 
-    Adapters that PEFT has on other modules of the model are not in it. `model`, `projections` and
-    errors are those of `adapters_by_expert`. Of ranks that share a model the first writes.
+    Adapters that PEFT has on other modules of the model are not in it. PEFT 0.21 passes over some
+    of it without an error where transformers stacks the experts, a shared expert's beside them for
+    one: to go on with PEFT save by its `save_pretrained`. `model`, `projections` and errors are
+    those of `adapters_by_expert`. Of ranks that share a model the first writes.
     """
     from safetensors.torch import save_file
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import a_module
+from mb_layers.factored import Factored, flatten, map_weight, unflatten, weight_of
 from mb_layers.moe import MoELayer
+from mb_layers.steps import expert_mlp_in_steps
 from mb_layers.tensors import at_least_fp32, cast_alike, to_plain
 from mb_layers.transformers.experts import (
     IMPLEMENTATION,
@@ -45,7 +47,7 @@ def use(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     }
-    others = {name: m for name, m in model.named_modules() if _theirs(m) in _FORWARDS}
+    others = {name: m for name, m in model.named_modules() if _theirs(type(m)) in _FORWARDS}
     moved = {**hooked, **others}
     if not moved:
         if any(isinstance(module, MoELayer) for module in model.modules()):
@@ -66,24 +68,32 @@ def use(model: nn.Module) -> list[str]:
         module.config._experts_implementation = IMPLEMENTATION
         recognise_gate(module)
     for module in others.values():
-        if type(module).__name__ not in _FORWARDS:
+        if any(map(_is_ours, type(module).__mro__)):
             continue
         module.__class__ = _moved(type(module))
         if "_old_forward" in vars(module):  # what a hook of accelerate's calls, for a device_map
             module._old_forward = MethodType(type(module).forward, module)
     modules = model.named_modules()
-    return [name for name, m in modules if name in moved and _theirs(m) not in _BLOCKS]
+    return [name for name, m in modules if name in moved and _theirs(type(m)) not in _BLOCKS]
 
 
-def _theirs(module: nn.Module) -> str:
-    """The name of the module's class in transformers, moved by a call before this one or not."""
-    return type(module).__name__.removeprefix("Mb")
+def _theirs(kind: type) -> str:
+    """The name of the class whose forward its modules run, or ran before they were moved.
+
+    `fully_shard` makes the class of a module a subclass without a forward of its own.
+    """
+    forwards = (k for k in kind.__mro__ if "forward" in vars(k) and not _is_ours(k))
+    return next(forwards).__name__
+
+
+def _is_ours(kind: type) -> bool:
+    return vars(kind).get("forward") in _FORWARDS.values()
 
 
 @functools.cache
 def _moved(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `kind` with our forward."""
-    own = {"forward": _FORWARDS[kind.__name__], "__reduce_ex__": _reduce}
+    own = {"forward": _FORWARDS[_theirs(kind)], "__reduce_ex__": _reduce}
     return type(f"Mb{kind.__name__}", (kind,), own)
 
 
@@ -102,16 +112,34 @@ def _looks_like_experts(module: nn.Module) -> bool:
 
 
 def _experts(
-    x_TD: Tensor, w1: Tensor, w2: Tensor, ids_TK: Tensor, weights_TK: Tensor, act_fn: object
+    x_TD: Tensor,
+    w1: Tensor | Factored,
+    w2: Tensor | Factored,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    act_fn: Any,
+    *,
+    num_experts: int,
+    is_transposed: bool = False,
 ) -> Tensor:
     """Gated experts, w1 [E, 2F, D] and w2 [E, D, F]; ids of E and above add nothing."""
-    num_experts = w2.shape[0]
     activation = glu_name(act_fn)
-    x_TD, w1, w2 = cast_alike(x_TD, w1, w2)
+    (x_TD,) = cast_alike(x_TD)
+    w1, w2 = (map_weight(w, lambda part: part.to(x_TD.dtype)) for w in (w1, w2))
     ids_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
     bins = mb_kernels.bin_tokens(ids_TK, num_experts)
-    return mb_kernels.expert_mlp(
-        x_TD, w1, w2, bins, at_least_fp32(weights_TK), activation=activation
+    weights_TK = at_least_fp32(weights_TK)
+    if isinstance(w1, Tensor) and isinstance(w2, Tensor):
+        if is_transposed:
+            w1, w2 = w1.mT, w2.mT
+        return mb_kernels.expert_mlp(x_TD, w1, w2, bins, weights_TK, activation=activation)
+
+    def gate(h_NM: Tensor) -> Tensor:
+        gate_NF, up_NF = h_NM.chunk(2, dim=-1)
+        return act_fn(gate_NF) * up_NF
+
+    return expert_mlp_in_steps(
+        x_TD, w1, w2, bins, weights_TK, gate, transpose_weight=not is_transposed
     )
 
 
@@ -132,10 +160,17 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 def _llama4_experts(self: Any, rows_ND: Tensor, ids_N1: Tensor) -> Tensor:
     """Llama-4's experts, called by its block with a row for each of a token's experts."""
-    w1 = to_plain(self.gate_up_proj, self.num_experts).mT
-    w2 = to_plain(self.down_proj, self.num_experts).mT
+    num_experts = self.num_experts
+    w1, w2 = (
+        map_weight(weight_of(self, name), lambda part: to_plain(part, num_experts))
+        for name in ("gate_up_proj", "down_proj")
+    )
     ones_N1 = torch.ones_like(ids_N1, dtype=torch.float32)
-    return _experts(rows_ND, w1, w2, ids_N1, ones_N1, self.act_fn)
+    return _experts(
+        *(rows_ND, w1, w2, ids_N1, ones_N1, self.act_fn),
+        num_experts=num_experts,
+        is_transposed=True,
+    )
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -144,7 +179,10 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     w1 = torch.cat([mlp.w1.view(shape), mlp.v1.view(shape)], dim=1)
     w2 = mlp.w2.view(shape).mT
     x_TD = hidden_states.reshape(-1, self.hidden_size)
-    y_TD = _experts(x_TD, w1, w2, top_k_index, top_k_weights, mlp.activation_fn)
+    y_TD = _experts(
+        *(x_TD, w1, w2, top_k_index, top_k_weights, mlp.activation_fn),
+        num_experts=self.num_experts,
+    )
     return y_TD.to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
@@ -157,9 +195,12 @@ def _longcat(
     zero_T1 = torch.where(top_k_index < num_experts, 0, weights_TK).sum(dim=1, keepdim=True)
     y_TD = hidden_states * zero_T1
     if num_experts:
-        w1 = self.gate_up_proj[:num_experts]
+        form, tensors = flatten(weight_of(self, "gate_up_proj"))
+        w1 = unflatten(form, [tensor[:num_experts] for tensor in tensors])
         y_TD = y_TD + _experts(
-            hidden_states, w1, self.down_proj, top_k_index, weights_TK, self.act_fn
+            *(hidden_states, w1, weight_of(self, "down_proj"), top_k_index, weights_TK),
+            self.act_fn,
+            num_experts=num_experts,
         )
     return y_TD.to(hidden_states.dtype)
 

@@ -313,20 +313,30 @@ def _load_block_names(
     """
     assert isinstance(adapter, BlockAdapter)
     given = {n for n in adapter._names if prefix + n in state}
+    ours = adapter.moe.state_dict(keep_vars=True)
+    places = _places(ours)
+
+    def keep(name: str) -> None:
+        """What is missing is named as the block has it: by the layer's name it is there."""
+        state[f"{prefix}moe.{places[name]}"] = ours[places[name]]
+
     if not given:
-        own = {f"{prefix}moe.{name}": p for name, p in adapter.moe.named_parameters()}
-        if all(state.get(name, p) is p for name, p in own.items()):  # broadcast_from_rank0 puts it
+        own = {f"{prefix}moe.{place}": ours[place] for place in places.values()}
+        if all(state.get(name, mine) is mine for name, mine in own.items()):
             missing_keys += [prefix + name for name in adapter._names]
+            for name in places:
+                keep(name)
         return
     theirs = {n: state.pop(prefix + n) for n in adapter._names if n in given}
     if absent := set(adapter._names) - given:
         theirs |= {n: t for n, t in adapter.state_dict().items() if n in absent}
-    ours, config = adapter.moe.state_dict(), adapter.moe.config
-    places, translated = _places(ours), translate_block(theirs, config)
+    config = adapter.moe.config
+    translated = translate_block(theirs, config)
     for rule in block_rules(theirs, config):
-        if given.isdisjoint(rule.sources):
-            continue
         missing_keys += [prefix + n for n in rule.sources if n in absent]
+        if given.isdisjoint(rule.sources):
+            keep(rule.target)
+            continue
         place = places[rule.target]
         state[f"{prefix}moe.{place}"] = _sharded_as(translated[rule.target], ours[place])
 

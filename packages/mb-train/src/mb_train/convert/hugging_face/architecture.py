@@ -33,7 +33,7 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
 class Modules(NamedTuple):
     """Modules of an architecture's files that predict tokens beyond the next one.
 
-    count: how many config.json tells of.
+    count: how many a config.json with all settings tells of; 0, too, where they are none of ours.
     begin: how the names of their tensors begin, of module k = 0, 1, ...
     read: they are DeepSeek's in what they compute, and ours (`models.mtp`).
     with_ends: what is written holds the embedding and the head once more for each of them.
@@ -104,7 +104,7 @@ class Architecture:
         Raises:
             ValueError: something that our models have not.
             KeyError: a size that is not there.
-        TypeError: a number that is none.
+            TypeError: a number that is none.
         """
         refuse(config, per_layer_config=(None,))
         check_quantization(config, mxfp4=self.packed is not None)
@@ -114,7 +114,7 @@ class Architecture:
         fields = drawn | self.fields(settled)
         _check_turned(fields)
         if self.modules is not None and self.modules.read:
-            fields["mtp_num_layers"] = len(range(self.modules.count(settled)))
+            fields["mtp_num_layers"] = len(range(self.modules.count(settled)))  # not below 0
         return fields
 
     def settled(self, config: Json) -> dict[str, Any]:

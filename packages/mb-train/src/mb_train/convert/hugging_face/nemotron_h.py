@@ -62,7 +62,7 @@ def nemotron_h_fields(config: Json) -> dict[str, Any]:
            mlp_hidden_act=("relu2",), sliding_window=(None,),
            residual_in_fp32=(False,), tie_word_embeddings=(False,))  # fmt: skip
     refuse_bounds(config)
-    pattern = _pattern(config, _TYPES, config.get(_PATTERN) or "ME*-")
+    pattern = _pattern(config)
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     return {
@@ -93,10 +93,15 @@ def nemotron_h_fields(config: Json) -> dict[str, Any]:
     }
 
 
-def _pattern(config: Json, name: str, letters_instead: str) -> str:
+def _pattern(config: Json) -> str:
+    return _letters(config, _TYPES, config.get(_PATTERN) or "ME*-")
+
+
+def _letters(config: Json, name: str, instead: str) -> str:
+    """A setting of kinds of layers by our letters; `instead` where it is left out."""
     types = config[name]
     if types is None:
-        types = list(letters_instead)
+        types = list(instead)
     letters = {**_KINDS, **_BEFORE, **{letter: letter for letter in _KINDS.values()}}
     if not types or not letters.keys() >= set(types):
         raise ValueError(
@@ -110,9 +115,8 @@ def _module_pattern(config: Json) -> str | None:
     """That of a module; None where there is none that ours could be, of the model's own letters."""
     if not config[LAYERS_BEHIND]:
         return None
-    pattern = _pattern(config, _MTP_TYPES, config.get(_MTP_PATTERN) or "*E")
-    of_model = _pattern(config, _TYPES, config.get(_PATTERN) or "ME*-")
-    return pattern if set(pattern) <= set(of_model) else None
+    pattern = _letters(config, _MTP_TYPES, config.get(_MTP_PATTERN) or "*E")
+    return pattern if set(pattern) <= set(_pattern(config)) else None
 
 
 def _begin(config: Json, k: int) -> tuple[str, ...]:

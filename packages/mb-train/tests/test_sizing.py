@@ -289,6 +289,16 @@ def test_tensor_parallel_ranks_share_what_a_layer_keeps(kind):
     assert half.all < columns.all < alone.all
 
 
+def test_ranks_that_share_a_key_keep_one_each():
+    kept = []
+    for groups in (2, 4):
+        fields = KINDS["modern"] | {"num_attention_heads": 8, "num_query_groups": groups}
+        split = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+        config, work, _ = config_and_model(fields | split)
+        kept.append(kept_by_layer(work, config, ParallelDims(tp=4), 4)[0])
+    assert kept[0] == kept[1]
+
+
 def test_ranks_that_share_sequences_share_what_a_layer_keeps():
     fields = KINDS["modern"] | {"num_attention_heads": 8, "num_query_groups": 2}
     config, work, _ = config_and_model(fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from mb_kernels.activation import is_glu
@@ -242,6 +243,9 @@ def _in_attention(
         # In front of the convolution; what the state returned, behind its norm, and gated; the gate
         # and its SiLU.
         return 0.0, 2 * keys + values + 3 * values + 2 * values * 4 / width
+    if config.num_kv_heads < dims.tp:  # ranks that share a key and its value keep one each
+        config = replace(config, num_kv_heads=dims.tp)
+        each = each._replace(blocks=config)
     latents, inside = _projected(each, width)
     inside += _exchanged(each, dims) + _as_attended(config, layer)
     return latents, inside + (_pairs(each) if pairs else 0)

@@ -35,6 +35,7 @@ from unittest import mock
 import tiny_run
 import torch
 from mb_parallel.testing import run_ranks
+from sweep_layouts import LATENTS, MAMBA, STATES
 from test_sentence_models import SAME as SENTENCES
 from test_sentence_models import _write_data
 from torch import Tensor, nn
@@ -95,6 +96,16 @@ MODELS = {
     "z-loss": f"{DROPLESS} 2 --moe-z-loss-weight 0.01 --moe-renormalize --moe-layer-freq 2",
     "per sequence": f"{DROPLESS} 2 --moe-balance-over sequence",
     "documents": f"{DROPLESS} 1 --reset-attention-mask --reset-position-ids",
+    "one key": f"{DROPLESS} 2 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 1 --qk-layernorm --attention-output-gate",
+    "sinks": f"{DROPLESS} 2 --softmax-type learnable --window-size 4 --window-attn-skip-freq 2 "
+    "--add-qkv-bias",
+    "latents": f"{DROPLESS} 2 {LATENTS} --q-lora-rank 10 --qk-layernorm",
+    "states": f"{DROPLESS} 2 {STATES} --linear-attention-freq 2",
+    "modules": f"{DROPLESS} 2 --mtp-num-layers 2 --norm-placement both",
+    "layers of kinds": f"{DROPLESS} 2 --num-layers 4 --hybrid-layer-pattern MES*/E* {MAMBA}",
+    "kinds in documents": f"{DROPLESS} 2 --num-layers 4 --hybrid-layer-pattern MEM* {MAMBA} "
+    "--reset-attention-mask --reset-position-ids",
     "bert": f"--model bert {DROPLESS} 2",
     "bert dense": "--model bert",
     "t5": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {DROPLESS} 2",

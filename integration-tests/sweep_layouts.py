@@ -16,7 +16,8 @@ process: the ranks take five steps, and five with a stop after three, dropout an
 losses, weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or
 four GPUs, joined by NCCL, and the one process has the first of them (a CPU draws other first
 weights; that GPUs compute what CPUs do is `sweep_devices`' part): losses, norms and validation are
-compared. What the configuration refuses is said with its message.
+compared; with `--compiled` the ranks compile their blocks, the one process does not. What the
+configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -83,6 +84,7 @@ KINDS = {
     "--model t5": 3e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
 }  # fmt: skip
 DECODERS = ("", "", "--decoder-num-layers 2")
+RUNS_OF_A_START = 12
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
@@ -277,8 +279,9 @@ class Pair(NamedTuple):
         return self._replace(spread=spread, alone=alone)
 
 
-def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bool:
+def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool, compiled: bool) -> bool:
     """Train all, print a line for each; whether all are equal."""
+    eager = "--no-compile" if compiled else None  # what the ranks leave out
     gpt = [*SAME.split(), "--data-path", write_tokens(folder)]
     of_sentences = [*SENTENCES.split(), *_write_data(folder)]
     equal = True
@@ -293,9 +296,10 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bo
             for pair in pairs
         ]
         spread = [
-            [*line, *pair.layout.split(), "--save", str(pair.spread)]
+            [*(word for word in line if word != eager), *pair.layout.split(),
+             "--save", str(pair.spread)]
             for line, pair in zip(begin, pairs, strict=True)
-        ]
+        ]  # fmt: skip
         said = on_ranks(ranks, spread)
         for pair, line, error in zip(pairs, begin, said, strict=True):
             if not error:
@@ -361,12 +365,20 @@ def differing(pair: Pair) -> list[str]:
 def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
     """What a rank said of each line that failed, "" of the others."""
     device = "cuda" if any("cuda" in line for line in lines) else "cpu"
+    # Runs leave their groups behind, and NCCL's hold buffers on the GPU: of 24 runs, beside other
+    # sweeps, they filled it.
+    room = RUNS_OF_A_START if device == "cuda" else max(len(lines), 1)
+    parts = [lines[first : first + room] for first in range(0, len(lines), room)]
+    return [said for part in parts for said in _on_ranks(ranks, part, device)]
+
+
+def _on_ranks(ranks: int, lines: list[list[str]], device: str) -> list[str]:
     try:
         by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
     except RuntimeError as error:  # a line that ends the ranks: each by itself, to see which
         if len(lines) == 1:
             return [str(error)]
-        return [said for line in lines for said in on_ranks(ranks, [line])]
+        return [said for line in lines for said in _on_ranks(ranks, [line], device)]
     return [next((error for error in errors if error), "") for errors in zip(*by_rank, strict=True)]
 
 
@@ -377,8 +389,12 @@ def in_one(line: list[str]) -> None:
 
 def exactly(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     """`_train` with Muon's iterations in fp32: in bf16 they are 1e-2 apart for another rounding."""
+    said = []
     with mock.patch.dict(Muon.__init__.__kwdefaults__, ns_dtype=torch.float32):
-        return _train(rank, world_size, lines)
+        for line in lines:
+            torch._dynamo.reset()  # which compiles a function a few times, and no run's after that
+            said += _train(rank, world_size, [line])
+    return said
 
 
 def told(ranks: int, pair: Pair, error: str) -> bool:
@@ -424,6 +440,7 @@ if __name__ == "__main__":
     parser.add_argument("--go-on", action="store_true", help="from each other's checkpoints, too")
     parser.add_argument("--resume", action="store_true", help="a stop changes nothing, to the bit")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all runs")
+    parser.add_argument("--compiled", action="store_true", help="the ranks compile, on GPUs")
     arguments = parser.parse_args()
     drawn = [
         draw(random.Random(f"{arguments.seed} {n}"), arguments.device)
@@ -432,4 +449,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         if arguments.resume:
             raise SystemExit(not resume(drawn, Path(made)))
-        raise SystemExit(not sweep(drawn, Path(made), go_on=arguments.go_on))
+        raise SystemExit(
+            not sweep(drawn, Path(made), go_on=arguments.go_on, compiled=arguments.compiled)
+        )

@@ -16,9 +16,10 @@ import torch
 from mb_layers import update_balancing_bias
 from mb_layers.moe import MoELayer
 from mb_parallel import ParallelMesh, of_all_ranks, rebalance_experts
+from mb_parallel.pipeline_parallel import stage_indices
 from torch import Tensor, nn
 
-from mb_train.config import TrainConfig, whole
+from mb_train.config import TrainConfig
 from mb_train.words import counted
 
 
@@ -49,11 +50,7 @@ class LoadBalance:
             {name: m for name, m in part.named_modules() if isinstance(m, MoELayer)}
             for part in parts
         ]
-        names = [name for layers in self._layers for name in layers]
-        rows = range(len(names))
-        if mesh.pp_size > 1:
-            rows = [_row(name, config) for name in names]  # metrics are of all stages
-        self._rows = dict(zip(names, rows, strict=True))
+        self._rows = _rows(self._layers, config, mesh)
         self._counts_LE: Tensor | None = None
 
     def see(self, metrics: Mapping[str, Tensor]) -> None:
@@ -108,17 +105,19 @@ class LoadBalance:
             update_balancing_bias(router, counts_LE[row], rate=self._rate)
 
 
-def _row(name: str, config: TrainConfig) -> int:
-    """How many layers with experts a layer has before it in the whole model.
-
-    Its name holds the layer's number in its stack; a decoder's layers come behind the encoder's,
-    and modules for further tokens behind all layers.
-    """
-    if name.startswith("mtp."):
-        layers = whole(config.num_layers)
-        return sum(map(config.has_experts, range(layers))) + int(name.split(".")[1])
-    layer = int(name.split("blocks.")[1].split(".")[0])
-    row = sum(map(config.has_experts, range(layer)))
-    if name.startswith("decoder."):
-        row += sum(map(config.has_experts, range(whole(config.num_layers))))
-    return row
+def _rows(
+    layers: Sequence[Mapping[str, MoELayer]], config: TrainConfig, mesh: ParallelMesh
+) -> dict[str, int]:
+    """Which row of the metrics is a layer's, by name: they are of all stages, in their order."""
+    indices = stage_indices(
+        config.schedule_in_force,
+        pp_size=mesh.pp_size,
+        pp_rank=mesh.pp_rank,
+        stages_per_rank=len(layers),
+    )
+    mine = {index: list(names) for index, names in zip(indices, layers, strict=True)}
+    axis = mesh.axis("pp")
+    ranks = [mine] if axis is None else of_all_ranks(mine, axis.get_group())
+    stages = {index: names for of_rank in ranks for index, names in of_rank.items()}
+    ordered = [name for index in sorted(stages) for name in stages[index]]
+    return {name: row for row, name in enumerate(ordered)}

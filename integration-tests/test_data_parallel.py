@@ -15,6 +15,7 @@ import pytest
 import tiny_run
 import torch.distributed as dist
 from mb_parallel.testing import run_ranks
+from test_parallel import LATENT, MAMBA, SINKS, STATES
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
@@ -63,6 +64,24 @@ def test_two_ranks_in_bf16_stay_close_to_one_and_go_on_as_they_would_have(tokens
     assert run_ranks(_one_after_the_other, 2, *lines) == [[0, 0, 0]] * 2
     assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=2e-3)
     assert tiny_run.losses(parts) == tiny_run.losses(two)
+
+
+def test_in_bf16_shared_out_weights_train_as_whole_ones(tokens, tmp_path):
+    """What computes in fp32 has shards of its own, which are gone behind its forward."""
+    kinds = {"latents": LATENT, "states": STATES, "mamba": MAMBA, "sinks": SINKS}
+    lines = [
+        tiny_run.flags(
+            tokens, tmp_path / f"{kind}-{stage}",
+            f"{more} --bf16 --zero-stage {stage} --train-iters 2 --log-interval 1 --eval-iters 0",
+        )
+        for kind, more in kinds.items()
+        for stage in (1, 3)
+    ]  # fmt: skip
+    assert run_ranks(_one_after_the_other, 2, *lines) == [[0] * len(lines)] * 2
+    for kind in kinds:
+        whole, shared = (tiny_run.losses(tmp_path / f"{kind}-{stage}") for stage in (1, 3))
+        assert len(whole) == 2
+        assert shared == whole
 
 
 def test_torchrun_goes_on_from_one_process(one_process, tmp_path):

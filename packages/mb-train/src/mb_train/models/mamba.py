@@ -168,10 +168,10 @@ class MambaGates(nn.Module):
             self.dt_bias.copy_(self.dt_bias.exp().expm1().log())
 
     def forward(self, dt_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dt_BSH, A_H and D_H."""
+        """dt_BSH, A_H and D_H; none is a parameter, which a shard has no longer behind this."""
         dt = dt_BSH.to(torch.promote_types(dt_BSH.dtype, torch.float32)) + self.dt_bias
         # softplus, of whose gradient the compiler of torch 2.13 takes the strides for others.
-        return torch.logaddexp(dt, dt.new_zeros(())), -self.A_log.exp(), self.D
+        return torch.logaddexp(dt, dt.new_zeros(())), -self.A_log.exp(), self.D.clone()
 
 
 class GroupNorm(nn.Module):

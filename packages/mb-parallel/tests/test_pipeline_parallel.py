@@ -196,6 +196,31 @@ def test_bad_places_are_named():
             Pipeline([torch.nn.Linear(1, 1)], given, **{"hidden_size": 1} | settings | change)
 
 
+def _compiled_in_halves(rank, world_size):
+    """Whether compiled blocks have the gradients of others, behind a pass that is left whole."""
+    options = Options(pp=2, schedule="zbv-zero-bubble", stages_per_rank=2, steps=1)
+    mesh, (batches,) = ParallelDims(pp=2).build("cpu"), tiny_gpt.data(options)
+    grads = []
+    for backend in (None, "aot_eager"):
+        parts = [tiny_gpt.build(options) for _ in range(2)]
+        for part, index in zip(parts, (rank, 3 - rank), strict=True):
+            part.keep(split_layers(4, 4)[index], first=index == 0, last=index == 3)
+            for block in part.stack.blocks.values():
+                if backend is not None:
+                    block.mlp.compile(backend=backend)
+        pipeline = Pipeline(
+            parts, mesh, schedule=options.schedule, first_input="tokens", hidden_size=tiny_gpt.D
+        )
+        for count in (1, 4):  # of the only micro-batch nothing is taken apart
+            pipeline.step(batches[:count])
+        grads.append([p.grad for part in parts for p in part.parameters()])
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
+
+
+def test_compiled_blocks_train_in_halves():
+    assert run_ranks(_compiled_in_halves, 2) == [True, True]
+
+
 def _pieces(rank, world_size):
     """What a pipeline says and does besides training, on two ranks with a tied head."""
     options = Options(pp=2, micro_batches=3, steps=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,16 @@ def must_stay_whole(outputs: Iterable[Any], received: Iterable[Tensor]) -> bool:
     for _, behind, number in edges:
         numbers[behind].add(number)
     return any(len(numbers[node]) > 1 for node in meet)
+
+
+def run_again() -> AbstractContextManager[None]:
+    """For what is compiled meanwhile: its backward passes can run again, for the other half.
+
+    The first time they run whole, and the compiler has them write over what was saved for them.
+    """
+    import torch._functorch.config as functorch  # here: few schedules ask
+
+    return functorch.patch(donated_buffer=False)
 
 
 def _edges(outputs: Iterable[Any]) -> list[tuple[Any, Any, int]]:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
 from mb_parallel.expert_parallel.peer import reached_by_peers
 from mb_parallel.gradient_sync import free_gathered
 from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
+from mb_parallel.pipeline_parallel.halves import run_again
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
     rank_of_stage,
@@ -224,7 +226,8 @@ class Pipeline:
         numbers = torch.arange(len(batches), device=batches[0][self.first_input].device)
         inputs = (numbers,) if self.indices[0] == 0 else ()
         target = numbers if train and self._stage(-1) is not None else None
-        schedule.step(*inputs, target=target, return_outputs=False)
+        with run_again() if self.kind.in_halves else nullcontext():
+            schedule.step(*inputs, target=target, return_outputs=False)
         return passing
 
     def _refuse_in_halves(self) -> None:

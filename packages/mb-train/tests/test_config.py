@@ -557,6 +557,37 @@ def test_what_another_library_refuses_is_said_as_it_is_typed():
         expert_config(config)
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"moe_layer_freq": 2}, ["layer 0", "layer 2"]),
+        (
+            {"model": "t5", "decoder_num_layers": 2, "decoder_seq_length": 8, "moe_layer_freq": 2},
+            ["encoder layer 0", "encoder layer 2", "decoder layer 0"],
+        ),
+        (
+            {"model": "ict", "moe_first_k_dense": 2},
+            ["query layer 2", "block layer 2"],
+        ),
+        (
+            {"moe_first_k_dense": 2, "mtp_num_layers": 2},
+            ["layer 2", "mtp 0 layer 0", "mtp 1 layer 0"],
+        ),
+        (
+            {
+                "hybrid_layer_pattern": "*E-", "mtp_hybrid_override_pattern": "E*E",
+                "mtp_num_layers": 1, "position_embedding_type": "none",
+            },
+            ["layer 1", "mtp 0 layer 0", "mtp 0 layer 2"],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layers_with_experts_have_the_names_of_their_place(fields, names):
+    config = TrainConfig(**RUN | {"num_layers": 3, "moe_num_experts": 4} | fields)
+    assert config.moe_layer_names == names
+
+
 def test_which_layers_have_experts():
     config = TrainConfig(**RUN | {"num_layers": 7}, moe_num_experts=4, moe_layer_freq=2)
     assert [config.has_experts(i) for i in range(7)] == [True, False] * 3 + [True]

@@ -167,8 +167,9 @@ def test_a_report_names_the_fullest_layer_and_weighs_the_routers_losses():
         losses={"lm loss": [1.0, 3.0]}, grad_norm=1.0, layer_means=means, skipped=[False, False],
         tokens_per_expert=[[3.0, 1.0], [8.0, 0.0], [2.0, 2.0]],
     )  # fmt: skip
-    assert extra_line(Speed(2000.0, 1, 5.0, None), stats, steps_redone=3) == (
-        "  tokens per second: 2,000 | expert load max/mean: 1.50 (layer 1: 2.00) | dropped: 15.0 %"
+    names = ["layer 1", "layer 3", "mtp 0 layer 0"]
+    assert extra_line(Speed(2000.0, 1, 5.0, None), stats, names, steps_redone=3) == (
+        "  tokens per second: 2,000 | expert load max/mean: 1.50 (layer 3: 2.00) | dropped: 15.0 %"
         " | router entropy: 1.500 | steps run again for rows beyond the budget: 3"
     )
     config = TrainConfig(**RUN, moe_num_experts=2, moe_loss_weight=0.1)

@@ -80,7 +80,14 @@ def test_what_runs_are_compared_by_is_in_words(tmp_path):
     kind, values = interval(200, [2.0] * 200, [1.5, 2.0])
     write(
         tmp_path,
-        ("start", {"iteration": 0, "notes": ["12 layers by peer"]}),
+        (
+            "start",
+            {
+                "iteration": 0,
+                "notes": ["12 layers by peer"],
+                "moe_layers": ["layer 1", "mtp 0 layer 0"],
+            },
+        ),
         (kind, values | {"ms_per_iteration": 200.0, "mfu": 0.5, "steps_redone": 3}),
         ("profile", {"iteration": 12, "step_ms": 200.0, "kinds": kinds}),
         *(valid(iteration, loss) for iteration, loss in ((100, 2.5), (200, 2.25))),
@@ -89,7 +96,7 @@ def test_what_runs_are_compared_by_is_in_words(tmp_path):
     assert told["training loss of a step"] == "2.0000 at 100, 2.0000 at 200"
     assert told["validation loss"] == "2.2500 (PPL 9.49) at iteration 200"
     assert told["tokens per second"] == "20,000, the median"
-    assert told["expert load, max/mean"] == "1.50 2.00 (by layer, at the end)"
+    assert told["expert load, max/mean"] == "layer 1: 1.50, mtp 0 layer 0: 2.00 (at the end)"
     assert told["ms a step"] == "200.0, the median"
     assert told["MFU"] == "0.500, the median"
     assert told["decided at the start"] == "12 layers by peer"

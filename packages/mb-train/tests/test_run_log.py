@@ -34,7 +34,8 @@ def board(monkeypatch, **switches):
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = _Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    config = TrainConfig(**RUN, tensorboard_dir="boards", **switches)
+    experts = {"num_layers": 2, "moe_num_experts": 4, "moe_first_k_dense": 1}
+    config = TrainConfig(**RUN | experts, tensorboard_dir="boards", **switches)
     log = RunLog(None, open_boards(config, print))
     log.write("start", iteration=0)
     log.write(
@@ -57,7 +58,7 @@ def test_tensorboard_gets_megatrons_names(monkeypatch):
     assert added["lm loss"] == (2.0, 5)
     assert added["lm loss vs samples"] == (2.0, 40)
     assert added["iteration-time"] == (0.5, 5)
-    assert added["expert load max over mean/layer 0"] == (1.5, 5)
+    assert added["expert load max over mean/layer 1"] == (1.5, 5)
     assert added["lm loss validation"] == (2.5, 5)
     assert added["lm loss validation vs samples"] == (2.5, 40)
     assert added["accuracy validation"] == (0.75, 5)

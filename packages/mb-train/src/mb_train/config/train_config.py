@@ -103,7 +103,7 @@ class TrainConfig(
         self.check_moe()
         self.check_training()
         self.check_offloading(
-            sum(self._stacks) + self.mtp_num_layers,
+            sum(self._stacks.values()) + self.mtp_num_layers,
             experts=self.moe_num_experts is not None,
             recompute=self.recompute_granularity,
             compiles=self.compile,
@@ -113,7 +113,7 @@ class TrainConfig(
         self.check_regularization()
         self.check_precision()
         if self.model == "t5":  # a pipeline cuts its encoder and its decoder as one row of layers
-            self.check_parallel(sum(self._stacks), "--num-layers + --decoder-num-layers")
+            self.check_parallel(sum(self._stacks.values()), "--num-layers + --decoder-num-layers")
         else:
             self.check_parallel(whole(self.num_layers), "--num-layers")
         self.check_data()
@@ -180,21 +180,31 @@ class TrainConfig(
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts: of T5's two stacks, ICT's two towers, modules behind a GPT."""
-        if self.mtp_pattern is None:
-            of_module = int(self.has_experts(whole(self.num_layers) - 1))
-        else:
-            of_module = self.mtp_pattern.count("E")
-        behind = self.mtp_num_layers * of_module
-        return sum(len(self.expert_layers(layers)) for layers in self._stacks) + behind
+        """Layers with experts, as `moe_layer_names` has them."""
+        return len(self.moe_layer_names)
 
     @property
-    def _stacks(self) -> list[int]:
-        """Layers of each of the model's stacks."""
-        return {
-            "t5": [whole(self.num_layers), self.decoder_layers],
-            "ict": [whole(self.num_layers)] * 2,
-        }.get(self.model, [whole(self.num_layers)])
+    def moe_layer_names(self) -> list[str]:
+        """Layers with experts, counted from 0 in their stack or module, in the order of metrics."""
+        names = [
+            f"{stack}layer {layer}"
+            for stack, layers in self._stacks.items()
+            for layer in self.expert_layers(layers)
+        ]
+        if self.mtp_pattern is not None:
+            experts = [layer for layer, kind in enumerate(self.mtp_pattern) if kind == "E"]
+        else:
+            experts = [0] if self.has_experts(whole(self.num_layers) - 1) else []
+        modules = range(self.mtp_num_layers)
+        return names + [f"mtp {module} layer {layer}" for module in modules for layer in experts]
+
+    @property
+    def _stacks(self) -> dict[str, int]:
+        """Layers of each of the model's stacks, T5's two or ICT's two towers, by its prefix."""
+        layers = whole(self.num_layers)
+        if self.model == "t5":
+            return {"encoder ": layers, "decoder ": self.decoder_layers}
+        return {"query ": layers, "block ": layers} if self.model == "ict" else {"": layers}
 
     @property
     def decay_length(self) -> str:
@@ -409,7 +419,9 @@ class TrainConfig(
             self._check_pattern_of_experts(pattern)
         if self.moe_num_experts is not None and self.moe_layers is not None:
             self._check_listed_experts(self.moe_layers)
-        if self.moe_num_experts is not None and not any(map(self.expert_layers, self._stacks)):
+        if self.moe_num_experts is not None and not any(
+            map(self.expert_layers, self._stacks.values())
+        ):
             raise ValueError(
                 f"Expected a layer of --num-layers {self.num_layers} to have experts with "
                 f"--moe-num-experts {self.moe_num_experts}, got --moe-first-k-dense "
@@ -449,10 +461,10 @@ class TrainConfig(
         spared = self.fp8_spares
         if spared is None:
             return
-        if all(layers <= sum(spared) for layers in self._stacks):
+        if all(layers <= sum(spared) for layers in self._stacks.values()):
             raise ValueError(
                 "Expected --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 to leave "
-                f"one of {max(self._stacks)} layers to --fp8-format, got {spared[0]} and "
+                f"one of {max(self._stacks.values())} layers to --fp8-format, got {spared[0]} and "
                 f"{spared[1]}."
             )
         if self.moe_num_experts is not None and self.moe_mlp_impl == "sparse":

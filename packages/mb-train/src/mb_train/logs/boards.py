@@ -60,8 +60,8 @@ def scalars(event: str, values: dict[str, Any], config: TrainConfig) -> dict[str
     if config.log_timers_to_tensorboard:
         for name, ranks in values.get("timers", {}).items():
             shown[f"{name}-time"] = max(ranks) / 1000
-    for layer, load in enumerate(values["load_imbalance"]):
-        shown[f"expert load max over mean/layer {layer}"] = load
+    for layer, load in zip(config.moe_layer_names, values["load_imbalance"], strict=True):
+        shown[f"expert load max over mean/{layer}"] = load
     return shown
 
 

@@ -95,7 +95,8 @@ def _add(curves: Curves, event: dict[str, Any], until: float) -> None:
         curves.torn += 1
     elif kind == "start":
         curves.start, curves.steps_redone = event, 0
-        _ = _decided(event), settings(event)  # or raise, here and not where they are shown
+        # Or raise, here and not where they are shown.
+        _ = _decided(event), settings(event), layer_names(event, 0)
     elif kind == "train":
         _add_interval(curves, event, until)
     elif kind == "profile":
@@ -156,6 +157,12 @@ def settings(start: dict[str, Any]) -> dict[str, Any]:
     return {} | (start.get("config") or {})
 
 
+def layer_names(start: dict[str, Any], rows: int) -> list[str]:
+    """Of the layers with experts, which so many rows are of; a log of before has no names."""
+    names = [str(name) for name in start.get("moe_layers") or []]
+    return names if len(names) == rows else [f"layer {row}" for row in range(rows)]
+
+
 def _shares(profile: dict[str, Any]) -> str:
     """What a profile's step went into, in words."""
     step_ms = profile["step_ms"]
@@ -209,8 +216,9 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         lines.append(("profile of a step", _shares(curves.profile)))
     if curves.load_imbalance:
         loads = curves.load_imbalance[max(curves.load_imbalance)]
-        by_layer = " ".join(_words(load, 2) for load in loads)
-        lines.append(("expert load, max/mean", f"{by_layer} (by layer, at the end)"))
+        names = layer_names(curves.start, len(loads))
+        by_layer = [f"{of}: {_words(load, 2)}" for of, load in zip(names, loads, strict=True)]
+        lines.append(("expert load, max/mean", f"{', '.join(by_layer)} (at the end)"))
     if curves.diverged_at is not None:
         lines.append(
             ("diverged", f"the loss is not a number from iteration {curves.diverged_at} on")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mb_train.logs.run_log import number
 from mb_train.report.axes import number_logarithmic, written
-from mb_train.report.curves import Curves
+from mb_train.report.curves import Curves, layer_names
 from mb_train.untrusted import printable
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _load_of(curves: Curves) -> Panel:
             edges, _around(layers), grid, cmap="viridis", vmin=1.0, rasterized=True
         )
         figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="max / mean")
-        _layers_on_y(axis, layers)
+        _layers_on_y(axis, layer_names(curves.start, len(layers)))
         _whole_on_x(axis, "iteration")
 
     return panel
@@ -133,7 +133,7 @@ def _experts_of(curves: Curves) -> Panel:
             norm=TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top), rasterized=True,
         )  # fmt: skip
         figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="load / mean")
-        _layers_on_y(axis, range(len(grid)))
+        _layers_on_y(axis, layer_names(curves.start, len(grid)))
         _whole_on_x(axis, "expert")
 
     return panel
@@ -171,9 +171,10 @@ def _around(cells: range) -> list[float]:
     return [cell - 0.5 for cell in range(len(cells) + 1)]
 
 
-def _layers_on_y(axis: Axes, layers: range) -> None:
-    axis.set_yticks(list(layers)[:: -(-len(layers) // 12)])
-    axis.set_ylabel("MoE layer")
+def _layers_on_y(axis: Axes, names: list[str]) -> None:
+    at = range(0, len(names), -(-len(names) // _NUMBERS))
+    axis.set_yticks(at, [names[row].removeprefix("layer ") for row in at])
+    axis.set_ylabel("layer")
     axis.invert_yaxis()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ def report_interval(
             tflops=pace.tflops if config.log_throughput else None,
             **both,
         ),
-        extra_line(pace, stats, run.model.steps_redone),
+        extra_line(pace, stats, config.moe_layer_names, run.model.steps_redone),
         timer_lines(timers, config.timing_log_option),
     ]
     run.say("\n".join(filter(None, lines)))
@@ -124,8 +125,14 @@ def named_losses(config: TrainConfig, stats: IntervalStats) -> dict[str, float]:
     return losses
 
 
-def extra_line(pace: Speed, stats: IntervalStats, steps_redone: int = 0) -> str:
-    """What Megatron's line has no field for."""
+def extra_line(
+    pace: Speed, stats: IntervalStats, moe_layers: Sequence[str] = (), steps_redone: int = 0
+) -> str:
+    """What Megatron's line has no field for.
+
+    Args:
+        moe_layers: names of those that `stats` has rows of.
+    """
     line = f"  tokens per second: {pace.tokens_per_s:,.0f}"
     if pace.ranks > 1:
         line += f" | per GPU: {pace.tokens_per_s / pace.ranks:,.0f}"
@@ -136,7 +143,7 @@ def extra_line(pace: Speed, stats: IntervalStats, steps_redone: int = 0) -> str:
         worst = max(range(len(loads)), key=loads.__getitem__)
         line += (
             f" | expert load max/mean: {sum(loads) / len(loads):.2f}"
-            f" (layer {worst}: {loads[worst]:.2f})"
+            f" ({moe_layers[worst]}: {loads[worst]:.2f})"
             f" | dropped: {100 * stats.mean('dropped_fraction'):.1f} %"
             f" | router entropy: {stats.mean('router_entropy'):.3f}"
         )

@@ -260,6 +260,7 @@ class Run:
             parameters=self.model.parameters,
             tokens_per_sample=self.task.workload.tokens,
             notes=self.model.notes,
+            moe_layers=self.config.moe_layer_names,
             config=dataclasses.asdict(self.config),
         )
 

@@ -127,6 +127,10 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     add_run(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME",
+        help="by which clients ask for the model; default the folder's name",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     from mb_train.inference.generate import Generator
 
@@ -139,5 +143,6 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
         ) from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
-    serve(generator, run.resolve().name, host=options.host, port=options.port)
+    name = options.served_model_name or run.resolve().name
+    serve(generator, name, host=options.host, port=options.port)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mb_train.flags.parser import Parser, add_run, refuse_idle
 from mb_train.untrusted import printable
+from mb_train.words import missing_package
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
@@ -137,10 +138,8 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     try:
         from mb_train.inference.serve import serve
     except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"Expected starlette and uvicorn to serve with, found no {missing.name}. Install them "
-            "with pip install 'mb-train[serve]'."
-        ) from None
+        lacks = missing.name or "starlette"
+        raise missing_package(lacks, "to serve with", "'mb-train[serve]'") from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
     name = options.served_model_name or run.resolve().name

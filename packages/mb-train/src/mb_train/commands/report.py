@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mb_train.flags.parser import Parser
 from mb_train.untrusted import printable
+from mb_train.words import missing_package
 
 
 def report(parser: Parser, arguments: Sequence[str]) -> int:
@@ -21,10 +22,7 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     if find_spec("matplotlib") is None:
-        raise ValueError(
-            "Expected the matplotlib package to draw with, found none. Install it with "
-            "pip install matplotlib."
-        )
+        raise missing_package("matplotlib", "to draw with", "matplotlib")
     each: dict[Path, Path] = {}
     for run in map(Path, options.run):
         each.setdefault(run.resolve(), run)

@@ -103,7 +103,7 @@ class TrainConfig(
         self.check_moe()
         self.check_training()
         self.check_offloading(
-            sum(self._stacks) + self.mtp_num_layers,
+            sum(self._stacks) + self.mtp_num_layers * self._layers_of_module,
             experts=self.moe_num_experts is not None,
             recompute=self.recompute_granularity,
             compiles=self.compile,
@@ -187,6 +187,11 @@ class TrainConfig(
             of_module = self.mtp_pattern.count("E")
         behind = self.mtp_num_layers * of_module
         return sum(len(self.expert_layers(layers)) for layers in self._stacks) + behind
+
+    @property
+    def _layers_of_module(self) -> int:
+        """Of one for further tokens: of halves there may be several."""
+        return 1 if self.mtp_pattern is None else len(self.mtp_pattern)
 
     @property
     def _stacks(self) -> list[int]:

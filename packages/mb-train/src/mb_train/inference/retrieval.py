@@ -81,7 +81,7 @@ def build_index(
         queries: for how many sentences to measure whether their block is found.
 
     Returns:
-        `recall@k` and BM25's, as a run measures them, over blocks of this corpus.
+        `recall@k` and BM25's, as a run measures them, among the blocks of the queries, `blocks`.
 
     Raises:
         ValueError: no faiss, no retriever, no corpus, no queries, a kind that faiss does not know,

@@ -89,7 +89,10 @@ class _Endpoints:
         return JSONResponse(self._about) if asked == self._name else self._other_model(asked)
 
     def _other_model(self, named: object) -> Response:
-        message = f"Expected the model {self._name!r}, got {named!r}."
+        message = (
+            f"Expected the model {self._name!r} or none, got {named!r}. mb-train serve "
+            "--served-model-name gives it another name."
+        )
         return _refusal(message, 404, code="model_not_found")
 
     async def _health(self, _: Request) -> Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import warnings
 
 import numpy as np
 import pytest
 from mb_data.dataset_builder import IndexedDatasetBuilder
-from mb_data.samples import blend, reference
+from mb_data.samples import blend, parts, reference
 from mb_data.samples.blend import BlendedDataset, blend_order, normalize
 from mb_data.samples.gpt import GPTDataset, build_gpt_datasets
 from mb_data.samples.parts import build_parts, parse_blend
@@ -195,6 +196,19 @@ def test_sources_are_split_asked_for_a_margin_and_their_order_is_kept(
     kept = list((tmp_path / ("cache" if elsewhere else "a_index")).glob("blend-*.mbindex"))
     assert len(kept) == 2
     assert len(list(tmp_path.glob("*/*.mbindex"))) == 2
+
+
+def test_an_order_does_not_hang_on_the_python(prefixes, monkeypatch):
+    """Since 3.12 `sum` carries rounding errors along, nearly as `math.fsum`: not Megatron's sum."""
+    monkeypatch.setattr(parts, "sum", math.fsum, raising=False)
+    weights = [0.21, 0.08, 0.58]
+    path = [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair]
+    train = build_gpt_datasets(path, **{**SETTINGS, "num_samples": (1000, 0, 0)})[0]
+    total = (0.21 + 0.08) + 0.58
+    assert total != math.fsum(weights)
+    shares = normalize([weight / total for weight in weights])
+    want, _ = reference.blend_order(shares.tolist(), 1000)
+    assert train.dataset_index.tolist() == want
 
 
 def test_prefixes_alone_weigh_as_their_tokens(prefixes, tmp_path):

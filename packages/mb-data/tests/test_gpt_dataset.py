@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import numpy as np
 import pytest
 from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.samples import gpt, reference
+from mb_data.samples import gpt, reference, split
 from mb_data.samples.gpt import (
     GPTDataset,
     build_gpt_datasets,
@@ -74,6 +75,12 @@ def test_split_rounds_and_train_absorbs_the_residue(split, n, lengths):
 def test_split_is_read_without_the_quotation_marks_of_a_shell():
     for typed in ("'99,1,0'", '"99,1,0"', "'99/1/0'"):
         assert parse_split(typed, 200) == parse_split("99,1,0", 200)
+
+
+def test_a_split_does_not_hang_on_the_python(monkeypatch):
+    """Since 3.12 `sum` carries rounding errors along, nearly as `math.fsum`."""
+    monkeypatch.setattr(split, "sum", math.fsum, raising=False)
+    assert parse_split("0.01,0.29,0.7", 15) == (range(1), range(1, 5), range(5, 15))
 
 
 def test_split_keeps_the_quirks_of_the_rule():

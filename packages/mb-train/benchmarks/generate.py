@@ -51,6 +51,17 @@ def milliseconds(model: GPT, prompts: int) -> float:
     return 1e3 * statistics.median(gaps[len(gaps) // 2 :])
 
 
+def case_of(parser: argparse.ArgumentParser, case: str) -> tuple[str, str, int]:
+    """The case, its recipe and its prompts; end the program if it is none."""
+    name, _, prompts = case.partition(":")
+    if name not in RECIPES or not prompts.isdecimal() or not int(prompts):
+        parser.error(f"Expected RECIPE:PROMPTS with a recipe of mb-train, got {case!r}.")
+    model = TrainConfig(**recipe(name)).model
+    if model != "gpt":
+        parser.error(f"Expected the recipe of a GPT, which writes texts, got {name}, a {model}.")
+    return case, name, int(prompts)
+
+
 def main() -> None:
     """Measure the cases and print them."""
     parser = argparse.ArgumentParser()
@@ -58,17 +69,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=default, help="RECIPE:PROMPTS")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [case_of(parser, case) for case in options.cases]
     rows = []
     print(f"{'ms a token':24}{'replayed':>10}{'launched':>10}", flush=True)
-    for case in options.cases:
-        name, _, prompts = case.partition(":")
-        if name not in RECIPES or not prompts.isdigit():
-            parser.error(f"Expected RECIPE:PROMPTS with a recipe of mb-train, got {case!r}.")
+    for case, name, prompts in cases:
         model = model_of(name, device)
-        milliseconds(model, int(prompts))  # kernels are built
-        replayed = milliseconds(model, int(prompts))
+        milliseconds(model, prompts)  # kernels are built
+        replayed = milliseconds(model, prompts)
         with mock.patch.object(going_on, "can_be_captured", return_value=False):
-            launched = milliseconds(model, int(prompts))
+            launched = milliseconds(model, prompts)
         rows.append({"case": case, "replayed": replayed, "launched": launched})
         print(f"{case:24}{replayed:10.2f}{launched:10.2f}", flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"

@@ -1,22 +1,31 @@
-"""The benchmark of training runs a step: what it builds is what `train_step` reads."""
+"""The benchmark of training runs a step: what it builds is what `train_step` reads.
+
+And what is no case of another is said before anything is measured.
+"""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-RUN = Path(__file__).parents[1] / "benchmarks" / "run.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 32}
 
 
-@pytest.fixture
-def benchmark(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_of_training", RUN)
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def benchmark(monkeypatch) -> ModuleType:
+    module = program("run")
 
     def two_steps(step, tokens: int) -> dict[str, int]:
         step()
@@ -39,3 +48,20 @@ def test_a_step_is_timed(name: str, benchmark: ModuleType) -> None:
     measured = benchmark.ours(2, compiled=False, passes=2, name=name, **change)
     assert measured["tokens"] == 4 * 16
     assert "experts" in measured["chosen"] or name == "dense-125m"
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("bert-110m:1", "the recipe of a GPT, which writes texts, got bert-110m, a bert"),
+        ("dmoe-46m:0", "RECIPE:PROMPTS"),
+        ("dmoe-46m", "RECIPE:PROMPTS"),
+        ("gpt5:1", "RECIPE:PROMPTS"),
+    ],
+)
+def test_what_writes_no_text_is_not_timed(case: str, says: str, monkeypatch, capsys) -> None:
+    generate = program("generate")
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--cases", "dmoe-46m:1", case])
+    with pytest.raises(SystemExit):
+        generate.main()
+    assert says in capsys.readouterr().err

@@ -11,6 +11,7 @@ from mb_train.config.field import spec
 from mb_train.config.recipes import RECIPES, recipe
 from mb_train.config.resume import check_changes, inherited
 from mb_train.data.vocabulary import vocabulary_rows
+from mb_train.machine.device import precision_note
 from mb_train.models.config import DeltaSizes, MambaSizes
 from mb_train.plan.sizing import sizes
 from mb_train.tasks.architecture import expert_config, transformer_config
@@ -25,6 +26,15 @@ def test_positions_are_as_many_as_the_longest_sequence_has():
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "micro_batch_size": 1}
     longest = {"model": "t5", "seq_length": 4, "decoder_seq_length": 6, "vocab_extra_ids": 2}
     assert TrainConfig(**sizes, **longest, train_iters=1, lr=1.0).positions == 6
+
+
+def test_a_precision_that_nobody_asked_for_is_told_where_megatrons_is_another():
+    for said, told in (({}, True), ({"bf16": True}, False), ({"bf16": False}, False)):
+        note = precision_note(TrainConfig(**RUN, **said), "cuda")
+        assert (note is not None) == told
+    assert "--no-bf16" in precision_note(TrainConfig(**RUN), "cuda")
+    assert precision_note(TrainConfig(**RUN, fp16=True), "cuda") is None
+    assert precision_note(TrainConfig(**RUN), "cpu") is None  # in fp32, as there
 
 
 def test_defaults_derive_from_sizes():

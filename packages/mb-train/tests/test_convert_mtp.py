@@ -4,6 +4,7 @@ Transformers passes over them, so the reference is its own layer of the same kin
 """
 
 import json
+from typing import NamedTuple
 
 import mb_train.checkpoint.weights as weights_of_checkpoints
 import pytest
@@ -53,28 +54,51 @@ def change_config(folder, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def their_losses(model, deep, weights, text_BS, modules):
+class Module(NamedTuple):
+    """Of a module for a further token: weights of its norms and of its map, and its layers."""
+
+    enorm: torch.Tensor
+    hnorm: torch.Tensor
+    eh_proj: torch.Tensor
+    norm: torch.Tensor
+    layers: list[torch.nn.Module]
+
+
+def numbered(deep, weights, modules):
+    """The modules that are layers 3 and on of a model, as DeepSeek's."""
+    return [
+        Module(
+            *(
+                weights[f"model.layers.{number}.{name}.weight"]
+                for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+            ),
+            [deep.model.layers[number]],
+        )
+        for number in range(3, 3 + modules)
+    ]
+
+
+def their_losses(model, modules, text_BS, rotary=None):
     """Means of the cross entropy of the next token, and of those further on, by the formula."""
-    tokens_BS, eps = text_BS[:, :-1], model.config.rms_norm_eps
+    tokens_BS, eps = text_BS[:, :-1], getattr(model.config, "rms_norm_eps", 1e-5)
     x_BSD = model.model(tokens_BS).last_hidden_state
     scores = [model.lm_head(x_BSD)]
     S = tokens_BS.shape[1]
     positions = torch.arange(S)[None]
-    for number in range(3, 3 + modules):
-        k = number - 2
+    how = {"attention_mask": None, "position_ids": positions}
 
-        def norm(x, name, number=number):
-            return F.rms_norm(x, (D,), weights[f"model.layers.{number}.{name}.weight"], eps)
+    def norm(x_BSD, weight_D):
+        return F.rms_norm(x_BSD, (D,), weight_D, eps)
 
+    for k, module in enumerate(modules, 1):
         further_BS = F.pad(text_BS[:, k:], (0, k - 1))[:, :S]
-        e_BSD = norm(model.model.embed_tokens(further_BS), "enorm")
-        both = torch.cat([e_BSD, norm(x_BSD, "hnorm")], dim=2)
-        z_BSD = both @ weights[f"model.layers.{number}.eh_proj.weight"].T
-        turned = deep.model.rotary_emb(z_BSD, positions)
-        z_BSD = deep.model.layers[number](
-            z_BSD, attention_mask=None, position_ids=positions, position_embeddings=turned
-        )
-        x_BSD = norm(z_BSD, "shared_head.norm")
+        e_BSD = norm(model.get_input_embeddings()(further_BS), module.enorm)
+        z_BSD = torch.cat([e_BSD, norm(x_BSD, module.hnorm)], dim=2) @ module.eh_proj.T
+        if rotary is not None:
+            how["position_embeddings"] = rotary(z_BSD, positions)
+        for layer in module.layers:
+            z_BSD = layer(z_BSD, **how)
+        x_BSD = norm(z_BSD, module.norm)
         scores.append(model.lm_head(x_BSD))
     return cross_entropies(scores, text_BS)
 
@@ -116,7 +140,8 @@ def test_modules_compute_what_they_were_published_for(tmp_path, kind):
     converted = read_in(tmp_path).train()
     assert len(converted.mtp) == modules
     got = our_losses(converted, text_BS, modules)
-    wanted = their_losses(model.train(), deep.train(), weights, text_BS, modules)
+    further, rotary = numbered(deep.train(), weights, modules), deep.model.rotary_emb
+    wanted = their_losses(model.train(), further, text_BS, rotary)
     torch.testing.assert_close(list(got.losses.values()), wanted, rtol=1e-4, atol=1e-5)
     total = sum(got.losses.values())
     grads = torch.autograd.grad(total, [converted.embedding.tokens.weight, converted.head.weight])
@@ -172,7 +197,8 @@ def test_trained_further_they_are_theirs_again(tmp_path, kind):
     text_BS = torch.randint(0, V, (3, 20), generator=torch.Generator().manual_seed(2))
     mine = load_trained(more, mtp_num_layers=None).model.train()
     got = list(our_losses(mine, text_BS, modules).losses.values())
-    want = their_losses(model, deep, weights, text_BS, modules)
+    further = numbered(deep, weights, modules)
+    want = their_losses(model, further, text_BS, deep.model.rotary_emb)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -314,25 +340,17 @@ def published_beside(folder, kind):
     return model, deep, module
 
 
-def their_losses_beside(model, deep, module, text_BS, kind):
+def beside(deep, module, kind):
+    """The module that lies beside a model's layers, under names of its own."""
     _, of_model, of_module, parts = BESIDE[kind]
-    config, embedding = model.config, model.get_input_embeddings()
-    around_one, eps = kind != "nemotron_h", getattr(config, "rms_norm_eps", 1e-5)
-    x_BSD = model.model(text_BS[:, :-1]).last_hidden_state
+    around_one = kind != "nemotron_h"
 
-    def norm(x, name):
-        return F.rms_norm(x, (D,), module[f"mtp.{parts[name]}.weight"] + around_one, eps)
+    def weight(name):
+        return module[f"mtp.{parts[name]}.weight"]
 
-    both = torch.cat([norm(embedding(text_BS[:, 1:]), "enorm"), norm(x_BSD, "hnorm")], dim=2)
-    z_BSD = both @ module[f"mtp.{parts['eh_proj']}.weight"].T
-    positions = torch.arange(x_BSD.shape[1])[None]
-    how = {"attention_mask": None, "position_ids": positions}
-    if around_one:
-        how["position_embeddings"] = deep.model.rotary_emb(z_BSD, positions)
-    for layer in range(len(of_model), len(of_model) + len(of_module)):
-        z_BSD = deep.model.layers[layer](z_BSD, **how)
-    scores = [model.lm_head(x) for x in (x_BSD, norm(z_BSD, "norm"))]
-    return cross_entropies(scores, text_BS)
+    enorm, hnorm, norm = (weight(name) + around_one for name in ("enorm", "hnorm", "norm"))
+    layers = deep.model.layers[len(of_model) : len(of_model) + len(of_module)]
+    return [Module(enorm, hnorm, weight("eh_proj"), norm, list(layers))]
 
 
 @pytest.mark.parametrize("kind", BESIDE)
@@ -345,7 +363,9 @@ def test_modules_beside_the_model_compute_what_they_were_published_for(tmp_path,
     converted = GPT(transformer_config(config, V)).train()
     converted.load_state_dict(weights)
     got = our_losses(converted, text_BS, 1)
-    wanted = their_losses_beside(model.train(), deep.train(), module, text_BS, kind)
+    further = beside(deep.train(), module, kind)
+    rotary = None if kind == "nemotron_h" else deep.model.rotary_emb
+    wanted = their_losses(model.train(), further, text_BS, rotary)
     torch.testing.assert_close(list(got.losses.values()), wanted, rtol=1e-4, atol=1e-5)
     without = read_in(tmp_path, mtp_num_layers=0)
     assert not without.mtp

@@ -1,4 +1,4 @@
-"""Data in which no document ends as the run's flags expect it: said, where it matters."""
+"""Data that does not fit the tokenizer is said: documents without its end, tokens it has not."""
 
 import dataclasses
 
@@ -73,3 +73,15 @@ def test_a_run_says_so(data, capsys):
         asks = ["--split=1", "--data-path", data[name], "--reset-attention-mask"]
         assert main([*line, *asks]) == 0
         assert capsys.readouterr().out.count(f"do not end with {EOD}") == said
+
+
+def test_a_run_tells_of_tokens_that_its_tokenizer_has_not(data, capsys):
+    """The model has rows for them, those that make its vocabulary a multiple of 128."""
+    line = [f"--{name.replace('_', '-')}={value}" for name, value in RUN.items()]
+    for size, said in ((EOD, 0), (EOD - 1, 1)):
+        tokenizer = ["--tokenizer", f"null:{size}", "--split=1", "--data-path", data["ended"]]
+        assert main([*line, *tokenizer]) == 0
+        out = capsys.readouterr().out
+        words = f"holds token {EOD}, and null:{size} has those from 0 to {size}: was it made with"
+        assert out.count(words) == said
+        assert out.count("another tokenizer") == said

@@ -97,6 +97,26 @@ def test_mistakes_are_named(arguments, says):
         parse(arguments)
 
 
+@pytest.mark.parametrize(
+    "words", ["eval ? text", "generate ?", "report ?", "convert ? a", "convert a ?", "upcycle ? a",
+              "finetune ? --task mnli --train-data a --valid-data a", "--load ?"],
+)  # fmt: skip
+def test_an_empty_name_is_not_the_current_folder(words, tmp_path, monkeypatch, capsys):
+    """As `mb-train eval "$RUN"` says where the variable is not set."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("a")
+    assert main(["" if word == "?" else word for word in words.split()]) == 2
+    assert "got nothing" in capsys.readouterr().err
+
+
+def test_a_list_that_is_given_twice_is_told():
+    """Data paths above all: `mb-data` joins its inputs."""
+    twice = parse(["--data-path", "1", "a", "--seed", "1", "--data-path=b", "--seed", "2"])
+    assert twice.values["data_path"] == ["b"]
+    assert twice.notes == ("given more than once, and the last time counts: --data-path",)
+    assert parse(["--data-path", "a", "b", "--seed", "1", "--seed", "2"]).notes == ()
+
+
 def test_shares_that_are_no_numbers_are_refused_at_once():
     run = ["--recipe", "dmoe-46m", "--split"]
     for typed in ("abc", "98;2", "1,2,3,4", "0,0,0"):

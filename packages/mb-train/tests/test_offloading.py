@@ -145,6 +145,19 @@ def test_which_layers_of_a_stage():
     assert places() == []
 
 
+def test_each_half_of_a_block_is_a_layer_in_modules_for_further_tokens_too():
+    halves = {
+        "hybrid_layer_pattern": "*-", "num_layers": 2, "position_embedding_type": "none",
+        "mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*-",
+    }  # fmt: skip
+    _, _, model = config_and_model(halves)
+    layers = len(blocks_of(model))
+    assert layers == 6
+    assert config_of(**halves, cpu_offloading_num_layers=layers).offloads
+    with pytest.raises(ValueError, match=f"of at most {layers}, the model's layers, got 7"):
+        config_of(**halves, cpu_offloading_num_layers=layers + 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

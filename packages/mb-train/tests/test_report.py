@@ -4,11 +4,13 @@ import itertools
 import math
 import re
 import sys
+import warnings
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from mb_train.cli import main
 from mb_train.logs.run_log import RunLog
+from mb_train.report import fonts
 from mb_train.report.curves import read_curves, summary
 from mb_train.report.page import write_page
 from mb_train.report.panels import figure_of, panels_of
@@ -353,6 +355,23 @@ def test_a_name_is_drawn_as_it_is(tmp_path, name):
     _, _, page = report([tmp_path / name, tmp_path / "other"], tmp_path / "out")
     assert f">{name}<" in page.read_text().replace("> ", ">")
     assert f"{name}: Load of every expert" in page.read_text()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_letters_that_matplotlibs_font_lacks_are_of_another_if_it_is_there(
+    tmp_path, monkeypatch, there
+):
+    """Chinese ones need a font that few machines have; STIX, with this letter, comes with it."""
+    monkeypatch.setattr(fonts, "FURTHER", ["No Such Font", *["STIXGeneral"] * there])
+    runs = []
+    for name in ("\N{LATIN SMALL LETTER D WITH PALATAL HOOK}", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, ("start", {"iteration": 0}), interval(2, [5.0, 4.0]))
+        runs.append(tmp_path / name)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report(runs, tmp_path)
+    assert any("missing from font" in str(one.message) for one in said) != there
 
 
 def test_what_a_log_tells_does_not_command_the_terminal(tmp_path, capsys):

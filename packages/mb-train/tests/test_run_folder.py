@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from mb_train.folder import run_folder
+from mb_train.folder import lock, run_folder
 from mb_train.folder.history import delete, recover, set_aside, set_later_aside, withdraw
 from mb_train.folder.lock import locked
 from mb_train.folder.run_folder import find_checkpoint
@@ -332,6 +332,26 @@ def test_a_folder_that_is_gone_hides_no_error_and_ends_no_run(tmp_path):
         fail()
     with locked(run):  # nobody holds it
         assert tree(run) == [".lock", ".lock-holder.json"]
+
+
+@pytest.mark.parametrize(
+    "behind", ["Path.mkdir", "try_lock", "FileLock", "FileLock.acquire", "os.getpid"]
+)
+def test_an_interrupt_while_a_folder_is_locked_leaves_none(tmp_path, monkeypatch, behind):
+    """As SIGTERM may come at the very start of `mb-train convert`."""
+    *module, name = behind.split(".")
+    place = getattr(lock, *module) if module else lock
+    function = getattr(place, name)
+
+    def interrupted(*arguments, **named):
+        function(*arguments, **named)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "runs" / "new"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path):

@@ -179,7 +179,7 @@ def test_the_batch_grows_as_in_megatron():
     assert train_samples(config, 1536) == 146_484_375
 
 
-@pytest.mark.parametrize("samples", [3, 4, 5, 18, 100, 101])
+@pytest.mark.parametrize("samples", [4, 5, 18, 100, 101])
 def test_a_ramp_up_longer_than_the_run_ends_with_whole_steps(samples):
     config = TrainConfig(
         **RUN | {"train_iters": None, "global_batch_size": 16, "micro_batch_size": 4},
@@ -191,6 +191,16 @@ def test_a_ramp_up_longer_than_the_run_ends_with_whole_steps(samples):
         consumed += sizes.size(consumed)
         steps += 1
     assert train_iterations(config, sizes) == steps
+
+
+@pytest.mark.parametrize(("rampup", "first"), [(None, 16), ([4, 4, 60], 4)])
+def test_samples_that_fill_no_batch_are_refused(rampup, first):
+    run = RUN | {"train_iters": None, "global_batch_size": 16, "micro_batch_size": 4}
+    config = TrainConfig(**run, train_samples=first - 1, rampup_batch_size=rampup)
+    sizes = BatchSizes(config, 16)
+    with pytest.raises(ValueError, match=f"samples of at least {first}, .* got {first - 1}"):
+        train_iterations(config, sizes)
+    assert train_iterations(config, sizes, iteration=3, consumed_samples=first) == 3
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,21 @@ def test_likelihoods_of_a_long_text_decode_each_token_a_few_times():
     assert joined == {name: all_of[: ends[-1]] for name, all_of in whole.items()}
 
 
+def test_offsets_behind_a_prompt_that_ends_within_a_character():
+    """The answer's text has its piece, which was echoed, and behind it the whole character."""
+    tokenizer = load_tokenizer("gpt2")
+    tokens = tokenizer.encode("a\N{SNOWMAN} b c")  # the character takes two
+    answer = Answer(SimpleNamespace(logprobs=0), "run", tokenizer)
+    echo = Told(tokens[:2], [None] * 2, [])
+    one = Completion("\N{SNOWMAN} b c", tokens[2:], None, [None] * 3, "length")
+    told = answer.told(echo, one)
+    offsets = answer.choice(0, "", "length", told)["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 2, 3, 5]  # in "a", a piece, "\N{SNOWMAN} b c"
+    for said in (2, 3, 4):
+        streamed = answer.choice(0, "", "length", told, said)["logprobs"]["text_offset"]
+        assert streamed == offsets[said:]
+
+
 def test_of_pieces_that_look_alike_the_likeliest_is_told():
     tokenizer = load_tokenizer("gpt2")
     first, second, third = [n for n in range(256) if tokenizer.decode([n]) == "\ufffd"][:3]
@@ -291,6 +306,17 @@ def test_the_model_is_named(client):
     assert client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_another_model_is_not_answered_for(client, path):
+    response = client.post(path, json={"model": "walk", "prompt": "a", "max_tokens": 1})
+    assert response.status_code == 404
+    wrong = response.json()["error"]
+    assert "the model 'run' or none, got 'walk'" in wrong["message"]
+    assert wrong["code"] == "model_not_found"
+    for named in ("run", None, ""):
+        assert ask(client, model=named, prompt="a", max_tokens=1)[0][0]["text"] == "b"
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -333,7 +359,7 @@ def test_a_wrong_request_is_answered_with_400(client, body, says):
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
-        ("GET", "/v1/models/a/walk", 404, "the model 'run', got 'a/walk'"),
+        ("GET", "/v1/models/a/walk", 404, "the model 'run' or none, got 'a/walk'"),
         ("POST", "/v1/embeddings", 404, "POST /v1/completions, POST /v1/chat/completions, GET /v1"),
         ("GET", "/v1/completions", 405, "got GET /v1/completions"),
     ],
@@ -457,7 +483,18 @@ def test_what_serving_needs_is_named(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "mb_train.inference.serve")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "nowhere"]) == 2
-    assert "found no uvicorn. Install them with pip" in capsys.readouterr().err
+    said = "Expected the uvicorn package to serve with, found none. Install it"
+    assert said in capsys.readouterr().err
+
+
+def test_the_name_that_a_model_goes_by(monkeypatch, tmp_path):
+    names = []
+    monkeypatch.setattr(served, "serve", lambda _, name, **where: names.append(name))
+    monkeypatch.setattr(Generator, "of_run", lambda run, device: None)
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path / "small")
+    assert main(["serve", "."]) == main(["serve", ".", "--served-model-name", "a/b"]) == 0
+    assert names == ["small", "a/b"]
 
 
 def test_a_model_that_has_diverged(client):

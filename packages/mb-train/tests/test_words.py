@@ -1,7 +1,7 @@
-"""Numbers in sentences."""
+"""Sentences that are said in several places, and numbers in them."""
 
 import pytest
-from mb_train.words import counted, figure
+from mb_train.words import counted, figure, missing_package
 
 
 def test_one_is_no_plural():
@@ -18,3 +18,11 @@ def test_one_is_no_plural():
 )  # fmt: skip
 def test_two_digits_count_at_least(number, digits, said):
     assert figure(number, digits) == said
+
+
+def test_a_package_that_is_missing_is_named_with_what_installs_it():
+    said = str(missing_package("faiss", "for an index", "'mb-train[retrieval]'", ", or faiss-gpu"))
+    assert said == (
+        "Expected the faiss package for an index, found none. Install it with pip install "
+        "'mb-train[retrieval]', or faiss-gpu."
+    )

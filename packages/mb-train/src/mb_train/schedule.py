@@ -194,9 +194,19 @@ def train_iterations(
     config: TrainConfig, sizes: BatchSizes, *, iteration: int = 0, consumed_samples: int = 0
 ) -> int:
     """Number of steps of the run, which stands at `iteration`: those before may have had batches
-    of other sizes."""
+    of other sizes.
+
+    Raises:
+        ValueError: a run of no step.
+    """
     if config.train_samples is not None:
-        return iteration + sizes.steps(config.train_samples, consumed_samples)
+        steps = sizes.steps(config.train_samples, consumed_samples)
+        if not steps and not consumed_samples:
+            raise ValueError(
+                f"Expected --train-samples of at least {sizes.size(0)}, the batch of the first "
+                f"step, got {config.train_samples}. Raise it, or lower --global-batch-size."
+            )
+        return iteration + steps
     assert config.train_iters is not None
     return config.train_iters
 

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Sentences that are said in several places, and numbers in them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,17 @@ def figure(number: float, digits: int = 0) -> str:
     if number > 0:
         digits = max(digits, 1 - math.floor(math.log10(number)))
     return f"{number:,.{digits}f}"
+
+
+def missing_package(name: str, purpose: str, install: str, instead: str = "") -> ValueError:
+    """The error where a package is not installed that is no dependency.
+
+    Args:
+        purpose: "to draw with", "for --tensorboard-dir".
+        install: what pip is given.
+        instead: ", or leave the flag out", say.
+    """
+    return ValueError(
+        f"Expected the {name} package {purpose}, found none. Install it with pip install "
+        f"{install}{instead}."
+    )

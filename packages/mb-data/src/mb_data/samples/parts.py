@@ -13,7 +13,7 @@ import numpy as np
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.samples.blend import BlendedDataset, Samples
-from mb_data.samples.split import parse_split
+from mb_data.samples.split import parse_split, summed
 
 PARTS = ("train", "valid", "test")
 MARGIN = 1.005  # Megatron asks each source for 0.5 % more than its share
@@ -94,7 +94,7 @@ def build_parts(
                 stacklevel=4,
             )
         weights = [source.weight for source in there if source.weight is not None]
-        total = sum(weights)
+        total = summed(weights)
         shares = [weight / total for weight in weights]
         asked = [math.ceil(wanted * share * MARGIN) for share in shares]
         datasets = [

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mb_train.flags.command_line import parse
-from mb_train.flags.parser import Parser, refuse_idle
+from mb_train.flags.parser import Parser, named, refuse_idle
 from mb_train.machine.signals import interrupting
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -20,8 +20,10 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     Nemotron 3 and many relatives, BERT, MegatronBert and T5; of Megatron: GPTs of its MegaBlocks
     fork and of Megatron Core. docs/convert.md lists them all, and so does the error on any other.
     """
-    parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
-    parser.add_argument("target", help="folder to write, new or empty")
+    parser.add_argument(
+        "source", type=named, help="Hugging Face folder, Megatron checkpoint, or run folder"
+    )
+    parser.add_argument("target", type=named, help="folder to write, new or empty")
     parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
     parser.add_argument("--dtype", choices=_DTYPES, help="of weights to export; default fp32")
     parser.add_argument(
@@ -71,8 +73,10 @@ def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
 
     Takes the flags of experts beside its own: --moe-num-experts 8 --moe-top-k 2.
     """
-    parser.add_argument("source", help="run folder of a dense model, or an iteration folder")
-    parser.add_argument("target", help="folder to write, new or empty")
+    parser.add_argument(
+        "source", type=named, help="run folder of a dense model, or an iteration folder"
+    )
+    parser.add_argument("target", type=named, help="folder to write, new or empty")
     command = parse(arguments, own=parser)
     from mb_train.convert.upcycle import upcycle
 

@@ -21,7 +21,7 @@ from mb_train.config.masking import TASKS
 from mb_train.config.moe import MoEFields
 from mb_train.config.network import Network
 from mb_train.flags.command_line import parse, resolve, without_effect
-from mb_train.flags.parser import Parser
+from mb_train.flags.parser import Parser, named
 from mb_train.folder.run_folder import checkpoint_in, read_saved_run
 from mb_train.machine.host import leads, prepare_host
 
@@ -44,7 +44,9 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
 
     Takes the flags of a run beside its own.
     """
-    parser.add_argument("run", help="run folder of a BERT, or one of its iteration folders")
+    parser.add_argument(
+        "run", type=named, help="run folder of a BERT, or one of its iteration folders"
+    )
     parser.add_argument(
         "--task", required=True, choices=TASKS, type=str.lower, help="what to learn"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mb_train.flags.parser import Parser, add_run, refuse_idle
 from mb_train.untrusted import printable
+from mb_train.words import missing_package
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
@@ -127,17 +128,20 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     add_run(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME",
+        help="by which clients ask for the model; default the folder's name",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     from mb_train.inference.generate import Generator
 
     try:
         from mb_train.inference.serve import serve
     except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"Expected starlette and uvicorn to serve with, found no {missing.name}. Install them "
-            "with pip install 'mb-train[serve]'."
-        ) from None
+        lacks = missing.name or "starlette"
+        raise missing_package(lacks, "to serve with", "'mb-train[serve]'") from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
-    serve(generator, run.resolve().name, host=options.host, port=options.port)
+    name = options.served_model_name or run.resolve().name
+    serve(generator, name, host=options.host, port=options.port)
     return 0

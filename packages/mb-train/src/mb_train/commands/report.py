@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mb_train.flags.parser import Parser
+from mb_train.flags.parser import Parser, named
 from mb_train.untrusted import printable
+from mb_train.words import missing_package
 
 
 def report(parser: Parser, arguments: Sequence[str]) -> int:
     """Draw the curves of one run or several."""
-    parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
-    parser.add_argument("--output", help="folder for picture and page; default the run's")
+    parser.add_argument(
+        "run", nargs="+", type=named, help="run folder; several are drawn side by side"
+    )
+    parser.add_argument(
+        "--output", type=named, help="folder for picture and page; default the run's"
+    )
     parser.add_argument(
         "--frontier", action="store_true",
         help="loss against training time of finished runs, a curve for each family; "
@@ -21,10 +26,7 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     if find_spec("matplotlib") is None:
-        raise ValueError(
-            "Expected the matplotlib package to draw with, found none. Install it with "
-            "pip install matplotlib."
-        )
+        raise missing_package("matplotlib", "to draw with", "matplotlib")
     each: dict[Path, Path] = {}
     for run in map(Path, options.run):
         each.setdefault(run.resolve(), run)

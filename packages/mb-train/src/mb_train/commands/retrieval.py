@@ -13,7 +13,7 @@ def index(parser: Parser, arguments: Sequence[str]) -> int:
     """Embed a corpus, and write its index.
 
     Every block is embedded by a retriever (--model ict) and goes into a FAISS index; how often a
-    sentence finds its block is told beside BM25's.
+    sentence finds its block among those of other sentences is told beside BM25's.
     """
     add_run(parser)
     parser.add_argument(
@@ -30,8 +30,10 @@ def index(parser: Parser, arguments: Sequence[str]) -> int:
         help="of index, by faiss' index_factory: Flat (default), IVF1024,Flat, HNSW32, ...",
     )  # fmt: skip
     parser.add_argument(
-        "--queries", type=int, default=1000, help="sentences to look for; default 1000"
-    )
+        "--queries", type=int, default=1000,
+        help="sentences whose blocks are looked for, each among the blocks of all these sentences: "
+        "the more there are, the harder; default 1000",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     from mb_train.inference.retrieval import build_index
 

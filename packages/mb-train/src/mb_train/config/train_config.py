@@ -103,7 +103,7 @@ class TrainConfig(
         self.check_moe()
         self.check_training()
         self.check_offloading(
-            sum(self._stacks.values()) + self.mtp_num_layers,
+            sum(self._stacks.values()) + self.mtp_num_layers * self._layers_of_module,
             experts=self.moe_num_experts is not None,
             recompute=self.recompute_granularity,
             compiles=self.compile,
@@ -205,6 +205,11 @@ class TrainConfig(
         if self.model == "t5":
             return {"encoder ": layers, "decoder ": self.decoder_layers}
         return {"query ": layers, "block ": layers} if self.model == "ict" else {"": layers}
+
+    @property
+    def _layers_of_module(self) -> int:
+        """Of one for further tokens: of halves there may be several."""
+        return 1 if self.mtp_pattern is None else len(self.mtp_pattern)
 
     @property
     def decay_length(self) -> str:

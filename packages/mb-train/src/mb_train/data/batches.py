@@ -16,7 +16,7 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
-from mb_data import WorkerDiedError
+from mb_data import Tokenizer, WorkerDiedError
 from mb_parallel import ParallelMesh
 
 from mb_train.data.documents import documents_of
@@ -37,19 +37,37 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
 
     On a GPU such a token would end the process with an assertion on the device.
     """
-    for name, array in arrays.items():
-        if name in _MASKED_LABELS:
-            array = array[array != -1]
-        if not name.startswith(_TOKEN_ARRAYS) or not array.size:
-            continue
-        least = array.min()
-        wrong = least if least < 0 else array.max()
+    for tokens in _tokens_in(arrays):
+        least = tokens.min()
+        wrong = least if least < 0 else tokens.max()
         if not 0 <= wrong < vocab_size:
             raise DataError(
                 f"Expected tokens below {vocab_size}, the model's vocabulary, got {wrong}: "
                 "the data was made with another tokenizer, or is damaged. Give the --tokenizer "
                 "that it was made with (or --vocab-file and --merge-file)."
             )
+
+
+def beyond_tokenizer(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[str]:
+    """A line on tokens that the model has a row for, which fills it up, and the tokenizer has not.
+
+    No text has them: neither one that the model is asked with, nor one that it writes.
+    """
+    most = max((int(tokens.max()) for tokens in _tokens_in(arrays)), default=0)
+    if most < tokenizer.vocab_size:
+        return []
+    return [
+        f"data: it holds token {most}, and {tokenizer.name} has those from 0 to "
+        f"{tokenizer.vocab_size - 1}: was it made with another tokenizer?"
+    ]
+
+
+def _tokens_in(arrays: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    for name, array in arrays.items():
+        if name in _MASKED_LABELS:
+            array = array[array != -1]
+        if name.startswith(_TOKEN_ARRAYS) and array.size:
+            yield array
 
 
 def batches(

@@ -10,7 +10,7 @@ from typing import Any
 from mb_data import Tokenizer
 
 from mb_train.config import TrainConfig
-from mb_train.data.batches import check_tokens
+from mb_train.data.batches import beyond_tokenizer, check_tokens
 from mb_train.data.ends import without_ends
 from mb_train.data.named import Named, named_data
 from mb_train.data.same import identity
@@ -94,6 +94,8 @@ def prepare_data(
     files = [file for data in sources for file in data.files]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
+    for line in beyond_tokenizer(first, tokenizer):
+        say(line)
     cyclic = config.dataloader_type == "cyclic"
     shown = identity(train, files, sources[0].weights(), cyclic=cyclic)
     return Data(train, valid, test, shown)

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -138,13 +139,21 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = _laid_over(from_file, values, said=True), named or file_recipe
-    notes += [*remarks_on(beside, values), *others]
+    notes += [*remarks_on(beside, values), *others, *_given_again(argv, parser)]
     unsaid = {name: value for name, value in beside.items() if name not in values}
     values = {**beside, **values}
     of_every = tuple(of_every_layer)
     return CommandLine(
         values, named, print_config, tuple(notes), of_every, unsaid, owned, whole, lists
     )
+
+
+def _given_again(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """A remark on lists that were given twice, which are not joined: data paths, say."""
+    lists = {name for name, action in parser._option_string_actions.items() if action.nargs == "+"}
+    given = Counter(word.partition("=")[0] for word in argv)
+    again = [name for name in given if name in lists and given[name] > 1]
+    return [f"given more than once, and the last time counts: {', '.join(again)}"] if again else []
 
 
 def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:

@@ -60,9 +60,19 @@ def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
     return command(parser, arguments)
 
 
+def named(word: str) -> str:
+    """The type of an argument that names a file or folder.
+
+    A variable in quotes that is not set would name the current folder, which may hold a run too.
+    """
+    if not word:
+        raise argparse.ArgumentTypeError("expected a name, got nothing")
+    return word
+
+
 def add_run(parser: Parser) -> None:
     """Arguments of a command that loads a run's model: the run, and the device to load it on."""
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("run", type=named, help="run folder, or one of its iteration folders")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where to compute; auto, the default, takes a GPU if there is one",

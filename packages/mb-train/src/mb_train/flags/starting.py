@@ -31,7 +31,7 @@ def resolve_start(command: CommandLine) -> Resolved:
     """
     values = command.values  # a recipe has no --load
     load, save = values.get("load"), values.get("save")
-    if load is None:
+    if not load:  # of an empty one `resolve` tells
         return _with_remarks(command, find_start(resolve(command)))
     itself = restarts_itself(load, save)
     script = command.whole and save is not None and not values.get("finetune")

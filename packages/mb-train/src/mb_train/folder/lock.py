@@ -34,30 +34,39 @@ def locked(folder: Path) -> Generator[None]:
         OSError: the folder cannot be written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    held = ExitStack()
-    try:
-        held.enter_context(lock_of(folder, timeout=0))
-    except Timeout:
-        raise ValueError(
-            f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
-            "Wait for it to end, or give another folder."
-        ) from None
     note = folder / HOLDER_FILE
-    try:
+    with ExitStack() as ended:  # each end before its beginning: a signal may come in between
+        ended.callback(_leave_nothing, folder, made)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(folder, timeout=0)
+        ended.push(lock)
+        try:
+            lock.__enter__()
+        except Timeout:
+            raise ValueError(
+                f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
+                "Wait for it to end, or give another folder."
+            ) from None
+        ended.callback(_unlink, note)
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
         note.write_text(json.dumps(about) + "\n")
         yield
-    finally:
-        with suppress(OSError):  # the folder is gone, or cannot be reached
-            note.unlink(missing_ok=True)
-            if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-                # Nothing came of the run: as if it had not been. On Windows it is open, and stays.
-                (folder / LOCK_FILE).unlink()
-        held.close()
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # the folder is gone, or cannot be reached
+        path.unlink(missing_ok=True)
+
+
+def _leave_nothing(folder: Path, made: list[Path]) -> None:
+    """Remove the folders that were made, if nothing came of the run: as if it had not been."""
+    with suppress(OSError, Timeout):
+        if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            with lock_of(folder, timeout=0):  # another may have it by now
+                _unlink(folder / LOCK_FILE)  # on Windows it is open, and stays
+    for path in made:
         with suppress(OSError):
-            for path in made:
-                path.rmdir()
+            path.rmdir()
 
 
 def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]:

@@ -100,11 +100,16 @@ class Request:
 
 
 class Told(NamedTuple):
-    """Tokens of an answer, their likelihoods where they are told, and the tokens before them."""
+    """Tokens of an answer, their likelihoods where they are told, and the tokens before them.
+
+    The first `echoed` tokens are the prompt's. The answer's text is theirs and then what the others
+    add to it: a character that begins in the prompt is said twice, at first as a piece.
+    """
 
     tokens: list[int]
     likelihoods: list[Likelihood | None]
     before: list[int]
+    echoed: int = 0
 
 
 class Answer:
@@ -162,7 +167,8 @@ class Answer:
         tokens, likelihoods = one.tokens[:count], one.likelihoods[:count]
         if one.end is not None:
             tokens, likelihoods = [*tokens, one.end], one.likelihoods
-        return Told([*echo.tokens, *tokens], [*echo.likelihoods, *likelihoods], echo.before)
+        told = [*echo.tokens, *tokens], [*echo.likelihoods, *likelihoods]
+        return Told(*told, echo.before, len(echo.tokens))
 
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
@@ -171,18 +177,24 @@ class Answer:
         used, new = (sum(map(len, all_of)) for all_of in (prompts, [c.tokens for c in completions]))
         return {"prompt_tokens": used, "completion_tokens": new, "total_tokens": used + new}
 
-    def _length(self, before: Sequence[int], tokens: Sequence[int]) -> int:
-        return len(text_behind(self._tokenizer, before, tokens))
+    def _length(self, told: Told, count: int) -> int:
+        """Of the text of the first `count` tokens."""
+        echo, new = told.tokens[: told.echoed][:count], told.tokens[told.echoed : count]
+        before = told.before
+        parts = [(before, echo), ([*before, *echo], new)]
+        return sum(len(text_behind(self._tokenizer, *part)) for part in parts)
 
     def _logprobs(self, told: Told, said: int) -> dict[str, Any]:
         """As OpenAI's legacy interface has them; offsets are of the whole answer's text."""
         tokens, log_probs, tops, offsets = [], [], [], []
         every, begin = [*told.before, *told.tokens], len(told.before)
         # The last place between characters, and its offset: texts are decoded from there.
-        whole, so_far, text = begin + said, self._length(told.before, told.tokens[:said]), ""
+        whole, so_far, text = begin + said, self._length(told, said), ""
         for place in range(said, len(told.tokens)):
             token, likelihood = told.tokens[place], told.likelihoods[place]
             at = begin + place
+            if place == told.echoed:
+                whole, so_far, text = at, so_far + len(text), ""
             before = every[max(at - READ_WITH, 0) : at]
             tokens.append(text_behind(self._tokenizer, before, [token]))
             log_probs.append(likelihood and likelihood.log_prob)
@@ -213,9 +225,9 @@ def event(content: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def error(message: object, kind: str) -> dict[str, Any]:
+def error(message: object, kind: str, code: str | None = None) -> dict[str, Any]:
     """The body of an answer that says what was wrong."""
-    return {"error": {"message": str(message), "type": kind, "param": None, "code": None}}
+    return {"error": {"message": str(message), "type": kind, "param": None, "code": code}}
 
 
 def check_parameters(body: Any, read: Collection[str], refused: Collection[str]) -> None:

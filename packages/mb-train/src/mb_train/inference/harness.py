@@ -21,6 +21,7 @@ from mb_train.inference.decoding import Sampling
 from mb_train.inference.generate import Generator
 from mb_train.inference.scoring import continuation, rolling, score
 from mb_train.loading import Trained
+from mb_train.words import missing_package
 
 # Tasks know the length of a continuation by any of these, the first that is there counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -79,9 +80,7 @@ def _class() -> type:
     try:
         base: Any = importlib.import_module("lm_eval.api.model").LM
     except ImportError:
-        raise ValueError(
-            "Expected lm_eval for this task, found none. Install it with pip install lm_eval."
-        ) from None
+        raise missing_package("lm_eval", "for this task", "lm_eval") from None
 
     class MBTrainLM(base):
         """Log-likelihoods and continuations by a GPT of this package."""

@@ -34,7 +34,7 @@ from mb_train.loading import Trained, load_trained
 from mb_train.tasks.collate import kept_places
 from mb_train.tasks.ict import embedded_at_once, titles_beside
 from mb_train.untrusted import json_of
-from mb_train.words import counted
+from mb_train.words import counted, missing_package
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -54,9 +54,8 @@ def faiss_library() -> Any:
     try:
         import faiss
     except ModuleNotFoundError:
-        raise ValueError(
-            "An index needs faiss: pip install 'mb-train[retrieval]', or faiss-gpu."
-        ) from None
+        install = "'mb-train[retrieval]'"
+        raise missing_package("faiss", "for an index", install, ", or faiss-gpu") from None
     return faiss
 
 
@@ -82,7 +81,7 @@ def build_index(
         queries: for how many sentences to measure whether their block is found.
 
     Returns:
-        `recall@k` and BM25's, as a run measures them, over blocks of this corpus.
+        `recall@k` and BM25's, as a run measures them, among the blocks of the queries, `blocks`.
 
     Raises:
         ValueError: no faiss, no retriever, no corpus, no queries, a kind that faiss does not know,

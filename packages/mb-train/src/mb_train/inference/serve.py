@@ -7,9 +7,10 @@ POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, 
 n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them. POST
 /v1/chat/completions takes messages (and tools) instead of prompt, for a model whose tokenizer has a
 chat template, and no logprobs or echo; its answer may fill the context. GET /v1/models
-lists the model and GET /v1/models/NAME is its entry; GET /health answers. Prompt and max_tokens
-have to fit into the model's context together. What is wrong gets status 400, 404, 405 or 413
-(more than 32 MiB) and JSON that says what was expected. One request is computed at a time.
+lists the model and GET /v1/models/NAME is its entry; GET /health answers. A request that names
+another model is answered with 404; it may name none. Prompt and max_tokens have to fit into the
+model's context together. What is wrong gets status 400, 404, 405 or 413 (more than 32 MiB) and JSON
+that says what was expected. One request is computed at a time.
 starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 """
 
@@ -61,7 +62,11 @@ class _Endpoints:
         self, http: Request, understand: Callable[[Any], Awaitable[Asked]]
     ) -> Response:
         try:
-            asked = await understand(json.loads(await _body(http)))
+            content = json.loads(await _body(http))
+            named = content.get("model") if isinstance(content, Mapping) else None
+            if named and named != self._name:
+                return self._other_model(named)
+            asked = await understand(content)
         except _TooLargeError as wrong:
             return _refusal(wrong, 413)
         except (ValueError, RecursionError) as wrong:  # JSON may be nested too deeply
@@ -81,9 +86,14 @@ class _Endpoints:
 
     async def _model(self, http: Request) -> Response:
         asked = http.path_params["name"]
-        if asked != self._name:
-            return _refusal(f"Expected the model {self._name!r}, got {asked!r}.", 404)
-        return JSONResponse(self._about)
+        return JSONResponse(self._about) if asked == self._name else self._other_model(asked)
+
+    def _other_model(self, named: object) -> Response:
+        message = (
+            f"Expected the model {self._name!r} or none, got {named!r}. mb-train serve "
+            "--served-model-name gives it another name."
+        )
+        return _refusal(message, 404, code="model_not_found")
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -141,5 +151,8 @@ async def _body(http: Request) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(wrong: object, status: int, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(error(wrong, "invalid_request_error"), status_code=status, headers=headers)
+def _refusal(
+    wrong: object, status: int, headers: Mapping[str, str] | None = None, code: str | None = None
+) -> Response:
+    body = error(wrong, "invalid_request_error", code)
+    return JSONResponse(body, status_code=status, headers=headers)

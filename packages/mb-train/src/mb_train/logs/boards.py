@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mb_train.config import TrainConfig
 from mb_train.logs.megatron_lines import perplexity
+from mb_train.words import missing_package
 
 
 class Board(Protocol):
@@ -168,10 +169,7 @@ def _tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
-            "Expected the tensorboard package for --tensorboard-dir, found none. Install it "
-            "with pip install 'mb-train[tensorboard]', or leave the flag out."
-        ) from None
+        raise _missing("tensorboard", "--tensorboard-dir", "'mb-train[tensorboard]'") from None
     return SummaryWriter
 
 
@@ -179,8 +177,9 @@ def _wandb() -> Any:
     try:
         import wandb  # ty: ignore[import-not-found]  # only if it is asked for
     except ImportError:
-        raise ValueError(
-            "Expected the wandb package for --wandb-project, found none. Install it with "
-            "pip install wandb, or leave the flag out."
-        ) from None
+        raise _missing("wandb", "--wandb-project", "wandb") from None
     return wandb
+
+
+def _missing(package: str, flag: str, install: str) -> ValueError:
+    return missing_package(package, f"for {flag}", install, ", or leave the flag out")

@@ -36,6 +36,16 @@ def compute_dtype(config: TrainConfig, device: str) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32
 
 
+def precision_note(config: TrainConfig, device: str) -> str | None:
+    """What is said of a dtype that nobody asked for, where Megatron's scripts get another."""
+    if device != "cuda" or config.fp16 or config.bf16 is not None:
+        return None
+    return (
+        "bf16 on a GPU, having neither --bf16 nor --fp16; Megatron computes in fp32 then, as this "
+        "run does with --no-bf16"
+    )
+
+
 def check_fp8(config: TrainConfig, device: torch.device) -> None:
     """Raise ValueError for FP8 on a GPU that cannot multiply so, or in another dtype than bf16."""
     if config.fp8_format is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mb_train.logs.run_log import number
 from mb_train.report.axes import number_logarithmic, written
 from mb_train.report.curves import Curves, layer_names
+from mb_train.report.fonts import families
 from mb_train.untrusted import printable
 
 if TYPE_CHECKING:
@@ -234,15 +235,16 @@ def figure_of(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], heigh
     The margins are fixed: a layout that computes them takes as long as the drawing.
     """
     from cycler import cycler
-    from matplotlib import rcParams
+    from matplotlib import rc_context, rcParams
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height))
     figure.subplots_adjust(0.09, 0.5 / height, 0.87, 1 - 0.35 / height, hspace=0.45)
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     styles = cycler(linestyle=["-", "--", ":", "-."]) * rcParams["axes.prop_cycle"]
-    for axis, (title, panel) in zip(axes, panels, strict=True):
-        axis.set_prop_cycle(styles)  # more runs than there are colours
-        axis.set_title(title, loc="left", fontsize="medium")
-        panel(figure, axis, runs)
+    with rc_context({"font.family": families()}):
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axis, (title, panel) in zip(axes, panels, strict=True):
+            axis.set_prop_cycle(styles)  # more runs than there are colours
+            axis.set_title(title, loc="left", fontsize="medium")
+            panel(figure, axis, runs)
     return figure

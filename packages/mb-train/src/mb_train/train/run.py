@@ -48,7 +48,7 @@ from mb_train.logs.megatron_lines import (
 )
 from mb_train.logs.run_log import RunLog
 from mb_train.logs.timers import Timers
-from mb_train.machine.device import check_fp8, compute_dtype, device_name
+from mb_train.machine.device import check_fp8, compute_dtype, device_name, precision_note
 from mb_train.machine.rank_zero import on_all_ranks, on_rank_zero
 from mb_train.machine.signals import StopFlag
 from mb_train.machine.versions import versions
@@ -114,6 +114,8 @@ class Run:
             f"{self.config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
             f"{world_size()} x {device_name(self.device)}"
         )
+        if start is None and (note := precision_note(self.config, self.device.type)):
+            self.say(f" {note}")
         if start is not None:
             self.say(loaded_line(self.progress.iteration, start.checkpoint))
         with self.timers("kernel-compilation-wait"):

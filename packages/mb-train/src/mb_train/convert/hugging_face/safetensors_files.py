@@ -22,6 +22,7 @@ from mb_train.convert.hugging_face.quantized import FP8, SCALES, check_scales, d
 from mb_train.convert.new_run import check_dtype
 from mb_train.folder.whole_files import replaced, write_text
 from mb_train.untrusted import json_of
+from mb_train.words import missing_package
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -231,8 +232,6 @@ def _safetensors():
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ValueError(
-            "Expected the safetensors package, found none. Install it with "
-            "pip install 'mb-train[convert]'."
-        ) from None
+        purpose = "for Hugging Face's files"
+        raise missing_package("safetensors", purpose, "'mb-train[convert]'") from None
     return safe_open

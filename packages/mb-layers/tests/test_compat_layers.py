@@ -177,6 +177,17 @@ def test_eval_and_recompute_add_nothing() -> None:
     assert layer.router.layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_that_would_lose_the_losses_is_not_exported(strict: bool) -> None:
+    x = torch.randn(5, 16)
+    with pytest.raises(Exception, match=r"in eval mode within torch\.export"):
+        torch.export.export(build(), (x,), strict=strict)
+    assert not get_load_balancing_loss()
+    for layer in (build().eval(), build(moe_loss_weight=0)):
+        program = torch.export.export(layer, (x,), strict=strict).module()
+        assert_close("y", program(x)[0], layer(x)[0])
+
+
 def test_reentrant_checkpoints_end_and_lose_no_loss() -> None:
     """The bias that they return is no parameter, which would be its own input."""
     x = torch.randn(6, 16, requires_grad=True)

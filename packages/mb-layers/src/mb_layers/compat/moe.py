@@ -7,7 +7,7 @@ experts' weights per pass; `mb_layers.dMoE` itself does without.
 
 The lists belong to the process, as in MegaBlocks, and so do their rules: one entry per layer and
 forward pass in training, to be cleared once per step. A pass that recomputes a checkpoint in the
-backward adds none.
+backward adds none. torch.export refuses a layer in training: no program could add one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -208,8 +209,16 @@ class _Layer(nn.Module):
 
     def _collect(self, routed: RouterOutput, counts_E: Tensor) -> None:
         has_loss = self.args.moe_loss_weight > 0 or self.args.moe_zloss_weight > 0
+        learns = has_loss and routed.logits_TE is not None and routed.logits_TE.requires_grad
+        if is_exporting():  # a saved program holds no list
+            if learns:
+                raise ValueError(
+                    "expected a layer in eval mode within torch.export, whose program would train "
+                    "without the router's losses, got one in training: call layer.eval(), or set "
+                    "moe_loss_weight and moe_zloss_weight to 0"
+                )
+            return
         if in_backward():  # a recomputation, whose entry was made the first time
-            learns = has_loss and routed.logits_TE is not None and routed.logits_TE.requires_grad
             if learns and not self._entry_has_gradient:
                 raise ValueError(
                     "expected the router's losses to have gradients, got a layer checkpointed with "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import a_module, described
-from mb_layers.model import in_backward, mean_loss, weighs_losses
+from mb_layers.model import Chain, in_backward, mean_loss, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in, tells_what_trains
 from mb_layers.tensors import is_dtensor
@@ -196,7 +196,7 @@ class _LossOfForward:
     """Collects the blocks' losses from the start to the end of one forward of the model."""
 
     def __init__(self) -> None:
-        self._taken: list[Tensor] | None = None
+        self._taken: Chain | None = None
         self._lost_gradients = False
         self._hooks: list[Any] = []
 
@@ -215,7 +215,7 @@ class _LossOfForward:
         if not weighted:  # always 0: it needs no place, and its gradient is no loss
             aux_loss = aux_loss.detach()
         if self._taken is not None:
-            self._taken.append(aux_loss)
+            self._taken.add(aux_loss)
             self._lost_gradients |= weighted and not torch.is_grad_enabled()
         elif aux_loss.requires_grad and not in_backward():
             # In the backward pass it is a recomputation, whose loss was taken the first time.
@@ -239,10 +239,11 @@ class _LossOfForward:
                 "their balancing losses; start the processes with torchrun or accelerate launch, "
                 "or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
             )
-        self._taken, self._lost_gradients = [], False
+        self._taken, self._lost_gradients = Chain(), False
 
     def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        taken, self._taken = self._taken, None
+        chain, self._taken = self._taken, None
+        taken = [] if chain is None else chain.entries()
         if not taken or not (model.training and torch.is_grad_enabled()):
             return
         aux_loss = mean_loss(taken, taken[-1].device)

@@ -29,6 +29,7 @@ from mb_layers.transformers.blocks import (
     translate_layer,
 )
 from mb_layers.transformers.emptied import EMPTY, emptied, opened
+from mb_layers.transformers.experts import refuse_offload_by_other_names
 from mb_layers.transformers.replacing import refuse_replacing, refuse_subclasses
 
 
@@ -58,6 +59,7 @@ class BlockAdapter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
+        refuse_offload_by_other_names(self.moe.router)
         y, aux_loss, _ = self.moe(hidden_states)
         self._losses.take(aux_loss, weighted=weighs_losses(self.moe))
         return (y, None) if self._in_pair else y
@@ -131,10 +133,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
     the first are given nothing for these blocks: `set_model_state_dict` raises there that their
     names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
-    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts, a
-    shared expert's gate and up projection) are copies there: what is written into the state dict
-    reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
-    gathers shared experts.
+    functions and options do not. Accelerate's `cpu_offload`, `disk_offload` and `dispatch_model` to
+    a CPU or a disk need the tensors by the names of the new layers, and an error says how. Tensors
+    that lie otherwise in a block (GPT-OSS's experts, a shared expert's gate and up projection) are
+    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
+    Under FSDP2 all ranks have to call it, for it gathers shared experts.
     """
     a_module(model=model)
     _refuse_router_logits(model)

@@ -541,13 +541,15 @@ def test_a_swapped_block_is_not_changed_by_its_old_names() -> None:
                 change(block.gate.weight)
         with pytest.raises(ValueError, match=r"weights of a swapped block's `\.moe`"):
             block.experts.requires_grad_(False)
-        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
+        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen, and"):
             block.gate.weight.requires_grad = False
         zeros = torch.nn.Parameter(torch.zeros(6, 32))
         with pytest.raises(ValueError, match="swapped, which is empty"):
             block.gate.weight = zeros
         with pytest.raises(ValueError, match="swapped, which is empty"):
             torch.func.functional_call(each, each.state_dict(), (torch.ones(1, 3).long(),))
+        with pytest.raises(ValueError, match="load what load_state_dict does not, before"):
+            type(block.gate.weight)(zeros, requires_grad=True)  # as accelerate loads weights
         each.requires_grad_(False)
     mb.restore_blocks(model)
     assert not any(p.requires_grad for p in model.parameters())

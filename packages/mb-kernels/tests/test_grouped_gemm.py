@@ -160,7 +160,7 @@ def test_gmm_refuses(options, sizes, message):
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ([4], "expected a tensor; got list"),
+        ([4], "expected a tensor; got a list"),
         (torch.tensor([2**32 + 4]), r"at most 4, the number of rows; got \[4294967300"),
         (torch.tensor([-1]), "sizes of at least 0"),
     ],

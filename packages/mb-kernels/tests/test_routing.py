@@ -198,6 +198,9 @@ def test_debug_looks_at_nothing_while_a_graph_is_captured(monkeypatch):
             lambda: bin_tokens(torch.zeros(4, 1, dtype=torch.int32), 2, capacity=2.5),
             r"capacity: expected an integer; got 2\.5",
         ),
+        (lambda: topk_softmax([[0.0, 1.0]], 1), "logits_TE: expected a tensor; got a list"),
+        (lambda: topk_ids(torch.zeros(2, 3).numpy(), 1), "expected a tensor; got a ndarray"),
+        (lambda: bin_tokens([[0], [1]], 2), "expert_ids_TK: expected a tensor; got a list"),
     ],
 )
 def test_bad_input(call, message):

@@ -177,6 +177,37 @@ def test_eval_and_recompute_add_nothing() -> None:
     assert layer.router.layer.weight.grad is not None
 
 
+def test_layers_that_are_compiled_one_by_one_share_their_code() -> None:
+    """Whatever has been collected before, and whether a layer runs for the first time."""
+    layers = [build(moe_zloss_weight=0.1, return_bias=False) for _ in range(3)]
+    x, got = torch.randn(5, 16), []
+    expected = [layer(x) for layer in layers], get_load_balancing_loss()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(backend="eager", fullgraph=True)
+    for _ in range(2):  # steps
+        clear_load_balancing_loss()
+        got = [layer(x) for layer in layers], get_load_balancing_loss()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_close("y", torch.stack(got[0]), torch.stack(expected[0]))
+    for one, other in zip(got[1], expected[1], strict=True):
+        assert torch.equal(one[0], other[0])
+        assert_close("scores", one[1], other[1])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_that_would_lose_the_losses_is_not_exported(strict: bool) -> None:
+    x = torch.randn(5, 16)
+    with pytest.raises(Exception, match=r"in eval mode within torch\.export"):
+        torch.export.export(build(), (x,), strict=strict)
+    assert not get_load_balancing_loss()
+    for layer in (build().eval(), build(moe_loss_weight=0)):
+        program = torch.export.export(layer, (x,)).module()
+        assert_close("y", program(x)[0], layer(x)[0])
+
+
 def test_reentrant_checkpoints_end_and_lose_no_loss() -> None:
     """The bias that they return is no parameter, which would be its own input."""
     x = torch.randn(6, 16, requires_grad=True)

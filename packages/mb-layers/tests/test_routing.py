@@ -279,8 +279,13 @@ def test_experts_chosen_elsewhere_are_visited_whatever_the_router(router: type) 
 
 
 def test_expert_choice_refuses_balance_over_sequences() -> None:
+    """When it is built; as part of a layer with another config when that is called."""
     with pytest.raises(ValueError, match="chooses tokens for experts"):
-        build(ExpertChoiceRouter, balance_over="sequence")(tokens(2, 5))
+        build(ExpertChoiceRouter, balance_over="sequence")
+    layer = build(Router, balance_over="sequence")
+    layer.router = build(ExpertChoiceRouter).router
+    with pytest.raises(ValueError, match="chooses tokens for experts"):
+        layer(tokens(2, 5))
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,24 @@ def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:
         outputs_and_gradients(model)
 
 
+def test_layers_that_are_compiled_one_by_one_share_their_code() -> None:
+    """As Accelerate's regional compilation does: however many losses were taken before."""
+    model = build("qwen3_moe", num_hidden_layers=4, router_aux_loss_coef=0.1)
+    mb.swap_blocks(model)
+    tokens = torch.randint(3, 64, (2, 11))
+    expected = model(tokens, labels=tokens)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager", fullgraph=True)
+    for _ in range(2):  # steps
+        got = model(tokens, labels=tokens)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(got.aux_loss, expected.aux_loss)
+
+
 def test_layers_without_losses_have_none_to_lose() -> None:
     model = build("olmoe")
     expected = outputs_and_gradients(model)
@@ -523,13 +541,15 @@ def test_a_swapped_block_is_not_changed_by_its_old_names() -> None:
                 change(block.gate.weight)
         with pytest.raises(ValueError, match=r"weights of a swapped block's `\.moe`"):
             block.experts.requires_grad_(False)
-        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen before"):
+        with pytest.raises(ValueError, match="is empty; or freeze what is to be frozen, and"):
             block.gate.weight.requires_grad = False
         zeros = torch.nn.Parameter(torch.zeros(6, 32))
         with pytest.raises(ValueError, match="swapped, which is empty"):
             block.gate.weight = zeros
         with pytest.raises(ValueError, match="swapped, which is empty"):
             torch.func.functional_call(each, each.state_dict(), (torch.ones(1, 3).long(),))
+        with pytest.raises(ValueError, match="load what load_state_dict does not, before"):
+            type(block.gate.weight)(zeros, requires_grad=True)  # as accelerate loads weights
         each.requires_grad_(False)
     mb.restore_blocks(model)
     assert not any(p.requires_grad for p in model.parameters())

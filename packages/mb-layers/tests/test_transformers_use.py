@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +246,28 @@ def test_weights_that_come_and_go_are_refused_where_nobody_would_fetch_them() ->
         hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu", offload=True))
         with pytest.raises(ValueError, match="got some accelerate has offloaded"):
             move(model)
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_a_model_is_offloaded_by_the_names_of_its_modules(to: str, tmp_path: Path) -> None:
+    """Which are those of the state dict, but not of swapped blocks."""
+    accelerate = pytest.importorskip("accelerate")
+    model, tokens = build("qwen2_moe").eval(), torch.randint(3, 64, (2, 7))
+    swapped, named = copy.deepcopy(model), copy.deepcopy(model)
+    mb.use(model)
+    for one in (swapped, named):
+        mb.swap_blocks(one)
+    tensors = [*named.named_parameters(), *named.named_buffers()]
+    by_name = {name: tensor.detach() for name, tensor in tensors}
+    expected = model(tokens).logits
+    if to == "disk":
+        accelerate.utils.offload_state_dict(tmp_path / "named", by_name)
+    for kind, one in (("used", model), ("swapped", swapped), ("named", named)):
+        if to == "disk":
+            accelerate.disk_offload(one, tmp_path / kind, torch.device("cpu"))
+        else:
+            accelerate.cpu_offload(one, state_dict=by_name if one is named else None)
+    for one in (model, named):
+        torch.testing.assert_close(one(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="by the names of its parameters"):
+        swapped(tokens)

@@ -49,6 +49,12 @@ def test_what_no_layer_can_have_is_refused():
         ValueError, match=r"score_function: expected softmax or sigmoid; got 'tanh'"
     ):
         mb_kernels.warm_up(**sizes, score_function="tanh", device="cpu")
+    with pytest.raises(ValueError, match=r"top_k: expected at least 1, .*got 0"):
+        mb_kernels.warm_up(**sizes | {"top_k": 0}, device="cpu")
+    for fields in ({}, SPARSE):
+        config = MoEConfig(**{"hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4} | fields)
+        with pytest.raises(ValueError, match="expected tokens to be an integer >= 1, got 0"):
+            warm_up(config, tokens=0)
     with pytest.raises(ValueError, match=r"ranks: expected to divide 4 experts; got 0"):
         warm_up(MoEConfig(**{n: sizes[n] for n in sizes if n != "tokens"}), tokens=64, ranks=0)
     with pytest.raises(ValueError, match=r"expected a MoEConfig, got a dict"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.activation import is_glu
+from mb_kernels.runtime import checks
 from mb_kernels.runtime.host import cores
 from mb_kernels.runtime.recording import record
 from mb_kernels.runtime.registration import device_of, use_triton
@@ -71,9 +72,21 @@ def warm_up(
         Triton's cache: 0 on a device without kernels, or if this Triton cannot compile ahead.
 
     Raises:
-        ValueError: an unknown activation or score function; ranks that do not divide the experts.
+        ValueError: a size that is no integer of at least 1; an unknown activation or score
+            function; ranks that do not divide the experts.
     """
     is_glu(activation)
+    sizes = {
+        "tokens": tokens,
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": ffn_hidden_size,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
+    checks.require_integer(**sizes)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, as its calls will have; got {size}.")
     if ranks < 1 or num_experts % ranks:
         raise ValueError(f"ranks: expected to divide {num_experts} experts; got {ranks}.")
     if score_function not in ("softmax", "sigmoid"):

@@ -81,6 +81,32 @@ class Collected:
         return counts
 
 
+class Chain:
+    """Entries one behind the other.
+
+    No list, because a compiled layer that appends to one is compiled anew for each of its lengths.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._last: tuple[Any, Any] = (None, None)  # an entry, and the like of those before it
+
+    def add(self, entry: Any) -> None:
+        self._last = (entry, self._last)
+
+    def entries(self) -> list[Any]:
+        """The entries, the first one first."""
+        found = []
+        entry, before = self._last
+        while before is not None:
+            found.append(entry)
+            entry, before = before
+        return found[::-1]
+
+
 def mean_loss(losses: list[Tensor], device: torch.device) -> Tensor:
     """The mean of scalars from layers that may be on several devices, on this one."""
     return torch.stack([loss.to(device) for loss in losses]).mean()

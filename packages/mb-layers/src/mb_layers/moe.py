@@ -220,7 +220,7 @@ class MoELayer(nn.Module):
             if routing is not None:
                 options["expert_ids_TK"] = routing
             routed = self.router(x_TD, **options)
-        if isinstance(routing, RouterOutput) or not is_ours(self.router, "forward"):
+        if isinstance(routing, RouterOutput) or not _is_as_returned(self.router):
             _check_routed(routed, x_TD.shape[0])
         if mask_T is None:
             return routed
@@ -257,7 +257,8 @@ class MoELayer(nn.Module):
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         router, score_function = self.router, None
         given = isinstance(routing, RouterOutput)
-        if isinstance(router, Router) and is_ours(router, "forward", "scores") and not given:
+        ours = isinstance(router, Router) and is_ours(router, "scores") and _is_as_returned(router)
+        if ours and not given:
             score_function = router.config.score_function  # the layer's may be another
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if routed.balanced_ids_TK is not None:
@@ -286,7 +287,7 @@ class MoELayer(nn.Module):
             mask_T=mask_T,
             num_tokens=valid_tokens,
             score_function=score_function,
-            ids_are_experts=is_ours(self.router, "forward") and routing is None,
+            ids_are_experts=_is_as_returned(self.router) and routing is None,
         )._asdict()
         aux_loss = metrics.pop("aux_loss")
         if not self.training:
@@ -295,6 +296,16 @@ class MoELayer(nn.Module):
         # place. Autograd does not notice what a collective changes.
         metrics["tokens_per_expert"] = counts_E.clone()
         return aux_loss, metrics
+
+
+def _is_as_returned(router: nn.Module) -> bool:
+    """Whether what came of this router is what `Router.forward` computes.
+
+    Not behind a hook, which may put other probabilities in their place, say. Those of torch's own
+    (FSDP2's) and of these packages hand on what they were given.
+    """
+    hooks = [getattr(hook, "__module__", "") for hook in router._forward_hooks.values()]
+    return is_ours(router, "forward") and all(name.startswith(("torch.", "mb_")) for name in hooks)
 
 
 def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:

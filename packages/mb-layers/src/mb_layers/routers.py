@@ -26,7 +26,7 @@ class ExpertChoiceRouter(Router):
     Load is balanced by construction. A token visits any number of experts, K on average. What a
     token gets depends on the other tokens of the batch, later ones too, so do not use it in a
     causal model whose loss must not see the future. A config with groups, zero experts, a balancing
-    bias, renormalized weights or a balance by scores is refused.
+    bias, renormalized weights, or a balance by scores or over sequences is refused.
     """
 
     def __init__(
@@ -46,6 +46,11 @@ class ExpertChoiceRouter(Router):
             uniform_assignment=False,
             balance_by="visits",
         )
+        if config.balance_over == "sequence":
+            raise ValueError(
+                "expected balance_over='micro_batch' or 'global_batch' for ExpertChoiceRouter, "
+                "which chooses tokens for experts, whatever their sequences; got 'sequence'"
+            )
         super().__init__(config, device=device, dtype=dtype)
 
     def forward(

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import mb_kernels
 import torch
 
+from mb_layers.arguments import at_least_1
 from mb_layers.config import MoEConfig, a_config
 
 
@@ -33,8 +34,13 @@ def warm_up(
         A future of the number of kernels, see `mb_kernels.warm_up`; 0 for experts that do not run
         as one op, block-sparse ones and those that keep quantized activations, and for more ranks
         than experts.
+
+    Raises:
+        ValueError: no config, `tokens` that are no integer of at least 1, and as
+            `mb_kernels.warm_up`.
     """
     a_config(config)
+    at_least_1(tokens=tokens)
     alone = config.mlp_impl == "grouped" and config.saved_activation_bits is None
     if not alone or config.num_experts % max(ranks, 1):  # ranks below 1 are refused below
         nothing: Future[int] = Future()

@@ -61,10 +61,6 @@ def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> N
 
     Values are checked on the CPU; under the compiler and vmap, and of fake tensors, there are none.
     """
-    if not isinstance(sizes_E, Tensor):
-        raise ValueError(
-            f"{name}: expected a tensor; got {type(sizes_E).__name__}. Use torch.tensor({name})."
-        )
     checks.require_dense(name, sizes_E)
     if sizes_E.ndim != 1 or sizes_E.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -61,6 +61,7 @@ def topk_ids(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _check_choice(name: str, x_TE: Tensor, k: int) -> None:
+    checks.require_dense(name, x_TE)
     if x_TE.ndim != 2 or not x_TE.is_floating_point():
         raise ValueError(
             f"{name}: expected a floating tensor [tokens, experts]; got {x_TE.dtype} "

@@ -18,7 +18,11 @@ _INDICES = (torch.int32, torch.int64)
 
 
 def require_dense(name: str, x: Tensor) -> None:
-    """ValueError if ``x`` is of a sparse or another layout without strides."""
+    """ValueError if ``x`` is no tensor, or of a sparse or another layout without strides."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{name}: expected a tensor; got a {type(x).__name__}. Make it one by torch.as_tensor."
+        )
     # Not while compiling: torch.compile cannot read `layout` in the backward of a user's Function.
     if not torch.compiler.is_compiling() and x.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor; got {x.layout}. Use .to_dense().")

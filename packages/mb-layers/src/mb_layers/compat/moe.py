@@ -7,7 +7,7 @@ experts' weights per pass; `mb_layers.dMoE` itself does without.
 
 The lists belong to the process, as in MegaBlocks, and so do their rules: one entry per layer and
 forward pass in training, to be cleared once per step. A pass that recomputes a checkpoint in the
-backward adds none.
+backward adds none. torch.export refuses a layer in training: no program could add one.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from mb_kernels.exporting import is_exporting
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from mb_layers.compat.arguments import Arguments, Layer, layer_from_arguments, read_arguments
 from mb_layers.compat.checkpoints import rules, to_megablocks
 from mb_layers.losses import load_balancing_loss, z_loss
-from mb_layers.model import in_backward
+from mb_layers.model import Chain, in_backward
 from mb_layers.router import RouterOutput
 from mb_layers.state_dicts import translate
 from mb_layers.tensors import at_least_fp32
 
-_load_balancing: list[tuple[Tensor, Tensor]] = []
-_router_logits: list[Tensor] = []
+_load_balancing, _router_logits = Chain(), Chain()
 _one_call = threading.RLock()
 
 
 def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
     """Collect (tokens_per_expert [E], scores [T, E]) of a pass of a layer of your own."""
-    _load_balancing.append(loss)
+    _load_balancing.add(loss)
 
 
 def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
     """Return (tokens_per_expert [E], scores [T, E]) of each layer's pass since the last clear."""
-    return _load_balancing
+    return _load_balancing.entries()
 
 
 def clear_load_balancing_loss() -> None:
@@ -63,12 +63,13 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
     expected = args.num_layers_per_virtual_pipeline_stage or (
         args.num_layers // args.pipeline_model_parallel_size
     )
-    if len(_load_balancing) != expected:
+    collected = get_load_balancing_loss()
+    if len(collected) != expected:
         raise ValueError(
-            f"expected the losses of {expected} layers, got {len(_load_balancing)}: num_layers "
-            "counts the model's MoE layers, and clear_load_balancing_loss is due once per step"
+            f"expected the losses of {expected} layers, got {len(collected)}: num_layers counts "
+            "the model's MoE layers, and clear_load_balancing_loss is due once per step"
         )
-    losses = [load_balancing_loss(scores_TE, counts_E) for counts_E, scores_TE in _load_balancing]
+    losses = [load_balancing_loss(scores_TE, counts_E) for counts_E, scores_TE in collected]
     return args.moe_loss_weight * torch.stack(losses).sum() / args.num_layers
 
 
@@ -82,9 +83,10 @@ def batched_router_zloss(args: Arguments) -> Tensor | float:
     args = read_arguments(args)
     if args.moe_zloss_weight == 0:
         return 0.0
-    if not _router_logits:
+    losses = [z_loss(logits_TE) for logits_TE in _router_logits.entries()]
+    if not losses:
         raise ValueError("expected collected logits, got none: run a forward pass in training")
-    return args.moe_zloss_weight * torch.stack([z_loss(logits) for logits in _router_logits])
+    return args.moe_zloss_weight * torch.stack(losses)
 
 
 class _Part(nn.Module):
@@ -193,7 +195,8 @@ class _Layer(nn.Module):
             weights["bias"] = torch.zeros_like(bias)
             if whole.config.shared_expert_weighted_sum:  # as it is weighted where it is added
                 bias = bias * (whole.config.top_k / (whole.config.top_k + 1))
-        # Another thread's call would put the weights back while this one computes.
+        # Another thread's call would put the weights back while this one computes, or lose its
+        # entry.
         with nullcontext() if torch.compiler.is_compiling() else _one_call:
             whole.train(self.training)
             whole.router.train(self.get_submodule("router").training)  # jitters by its own mode
@@ -202,14 +205,22 @@ class _Layer(nn.Module):
                 (routed,) = self._routed
             finally:  # one of a pass that failed would hold its graph, and could not be copied
                 self._routed.clear()
-        if self.training:
-            self._collect(routed, metrics["tokens_per_expert"])
+            if self.training:
+                self._collect(routed, metrics["tokens_per_expert"])
         return y if bias is None else (y, bias)
 
     def _collect(self, routed: RouterOutput, counts_E: Tensor) -> None:
         has_loss = self.args.moe_loss_weight > 0 or self.args.moe_zloss_weight > 0
+        learns = has_loss and routed.logits_TE is not None and routed.logits_TE.requires_grad
+        if is_exporting():  # a saved program holds no list
+            if learns:
+                raise ValueError(
+                    "expected a layer in eval mode within torch.export, whose program would train "
+                    "without the router's losses, got one in training: call layer.eval(), or set "
+                    "moe_loss_weight and moe_zloss_weight to 0"
+                )
+            return
         if in_backward():  # a recomputation, whose entry was made the first time
-            learns = has_loss and routed.logits_TE is not None and routed.logits_TE.requires_grad
             if learns and not self._entry_has_gradient:
                 raise ValueError(
                     "expected the router's losses to have gradients, got a layer checkpointed with "
@@ -218,14 +229,15 @@ class _Layer(nn.Module):
                 )
             self._recomputed = True
             return
-        earlier = self._entry_has_gradient and not self._recomputed
-        self._entry_has_gradient, self._recomputed = torch.is_grad_enabled() or earlier, False
+        if not torch.compiler.is_compiling():  # which cannot tell what is a recomputation
+            earlier = self._entry_has_gradient and not self._recomputed
+            self._entry_has_gradient, self._recomputed = torch.is_grad_enabled() or earlier, False
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
         if self.args.moe_loss_weight > 0:
             save_load_balancing_loss((counts_E, routed.probs_TE))
         if self.args.moe_zloss_weight > 0:
-            _router_logits.append(at_least_fp32(routed.logits_TE))
+            _router_logits.add(at_least_fp32(routed.logits_TE))
 
 
 class dMoE(_Layer):  # noqa: N801, their name

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 EMPTY = (
     "expected a change, or requires_grad, of the weights of a swapped block's `.moe` "
     "(.moe.router, .moe.experts, .moe.shared_expert), got one of the block that was swapped, which "
-    "is empty; or freeze what is to be frozen before swap_blocks"
+    "is empty; or freeze what is to be frozen, and load what load_state_dict does not, before "
+    "swap_blocks"
 )
 
 
@@ -59,6 +60,10 @@ class _Emptied(Tensor):
     """A weight or buffer that is the layer's now: by its old name it has a shape, no numbers."""
 
     _is_param: bool  # what makes a tensor of a subclass an nn.Parameter
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate makes a loaded weight one of the class that lies at its name."""
+        raise ValueError(EMPTY)
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:

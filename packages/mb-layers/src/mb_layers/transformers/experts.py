@@ -224,6 +224,24 @@ def refuse_offloaded(name: str, module: nn.Module) -> None:
         )
 
 
+def refuse_offload_by_other_names(router: nn.Module) -> None:
+    """Raise if accelerate looks for the weights of a swapped block by names that they lack there.
+
+    It takes them out of the model by the names of the state dict, the original block's, and brings
+    them back by those of the modules. The router stands for the whole layer.
+    """
+    weights = getattr(getattr(router, "_hf_hook", None), "weights_map", None)
+    if weights is not None and "weight" not in weights:
+        raise ValueError(
+            "expected accelerate to offload a swapped block's weights by the names of its "
+            "parameters, got those of the state dict, which are the original block's: give "
+            "cpu_offload and dispatch_model state_dict={n: t.detach() for n, t in "
+            "[*model.named_parameters(), *model.named_buffers()]}, for a disk written to "
+            "offload_dir by accelerate.utils.offload_state_dict; or take "
+            "mb_layers.transformers.use, which keeps the names"
+        )
+
+
 def activation_name(act_fn: object) -> str | None:
     """Our name of an ungated activation, a module of transformers' or a function of torch's."""
     if act_fn in _FUNCTIONS:

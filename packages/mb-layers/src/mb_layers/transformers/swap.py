@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.arguments import a_module, described
-from mb_layers.model import in_backward, mean_loss, weighs_losses
+from mb_layers.model import Chain, in_backward, mean_loss, weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import put_in, tells_what_trains
 from mb_layers.tensors import is_dtensor
@@ -29,6 +29,7 @@ from mb_layers.transformers.blocks import (
     translate_layer,
 )
 from mb_layers.transformers.emptied import EMPTY, emptied, opened
+from mb_layers.transformers.experts import refuse_offload_by_other_names
 from mb_layers.transformers.replacing import refuse_replacing, refuse_subclasses
 
 
@@ -58,6 +59,7 @@ class BlockAdapter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
+        refuse_offload_by_other_names(self.moe.router)
         y, aux_loss, _ = self.moe(hidden_states)
         self._losses.take(aux_loss, weighted=weighs_losses(self.moe))
         return (y, None) if self._in_pair else y
@@ -131,10 +133,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
     the first are given nothing for these blocks: `set_model_state_dict` raises there that their
     names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
-    functions and options do not. Tensors that lie otherwise in a block (GPT-OSS's experts, a
-    shared expert's gate and up projection) are copies there: what is written into the state dict
-    reaches the model by `load_state_dict` alone. Under FSDP2 all ranks have to call it, for it
-    gathers shared experts.
+    functions and options do not. Accelerate's `cpu_offload`, `disk_offload` and `dispatch_model` to
+    a CPU or a disk need the tensors by the names of the new layers, and an error says how. Tensors
+    that lie otherwise in a block (GPT-OSS's experts, a shared expert's gate and up projection) are
+    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
+    Under FSDP2 all ranks have to call it, for it gathers shared experts.
     """
     a_module(model=model)
     _refuse_router_logits(model)
@@ -196,7 +199,7 @@ class _LossOfForward:
     """Collects the blocks' losses from the start to the end of one forward of the model."""
 
     def __init__(self) -> None:
-        self._taken: list[Tensor] | None = None
+        self._taken: Chain | None = None
         self._lost_gradients = False
         self._hooks: list[Any] = []
 
@@ -215,7 +218,7 @@ class _LossOfForward:
         if not weighted:  # always 0: it needs no place, and its gradient is no loss
             aux_loss = aux_loss.detach()
         if self._taken is not None:
-            self._taken.append(aux_loss)
+            self._taken.add(aux_loss)
             self._lost_gradients |= weighted and not torch.is_grad_enabled()
         elif aux_loss.requires_grad and not in_backward():
             # In the backward pass it is a recomputation, whose loss was taken the first time.
@@ -239,10 +242,11 @@ class _LossOfForward:
                 "their balancing losses; start the processes with torchrun or accelerate launch, "
                 "or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
             )
-        self._taken, self._lost_gradients = [], False
+        self._taken, self._lost_gradients = Chain(), False
 
     def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        taken, self._taken = self._taken, None
+        chain, self._taken = self._taken, None
+        taken = [] if chain is None else chain.entries()
         if not taken or not (model.training and torch.is_grad_enabled()):
             return
         aux_loss = mean_loss(taken, taken[-1].device)

@@ -367,10 +367,10 @@ def test_letters_that_matplotlibs_font_lacks_are_of_another_if_it_is_there(
     for name in ("\N{LATIN SMALL LETTER D WITH PALATAL HOOK}", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name, ("start", {"iteration": 0}), interval(2, [5.0, 4.0]))
-        runs.append(tmp_path / name)
+        runs.append(read_curves(tmp_path / name))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        report(runs, tmp_path)
+        FigureCanvasAgg(figure_of(panels_of(runs)[:1], runs, 3.0)).draw()
     assert any("missing from font" in str(one.message) for one in said) != there
 
 

@@ -697,6 +697,25 @@ def test_peft_trains_whole_parts_of_swapped_blocks(part: str, tmp_path: Path) ->
         torch.testing.assert_close(merged(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_adapters_of_the_original_blocks_are_loaded_or_refused(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, tokens = build(family).eval(), torch.randint(3, 64, (2, 11))
+    swapped, merged = copy.deepcopy(model), copy.deepcopy(model)
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    adapted.save_pretrained(tmp_path)
+    mb.swap_blocks(swapped)
+    with pytest.raises(ValueError, match=r"names of its `\.moe`, got .*lora_A.* the block that"):
+        peft.PeftModel.from_pretrained(swapped, tmp_path)
+    merged = peft.PeftModel.from_pretrained(merged, tmp_path).merge_and_unload()
+    mb.swap_blocks(merged)
+    with torch.no_grad():
+        expected = adapted(input_ids=tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_swap_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="found none"):
         mb.swap_blocks(torch.nn.Linear(2, 2))

@@ -316,6 +316,7 @@ def _load_block_names(
     It may be a part: of a checkpoint in several files `Trainer` loads one after the other.
     """
     assert isinstance(adapter, BlockAdapter)
+    _refuse_adapters_of_the_block(state, prefix)
     given = {n for n in adapter._names if prefix + n in state}
     ours = adapter.moe.state_dict(keep_vars=True)
     places = _places(ours)
@@ -345,6 +346,17 @@ def _load_block_names(
         state[f"{prefix}moe.{place}"] = _sharded_as(translated[rule.target], ours[place])
 
 
+def _refuse_adapters_of_the_block(state: Iterable[str], prefix: str) -> None:
+    """Raise for what PEFT loads with strict=False and would miss without a word."""
+    theirs = re.compile(rf"{re.escape(prefix)}(?!moe\.).*{_OF_ADAPTERS}")
+    if name := next(filter(theirs.match, state), None):
+        raise ValueError(
+            f"expected adapters of a swapped block by the names of its `.moe`, got {name!r}, of "
+            "the block that was swapped; load and merge them before swap_blocks, or take "
+            "mb_layers.transformers.use, which keeps the names"
+        )
+
+
 def _sharded_as(tensor: Any, ours: Any) -> Tensor:
     """A DTensor sharded as ours is, of one that `state_dict` had to gather or of a whole tensor.
 
@@ -368,6 +380,9 @@ def _places(names: Iterable[str]) -> dict[str, str]:
     for place in names:
         name = re.sub(r"\b(base_layer|original_module)\.", "", place)  # PEFT's
         name = re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)  # add_lora's
-        if not re.search(r"\b(lora_\w+|modules_to_save|parametrizations)\.", name):
+        if not re.search(_OF_ADAPTERS, name):
             places[name] = place
     return places
+
+
+_OF_ADAPTERS = r"\b(lora_\w+|modules_to_save|parametrizations)\."

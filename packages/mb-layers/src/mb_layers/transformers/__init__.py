@@ -16,13 +16,13 @@ transformers' own; `restore_blocks` is the way back.
 
 from mb_layers.transformers.adapters import adapters_by_expert as adapters_by_expert
 from mb_layers.transformers.adapters import save_adapters as save_adapters
+from mb_layers.transformers.block_adapter import BlockAdapter as BlockAdapter
 from mb_layers.transformers.blocks import config_from_block as config_from_block
 from mb_layers.transformers.blocks import moe_from_block as moe_from_block
 from mb_layers.transformers.blocks import translate_block as translate_block
 from mb_layers.transformers.blocks import translate_layer as translate_layer
 from mb_layers.transformers.experts import IMPLEMENTATION as IMPLEMENTATION
 from mb_layers.transformers.experts import experts_forward as experts_forward
-from mb_layers.transformers.swap import BlockAdapter as BlockAdapter
 from mb_layers.transformers.swap import restore_blocks as restore_blocks
 from mb_layers.transformers.swap import swap_blocks as swap_blocks
 from mb_layers.transformers.use import use as use

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from mb_layers.experts import Experts, SharedExpert
 from mb_layers.factored import Factored, LowRank, weight_of
 from mb_layers.tensors import is_dtensor, to_plain
+from mb_layers.transformers.block_adapter import BlockAdapter
 from mb_layers.transformers.blocks import SHARED_EXPERTS
-from mb_layers.transformers.swap import BlockAdapter
 
 _GATE_UP, _UP, _DOWN = slice(0, 2), slice(1, 2), slice(2, 3)  # of the projections' names
 

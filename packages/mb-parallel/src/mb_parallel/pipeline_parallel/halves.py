@@ -51,7 +51,7 @@ def must_stay_whole(outputs: Iterable[Any], received: Iterable[Tensor]) -> bool:
     return any(len(numbers[node]) > 1 for node in meet)
 
 
-def run_again() -> AbstractContextManager[None]:
+def repeatable_graphs() -> AbstractContextManager[None]:
     """For what is compiled meanwhile: its backward passes can run again, for the other half.
 
     The first time they run whole, and the compiler has them write over what was saved for them.

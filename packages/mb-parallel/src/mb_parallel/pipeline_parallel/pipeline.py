@@ -48,7 +48,7 @@ from mb_parallel.engines import is_compiled, is_compiled_in_place, torch_release
 from mb_parallel.expert_parallel.peer import reached_by_peers
 from mb_parallel.gradient_sync import free_gathered
 from mb_parallel.mesh import ParallelMesh, check_mesh, refused_alike
-from mb_parallel.pipeline_parallel.halves import run_again
+from mb_parallel.pipeline_parallel.halves import repeatable_graphs
 from mb_parallel.pipeline_parallel.placement import (
     check_micro_batches,
     rank_of_stage,
@@ -226,7 +226,7 @@ class Pipeline:
         numbers = torch.arange(len(batches), device=batches[0][self.first_input].device)
         inputs = (numbers,) if self.indices[0] == 0 else ()
         target = numbers if train and self._stage(-1) is not None else None
-        with run_again() if self.kind.in_halves else nullcontext():
+        with repeatable_graphs() if self.kind.in_halves else nullcontext():
             schedule.step(*inputs, target=target, return_outputs=False)
         return passing
 

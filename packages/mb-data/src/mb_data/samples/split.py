@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 ROUNDINGS = ("shares", "cumulative")
@@ -35,7 +37,7 @@ def parse_split(
         shares = [float(share) for share in split.strip("'\"").split(separator)]
     except ValueError:
         shares = []
-    total = summed(shares) if shares else 0.0
+    total = summed(shares)
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < float("inf"):
         raise ValueError(
             f"split {split!r}: expected one to three shares, none negative and not all zero, "
@@ -55,11 +57,10 @@ def parse_split(
     return train, valid, test
 
 
-def summed(numbers: Sequence[float]) -> float:
+def summed(numbers: Iterable[float]) -> float:
     """The sum of numbers, rounded after each, as Megatron has it.
 
     Since Python 3.12 ``sum`` carries the rounding errors along: another order of one blend in five
     would hang on the Python.
     """
-    *_, total = accumulate(numbers)
-    return total
+    return functools.reduce(operator.add, numbers, 0.0)

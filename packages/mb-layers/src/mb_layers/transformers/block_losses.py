@@ -21,18 +21,21 @@ class LossOfForward:
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
+        """Add them to what this model's forward returns."""
         self._hooks = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
             model.register_forward_hook(self._add, with_kwargs=True),
         ]
 
     def unwatch(self) -> None:
+        """Leave the model alone again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def take(self, aux_loss: Tensor, *, weighted: bool) -> None:
-        if not weighted:  # always 0: it needs no place, and its gradient is no loss
+        """Keep a block's loss until the forward ends; one that is not `weighted` is always 0."""
+        if not weighted:  # it needs no place, and its gradient is no loss
             aux_loss = aux_loss.detach()
         if self._taken is not None:
             self._taken.add(aux_loss)

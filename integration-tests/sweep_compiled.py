@@ -34,8 +34,8 @@ from unittest import mock
 
 import tiny_run
 import torch
+from drawn_models import LATENTS, MAMBA, STATES
 from mb_parallel.testing import run_ranks
-from sweep_layouts import LATENTS, MAMBA, STATES
 from test_sentence_models import SAME as SENTENCES
 from test_sentence_models import _write_data
 from torch import Tensor, nn

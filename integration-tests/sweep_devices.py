@@ -21,8 +21,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
+from drawn_models import decoder, experts, hybrid, seldom, sentences
 from mb_data.system import cores
-from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, experts, hybrid, sentences
+from sweep_layouts import SAME, SENTENCES, _write_data, exactly
 from sweep_layouts import write_tokens as short_documents
 from test_parallel import _deviations
 
@@ -60,6 +61,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
     fp16 = "--fp16 --initial-loss-scale 4096"
     model += [rng.choice(["--no-bf16", "--no-bf16", "--bf16", fp16]) if kind != "ict"
               else "--no-bf16"]  # fmt: skip
+    model += seldom(rng, model, layers=2)
     words = " ".join(filter(None, model))
     if SPARSE in words:  # whose widths are multiples of its blocks
         words = words.replace("expert-intermediate-size 16", "expert-intermediate-size 128")

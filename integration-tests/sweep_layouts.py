@@ -40,6 +40,7 @@ import mb_data
 import numpy as np
 import tiny_run
 import torch
+from drawn_models import decoder, experts, hybrid, seldom, sentences
 from mb_parallel.optimizer import Muon
 from mb_parallel.testing import run_ranks
 from test_parallel import _deviations, _train
@@ -54,23 +55,6 @@ SAME = (
     "--make-vocab-size-divisible-by 64 --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-3 "
     "--eod-mask-loss"
 )
-STATES = (
-    "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 "
-    "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
-)
-# In place of all layers: of a model with experts, and of one without.
-HYBRIDS = {
-    True: ("MEM*", "ME*E", "*MEM", "SE*M", "ESE*"),
-    False: ("M-M*", "M*-M", "MM-M", "S-*S"),
-}
-MAMBA = (
-    "--mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 5 --mamba-state-dim 6 "
-    "--position-embedding-type none"
-)
-LATENTS = (
-    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
-    "--v-head-dim 5 --position-embedding-type rope"
-)
 MODULES = ("attn_norm qkv_linear", "core_attn", "attn_proj mlp_norm", "expert_fc1", "moe_act")
 # Adafactor divides by the roots of small sums, bf16 moments are rounded by the last bits of the
 # weights.
@@ -79,11 +63,12 @@ OPTIMIZERS = {
     "adam --optimizer-state-dtype bf16": 5e-2,
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
-# embed all texts nearly alike at first, and what tells them apart cancels.
+# embed all texts nearly alike at first, and what tells them apart cancels. A number between two
+# codes of 8 bits gets either.
 KINDS = {
-    "--model t5": 3e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
+    "--model t5": 1e-3, "--model ict": 1e-3, "--moe-saved-activation-bits": 1e-3,
+    "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
 }  # fmt: skip
-DECODERS = ("", "", "--decoder-num-layers 2")
 # Runs leave their groups behind: gloo's have threads, NCCL's buffers on the GPU. Starts of 24,
 # several at a time on two H200s, ended in aborts.
 RUNS_OF_A_START = 12
@@ -160,106 +145,11 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
+    model += seldom(rng, model, layers=4)
     if device != "cpu":
         model += ["--no-bf16"] if half >= 0.3 else []
         model += [f"--device {device} --no-compile"]
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
-
-
-def decoder(rng: random.Random, tp: int) -> list[str]:
-    """Flags of a GPT."""
-    model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
-    model += [rng.choice(["", "", "", "--document-packing best_fit"])]
-    model += attention(rng, tp)
-    norms = ["", "", "--norm-placement output", "--norm-placement both", "--norm-placement kept"]
-    model += [rng.choice(norms)]
-    model += [rng.choice(["", "", "--mtp-num-layers 1", "--mtp-num-layers 2"])]
-    numbers = "--embedding-multiplier 4 --residual-multiplier 0.5 --logits-scaling 3"
-    model += [rng.choice(["", "", numbers])]
-    model += [rng.choice(["", "", STATES, f"{STATES} --linear-attention-freq 2"])]
-    return [*model, rng.choice(["", "", "--disable-bias-linear"])]
-
-
-def hybrid(rng: random.Random, model: list[str]) -> list[str]:
-    """A pattern of layers behind those flags of a GPT that it leaves room for."""
-    pattern = rng.choice(HYBRIDS["--moe-num-experts" in " ".join(model)])
-    without = "linear-|latent|moe-layer|moe-first|mtp-|window|rope|position-embedding"
-    kept = [flags for flags in model if not re.search(without, flags)]
-    modules = rng.randrange(3) * f"/{''.join(rng.choices(pattern, k=2))}"
-    return [*kept, f"--num-layers 4 --hybrid-layer-pattern {pattern}{modules} {MAMBA}"]
-
-
-def attention(rng: random.Random, tp: int) -> list[str]:
-    """Flags of a decoder's attention."""
-    norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
-    model = [rng.choice(["", "", "--reset-attention-mask --reset-position-ids"])]
-    if rng.random() < 0.2:
-        model += [LATENTS, rng.choice(["", "--q-lora-rank 10"])]
-        return [*model, rng.choice(norms)]
-    model += [rng.choice(["", "", "", "--use-mup --mup-base-hidden-size 8"])]
-    norms += ["--qk-layernorm --qk-layernorm-over width", "--scale-head", "--qk-l2-norm"]
-    model += [rng.choice(["", "", "", "--clip-qkv 0.2"])]
-    model += [rng.choice(norms)]
-    fewest = tp if "--qk-layernorm-over width" in model[-1] else 1  # else ranks may share a group
-    groups = rng.choice([g for g in (1, 2) if g >= fewest] or [4])
-    model += [rng.choice(["", f"--group-query-attention --num-query-groups {groups}"])]
-    model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
-    model += [rng.choice(["", "", "--window-size 4", "--window-size 4 --window-attn-skip-freq 2"])]
-    model += [rng.choice(["", "", "--attention-output-gate"])]
-    model += [rng.choice(["", "", "--no-rope-freq 1", "--no-rope-freq 2"])]
-    model += [rng.choice(["", "", "--softmax-type learnable", "--softmax-type off-by-one"])]
-    return [*model, rng.choice(["", "", "--add-qkv-bias"])]
-
-
-def sentences(rng: random.Random, kind: str) -> list[str]:
-    """Flags of a BERT, a T5 or an ICT, with documents of sentences."""
-    model = [f"--model {kind} --num-layers 4 --num-attention-heads 4"]
-    model += ["--make-vocab-size-divisible-by 64"]  # as many rows for every number of ranks
-    if kind == "t5":
-        model += [f"--decoder-seq-length 12 --vocab-extra-ids 8 {rng.choice(DECODERS)}"]
-    return [*model, rng.choice(["", "--position-embedding-type relative"])]
-
-
-def experts(rng: random.Random, ranks: int, same: int, model: list[str], layout: list[str]) -> None:
-    """Add flags of a model with experts on `ranks` of a stage, of which `same` share samples."""
-    count = rng.choice([2, 4, 8])
-    ep = rng.choice([size for size in (1, 2, 4) if ranks % size == 0])
-    top_k = rng.choice([k for k in (1, 2, 3) if k <= count])
-    layout += [f"--expert-model-parallel-size {ep}"]
-    dispatcher = rng.choice(["auto", "all_gather", "all_to_all"])
-    layout += [f"--moe-dispatcher {dispatcher}"]
-    if dispatcher == "all_to_all":
-        layout += [f"--moe-a2a-overlap-degree {rng.choice([1, 1, 2, 3])}"]
-    else:
-        layout += [f"--moe-row-policy {rng.choice(['worst', 'exact', 'budget'])}"]
-        layout += [f"--moe-row-budget {rng.choice([1.0, 1.3, 2.0])}"]
-    layout += [rng.choice(["", "", "--moe-recompute"])]
-    ict = "--model ict" in " ".join(model)
-    weight = 0 if ict else 0.05
-    model += [f"--moe-num-experts {count} --moe-top-k {top_k} --moe-loss-weight {weight}"]
-    if rng.random() < 0.4:
-        # Dropped are the same slots where the ranks that share a capacity share the samples.
-        factor = float(count) if same % ep or ict else rng.choice([0.5, 1.0])
-        model += [f"--moe-capacity-factor {factor}"]
-        model += [f"--moe-drop-policy {rng.choice(['position', 'probability'])}"]
-    model += [rng.choice(["", "--moe-balance-over sequence"])]
-    for flags in (
-        "--moe-shared-expert-intermediate-size 16",
-        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
-        f"--moe-z-loss-weight {weight / 5}", "--moe-output-bias", "--moe-mlp-bias",
-        "--moe-router-bias", "--moe-ffn-hidden-size 20",
-        "--moe-router-lr-mult 0.3",
-        "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        "--moe-balance-by scores --moe-router-enable-expert-bias",
-        "--moe-weights-on-input", "--moe-num-zero-experts 1", "--moe-latent-size 16",
-        "--moe-router-topk-scaling-factor 2.0", "--moe-shared-expert-intermediate-size 16 "
-        "--moe-shared-expert-weighted-sum",
-    ):  # fmt: skip
-        if rng.random() < 0.2:
-            model += [flags]
-    if count >= 4 and rng.random() < 0.2:
-        model += [f"--moe-router-num-groups 2 --moe-router-group-topk {2 if top_k > 2 else 1}"]
 
 
 class Pair(NamedTuple):

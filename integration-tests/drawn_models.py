@@ -30,7 +30,7 @@ LATENTS = (
 DECODERS = ("", "", "--decoder-num-layers 2")
 # Drawn seldom: which flags have to be there, those that are then added.
 SELDOM = (
-    ("", "--log-params-norm --log-num-zeros-in-grad"),
+    ("", "--log-params-norm"),
     ("", "--weight-decay 0.3"),
     ("", "--start-weight-decay 0.1 --end-weight-decay 0.5 --weight-decay-incr-style cosine"),
     ("", "--lr-warmup-iters 2 --lr-warmup-init 1e-3"),
@@ -74,7 +74,7 @@ SELDOM = (
     ("(?!.*(layer-freq|first-k|hybrid)).*--moe-num", "--moe-layers LIST"),
     ("(?!.*(num-groups|expert-bias|capacity|sigmoid|renorm)).*--moe-top-k 2",
      "--moe-router-type sparsemixer"),
-    ("(?!.*(num-groups|expert-bias|router-type)).*--moe-num", "--moe-router-type sinkhorn"),
+    ("(?!.*(num-groups|expert-bias|router-type|ict)).*--moe-num", "--moe-router-type sinkhorn"),
     (".*--moe-renormalize", "--moe-renormalize-p 2.0"),
     (".*--moe-router-num-groups", "--moe-router-group-score-top 1"),
     (".*--moe-router-enable-expert-bias", "--moe-router-bias-update-rate 0.05"),

@@ -156,7 +156,9 @@ def an_expert_mlp(rng: random.Random, device: str) -> tuple[str, float, dict[str
     # Few bits move numbers across a limit or a kink, which the gradient takes or leaves whole.
     smooth = not kinks and "limit" not in activation and "cap" not in activation
     bits = rng.choice([None, None, None, 8, 4]) if smooth and not case.ffn % 2 else None
-    options: dict[str, int] = {"saved_activation_bits": bits} if bits else {"recompute": rng.random() < 0.4}
+    options: dict[str, int] = {"saved_activation_bits": bits} if bits else {}
+    if bits is None:
+        options["recompute"] = rng.random() < 0.4
     if bits is None and rng.random() < 0.3:
         options["max_rows"] = case.tokens * case.top_k + rng.choice([0, 1, 100])
     portable = dtype is torch.bfloat16 and rng.random() < 0.3

@@ -21,9 +21,10 @@ configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
-to be that of all ranks. A bias of keys shifts all scores of a query alike, so its gradient is
-rounding alone: that of their norm is not compared, and no bias of attention with Adafactor, which
-scales each number by its own size and makes steps that differ and change nothing.
+to be that of all ranks, and Sinkhorn's balance where ranks have parts of a sequence. A bias of keys
+shifts all scores of a query alike, so its gradient is rounding alone: that of their norm is not
+compared, and no bias of attention with Adafactor, which scales each number by its own size and
+makes steps that differ and change nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
-    model += seldom(rng, model, layers=4)
+    parts = cp > 1 or "--sequence-parallel" in layout  # of sequences, which Sinkhorn balances
+    model += [flag for flag in seldom(rng, model, layers=4) if not (parts and "sinkhorn" in flag)]
     if device != "cpu":
         model += ["--no-bf16"] if half >= 0.3 else []
         model += [f"--device {device} --no-compile"]
@@ -307,15 +309,16 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
     # number between two gets.
     if any(flag in pair.model for flag in ("--fp16", "--bf16", "--fp8-format", "cuda")):
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
-    # Adafactor makes whole steps of what is rounding alone, as of biases that no score of an ICT
-    # depends on.
-    if "adafactor" in pair.model and re.search("--model ict|--fp8-format", pair.model):
+    # Adafactor and Muon make whole steps of what is rounding alone, as of biases that no score of
+    # an ICT depends on.
+    whole = re.search("adafactor|muon", pair.model)
+    if whole and re.search("--model ict|adafactor.*--fp8-format", pair.model):
         worst = {name: worst[name] for name in ("loss", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)
     if "cuda" in pair.model:
         limit = max(limit, GPU_LIMIT)
-    if "--model ict" in pair.model and "adafactor" in pair.model:
+    if "--model ict" in pair.model and whole:
         limit = 1e-2  # of steps of weights that nothing depends on
     fine = max(worst.values()) < limit
     figures = "  ".join(f"{name} {value:.0e}" for name, value in worst.items())

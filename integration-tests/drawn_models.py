@@ -81,6 +81,8 @@ SELDOM = (
     (".*--moe-shared-expert-inter", "--moe-shared-expert-bias"),
     (".*--moe-capacity-factor", "--moe-min-capacity 4"),
     (".*--moe-capacity-factor", "--moe-eval-capacity-factor 1"),
+    ("(?!.*(num-groups|expert-bias|router-type|renorm|zero-exp|balance-(by|over))).*bert.*--moe-num",
+     "--moe-router-type expert_choice"),
     (".*--model bert", "--no-bert-binary-head"),
     (".*--model (bert|t5)", "--mask-prob 0.4"),
     (".*--model (bert|t5)", "--short-seq-prob 0.5"),

@@ -21,10 +21,10 @@ configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
-to be that of all ranks, and Sinkhorn's balance where ranks have parts of a sequence. A bias of keys
-shifts all scores of a query alike, so its gradient is rounding alone: that of their norm is not
-compared, and no bias of attention with Adafactor, which scales each number by its own size and
-makes steps that differ and change nothing.
+to be that of all ranks, and Sinkhorn's balance and experts that choose where ranks have parts of a
+sequence. A bias of keys shifts all scores of a query alike, so its gradient is rounding alone: that
+of their norm is not compared, and no bias of attention with Adafactor, which scales each number by
+its own size and makes steps that differ and change nothing.
 """
 
 from __future__ import annotations
@@ -146,8 +146,10 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
-    parts = cp > 1 or "--sequence-parallel" in layout  # of sequences, which Sinkhorn balances
-    model += [flag for flag in seldom(rng, model, layers=4) if not (parts and "sinkhorn" in flag)]
+    more = seldom(rng, model, layers=4)
+    if cp > 1 or "--sequence-parallel" in layout:  # ranks have parts of what these look at as one
+        more = [flag for flag in more if not re.search("sinkhorn|expert_choice", flag)]
+    model += more
     if device != "cpu":
         model += ["--no-bf16"] if half >= 0.3 else []
         model += [f"--device {device} --no-compile"]
@@ -230,6 +232,7 @@ def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
             begin = [*(of_sentences if "--model" in model else gpt), *model.split()]
             begin += [*layout.split(), *drawn]
             begin += ["--moe-jitter-eps", "0.1"] if "moe-num-experts" in model else []
+            begin += ["--moe-router-noise"] if "router-type" not in model else []
             pairs.append(pair)
             lines += [
                 [*begin, "--save", str(pair.alone)],

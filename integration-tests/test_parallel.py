@@ -117,6 +117,7 @@ ROWS = "--make-vocab-size-divisible-by 64"  # of a vocabulary of two ranks, as m
 SINKHORN = (
     "--moe-router-type sinkhorn --moe-router-score-function sigmoid --micro-batch-size 2 --seed 1"
 )
+NOISE = "--moe-router-noise"  # a sample's, on whichever rank
 # Evaluated in between without them.
 FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.
@@ -125,7 +126,7 @@ ALONE = {
     "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
     "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
     "sinkhorn": SINKHORN, "gates": GATES, "key": ONE_KEY, "states": STATES,
-    "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH, "lists": LISTS,
+    "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH, "lists": LISTS, "noise": NOISE,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
@@ -138,6 +139,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "tp2 dense": (2, f"{TP} 2", False),
     "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
     "tp2": (2, f"{TP} 2", True),
+    "tp2 noise": (2, f"{TP} 2 {NOISE}", True),
     "tp2 sp": (2, f"{TP} 2 {SP}", True),
     "tp2 sp, balance in sequences": (2, f"{TP} 2 {SP} {IN_SEQUENCES}", True),
     "latent tp2 sp": (2, f"{TP} 2 {SP} {LATENT}", True),

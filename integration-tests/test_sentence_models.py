@@ -26,6 +26,7 @@ SAME = (
 MOE = "--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.05"
 ONE = {
     "bert": f"--model bert {MOE}",
+    "bert choice": f"--model bert {MOE} --moe-router-type expert_choice",
     "t5": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {MOE} "
     "--position-embedding-type relative",
     "t5 learned": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {MOE}",
@@ -39,6 +40,8 @@ ONE = {
 LAYOUTS: dict[str, tuple[str, str]] = {
     "bert dp2": ("bert", "--zero-stage 3"),
     "bert ep2": ("bert", f"{EP} 2"),
+    "bert choice ep2": ("bert choice", f"{EP} 2"),
+    "bert choice tp2 ep2": ("bert choice", f"{TP} 2 {EP} 2"),
     "bert tp2 sp": ("bert", f"{TP} 2 {SP}"),
     "bert pp2": ("bert", f"{PP} 2"),
     "t5 dp2": ("t5", ""),

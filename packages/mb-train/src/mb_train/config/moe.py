@@ -83,8 +83,14 @@ class MoEFields:
     moe_router_type: str = flag(
         "how a token's experts are chosen: its best by score, or in training by logits that "
         "Sinkhorn's iteration balances over the tokens of a rank's micro-batch; or one after the "
-        "other among those near the best, in training by chance, as Phi-3.5-MoE (ours)",
-        "topk", choices=("topk", "sinkhorn", "sparsemixer"), on_load="said", in_training=True,
+        "other among those near the best, in training by chance, as Phi-3.5-MoE; or the experts "
+        "choose their best tokens, of models that see whole texts (ours)",
+        "topk", choices=("topk", "sinkhorn", "sparsemixer", "expert_choice"), on_load="said",
+        in_training=True,
+    )  # fmt: skip
+    moe_router_noise: bool = flag(
+        "noise on the router's scores in training, as wide as a learned map of the token says: "
+        "noisy top-k (ours)", False, on_load="model",
     )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
@@ -228,6 +234,20 @@ class MoEFields:
         first = -(-self.moe_first_k_dense // self.moe_layer_freq) * self.moe_layer_freq
         return range(first, layers, self.moe_layer_freq)
 
+    @property
+    def experts_see_others(self) -> bool:
+        """What a token gets of the experts depends on the other tokens that are computed with it.
+
+        They take places of a capacity, or are chosen before it.
+        """
+        return self.moe_num_experts is not None and (
+            self.moe_capacity_factor > 0 or self._experts_choose
+        )
+
+    @property
+    def _experts_choose(self) -> bool:
+        return self.moe_num_experts is not None and self.moe_router_type == "expert_choice"
+
     def check_moe(self) -> None:
         """Raise ValueError for a choice of experts that does not work."""
         experts, zero = self.moe_num_experts, self.moe_num_zero_experts
@@ -237,20 +257,32 @@ class MoEFields:
                 f"Expected --moe-top-k of at most --moe-num-experts{both}, got {self.moe_top_k} "
                 f"and {experts + zero}: a token can choose an expert only once."
             )
-        by_score = {
+        if experts is not None and self.moe_router_type != "topk":
+            self._check_router()
+
+    def _check_router(self) -> None:
+        """Raise ValueError for what another choice than that of the best by score would ignore."""
+        kind, function = self.moe_router_type, self.moe_router_score_function
+        ignored = {
             "--moe-router-group-topk": self.moe_router_group_topk is not None,
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
+            "--moe-router-noise": self.moe_router_noise,
         }
-        if self.moe_router_type == "sparsemixer":
-            function = self.moe_router_score_function
-            by_score |= {
-                f"--moe-router-score-function {function}": function != "softmax",
+        if kind in ("sparsemixer", "expert_choice"):
+            ignored |= {
                 "--moe-renormalize": self.moe_renormalize,
                 "--moe-uniform-expert-assignment": self.moe_uniform_expert_assignment,
             }
-        for words in (words for words, given in by_score.items() if given):
-            if experts is not None and self.moe_router_type != "topk":
-                raise ValueError(
-                    f"Expected --moe-router-type topk with {words}, which bears on a choice by "
-                    f"score, got {self.moe_router_type}. Leave one of the two out."
-                )
+        if kind == "sparsemixer":
+            ignored[f"--moe-router-score-function {function}"] = function != "softmax"
+        if kind == "expert_choice":
+            ignored |= {
+                "--moe-num-zero-experts": self.moe_num_zero_experts > 0,
+                "--moe-balance-by scores": self.moe_balance_by == "scores",
+                "--moe-balance-over sequence": self.moe_balance_over == "sequence",
+            }
+        for words in (words for words, given in ignored.items() if given):
+            raise ValueError(
+                f"Expected --moe-router-type topk with {words}, which bears on a choice by "
+                f"score, got {kind}. Leave one of the two out."
+            )

@@ -300,6 +300,12 @@ class TrainConfig(
     def _check_decoder(self) -> None:
         if self.model == "t5" and self.decoder_seq_length is None:
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
+        if self.model in ("gpt", "t5") and self._experts_choose:
+            raise ValueError(
+                "Expected another --moe-router-type than expert_choice with --model "
+                f"{self.model}: which experts choose a token depends on those behind it, which it "
+                "must not see. Models that see whole texts take it: bert, ict, classifier."
+            )
 
     def _check_context(self) -> None:
         cp, tp = self.context_parallel_size, self.tensor_model_parallel_size

@@ -85,8 +85,10 @@ def _computes(config: TransformerConfig, *, experts: bool) -> dict[str, Any]:
         return {**found, flag_name("moe_num_experts"): moe and moe.num_experts}
     if moe is None:
         return found
-    # Sinkhorn's balance is of training alone: what it trained is evaluated by scores.
-    found["--moe-router-type"] = "topk" if config.router == "sinkhorn" else config.router
+    # Sinkhorn's balance and noise are of training alone: what they trained is evaluated by scores.
+    by_score = config.router in ("sinkhorn", "noisy_topk")
+    found["--moe-router-type"] = "topk" if by_score else config.router
+    found["--moe-router-noise"] = config.router == "noisy_topk"  # which has weights of its own
     flags = TrainConfig.moe_argument_names()
     for name in (f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS):
         said = flag_name(flags[name]) if name in flags else f"experts' {name}"

@@ -95,7 +95,7 @@ class Generator:
         self.ends = frozenset((self.tokenizer.eod, *further, *self._ends_of_answers()))
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
-        self._together = not trained.config.moe_capacity_factor
+        self._together = not trained.config.experts_see_others
         self._letters = 0  # of the texts since the tokenizer forgot
 
     @classmethod

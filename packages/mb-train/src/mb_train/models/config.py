@@ -18,7 +18,7 @@ _CHOICES = {
     "qk_norm": ("none", "head", "turned-head", "width", "latent", "l2"),
     "positions": ("learned", "rope", "relative", "none"),
     "softmax": ("vanilla", "off-by-one", "learnable"),
-    "router": ("topk", "sinkhorn", "sparsemixer"),
+    "router": ("topk", "noisy_topk", "sinkhorn", "sparsemixer", "expert_choice"),
 }
 
 
@@ -169,9 +169,9 @@ class TransformerConfig:
     Experts:
         moe: their configuration; None makes every layer dense.
         moe_layers: which layers have experts, one flag per layer; None means all.
-        router: a token's experts are its best by score ("topk"), in training those of
-            `mb_layers.SinkhornRouter` ("sinkhorn"), or those of `mb_layers.SparseMixerRouter`
-            ("sparsemixer").
+        router: a token's experts are its best by score ("topk"), or chosen as by a class of
+            `mb_layers`: `NoisyTopKRouter` ("noisy_topk"), `SinkhornRouter` ("sinkhorn"),
+            `SparseMixerRouter` ("sparsemixer"), `ExpertChoiceRouter` ("expert_choice").
     """
 
     num_layers: int

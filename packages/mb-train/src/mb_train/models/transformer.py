@@ -21,7 +21,14 @@ from typing import NamedTuple
 
 import torch
 from mb_kernels.activation import activate, activate_gated, is_glu
-from mb_layers import MoE, SinkhornRouter, SparseMixerRouter, dMoE
+from mb_layers import (
+    ExpertChoiceRouter,
+    MoE,
+    NoisyTopKRouter,
+    SinkhornRouter,
+    SparseMixerRouter,
+    dMoE,
+)
 from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext
@@ -33,7 +40,12 @@ from mb_train.models.linear import Linear, Norm
 from mb_train.models.mamba import Mamba2
 
 # By `TransformerConfig.router`, where it is not the layer's own.
-_ROUTERS = {"sinkhorn": SinkhornRouter, "sparsemixer": SparseMixerRouter}
+_ROUTERS = {
+    "noisy_topk": NoisyTopKRouter,
+    "sinkhorn": SinkhornRouter,
+    "sparsemixer": SparseMixerRouter,
+    "expert_choice": ExpertChoiceRouter,
+}
 
 
 class DenseMLP(nn.Module):

@@ -213,6 +213,8 @@ def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float,
     scores = 1 if moe.score_function == "softmax" else 3
     if config.router == "sparsemixer":
         scores += 1 + moe.top_k  # logits, and shares of those near each choice's best
+    elif config.router == "noisy_topk":
+        scores += 2  # the noise, and what its width is made of
     experts += (4 * moe.num_choices * scores) // width
     return around, dense, experts, remade
 

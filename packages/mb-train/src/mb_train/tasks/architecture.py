@@ -86,7 +86,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         mtp_loss_weight=config.mtp_loss_scaling_factor,
         moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
-        router=config.moe_router_type,
+        router="noisy_topk" if config.moe_router_noise else config.moe_router_type,
     )
 
 

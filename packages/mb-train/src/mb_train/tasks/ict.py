@@ -148,10 +148,10 @@ class ICTTask(SentenceTask):
 def embedded_at_once(config: TrainConfig) -> int:
     """Texts that a trained tower gets at a time.
 
-    One where experts have a capacity: others would take its places, and it would lie elsewhere
-    among others.
+    One where experts have a capacity or choose: others would take its places, and it would lie
+    elsewhere among others.
     """
-    return 1 if config.moe_capacity_factor else EVALUATED_AT_ONCE
+    return 1 if config.experts_see_others else EVALUATED_AT_ONCE
 
 
 def titles_beside(prefix: str) -> str | None:

@@ -491,6 +491,7 @@ def test_older_spellings_mean_what_they_meant():
             {"tokenizer_type": "GPTSentencePieceTokenizer"},
         ),
         ("--tokenizer-type DeepSeekV3Tokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
+        ("--tokenizer-type SFTTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
         (
             "--wandb-name a --save-retain-interval 9",
             {"wandb_exp_name": "a", "save_retain_interval": 9},

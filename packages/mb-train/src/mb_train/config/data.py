@@ -171,7 +171,11 @@ class DataFields:
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
         choices=tuple(TOKENIZER_TYPES),
-        said_as={"DeepSeekV3Tokenizer": "HuggingFaceTokenizer"},  # in AMD's port
+        # In AMD's port; and Core's of conversations, which have been through a template here.
+        said_as={
+            "DeepSeekV3Tokenizer": "HuggingFaceTokenizer",
+            "SFTTokenizer": "HuggingFaceTokenizer",
+        },
         instead_of=("tokenizer",),
     )
     vocab_file: str | None = flag(

@@ -152,35 +152,47 @@ def _nearest(config: TrainConfig) -> str:
         return _nearest_olmo(config)
     if config.multipliers is not None or config.scale_of_scores is not None:
         return _nearest_granite(config)
-    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
     if config.moe_num_experts is None:
-        if config.unrotated is not None:
-            return "exaone_moe" if config.qk_layernorm else "smollm3"
-        if config.position_embedding_type == "learned":
-            return "gpt2"
-        if config.qk_layernorm:
-            return "qwen3"
-        if config.add_qkv_bias:
-            return "qwen2"
-        # Llama's class insists that the heads divide the width, Mistral's is the same model, but
-        # for windows.
-        divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
-        return "llama" if divides and config.windows is None else "mistral"
-    if by_bias and config.moe_router_score_function == "softmax":
-        return "ernie4_5_moe"
-    if by_bias and parse(config.activation_name).offset:
-        return "minimax_m3_vl_text"
-    near = by_bias and config.windows is not None and config.qk_layernorm and not over_width
-    if config.unrotated is not None or near:
-        return "exaone_moe"
+        return _nearest_llama(config)
     if by_bias:
-        return "minimax_m2" if over_width else "glm4_moe"
+        return _nearest_by_bias(config)
+    if config.unrotated is not None:
+        return "exaone_moe"
     if config.qk_layernorm:
-        if over_width:
+        if config.qk_layernorm_over == "width":
             return "olmoe"
         some = config.windows is not None and config.windows[1] is not None
         return "mellum" if some or config.local_base is not None else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
+
+
+def _nearest_llama(config: TrainConfig) -> str:
+    """Without experts, and with what most of these models have."""
+    if config.unrotated is not None:
+        return "exaone_moe" if config.qk_layernorm else "smollm3"
+    if config.position_embedding_type == "learned":
+        return "gpt2"
+    if config.qk_layernorm:
+        return "qwen3"
+    if config.add_qkv_bias:
+        return "qwen2"
+    # Llama's class insists that the heads divide the width, Mistral's is the same model, but for
+    # windows.
+    divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
+    return "llama" if divides and config.windows is None else "mistral"
+
+
+def _nearest_by_bias(config: TrainConfig) -> str:
+    """With experts whose load a bias balances, or that are chosen by sigmoids."""
+    if config.moe_router_score_function == "softmax":
+        return "ernie4_5_moe"
+    if parse(config.activation_name).offset:
+        return "minimax_m3_vl_text"
+    over_width = config.qk_layernorm and config.qk_layernorm_over == "width"
+    near = config.windows is not None and config.qk_layernorm and not over_width
+    if config.unrotated is not None or near:
+        return "exaone_moe"
+    return "minimax_m2" if over_width else "glm4_moe"
 
 
 def _nearest_of_halves(config: TrainConfig) -> str:

@@ -1,8 +1,8 @@
 """Flags of models drawn at random, for the sweeps over layouts and devices.
 
-A GPT with attention or a state in every layer, or a hybrid's pattern; a BERT, a T5 or an ICT; with
-experts or without. What each function draws goes together, but for pairs of flags that the
-configuration refuses by name, which no sweep counts as a defect.
+A GPT with attention or a state in every layer, or a hybrid's pattern; a BERT, a T5, an ICT or a
+classifier; with experts or without. What each function draws goes together, but for pairs of flags
+that the configuration refuses by name, which no sweep counts as a defect.
 """
 
 from __future__ import annotations
@@ -141,9 +141,11 @@ def attention(rng: random.Random, tp: int) -> list[str]:
 
 
 def sentences(rng: random.Random, kind: str) -> list[str]:
-    """Flags of a BERT, a T5 or an ICT, with documents of sentences."""
+    """Flags of a BERT, a T5, an ICT or a classifier, with documents of sentences."""
     model = [f"--model {kind} --num-layers 4 --num-attention-heads 4"]
     model += ["--make-vocab-size-divisible-by 64"]  # as many rows for every number of ranks
+    if kind == "classifier":
+        model += [f"--task {rng.choice(['qqp', 'race'])}"]
     if kind == "t5":
         model += [f"--decoder-seq-length 12 --vocab-extra-ids 8 {rng.choice(DECODERS)}"]
     return [*model, rng.choice(["", "--position-embedding-type relative"])]

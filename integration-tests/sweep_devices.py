@@ -2,11 +2,11 @@
 
     python integration-tests/sweep_devices.py --draws 60 --seed 1 --workers 12
 
-A draw is a GPT, a BERT, a T5 or an ICT as `sweep_layouts` draws them, in sizes that fill no tile,
-in fp32, fp16 or bf16, with an optimizer, recompute, kept activations in few bits, block-sparse
-experts, and on the GPU compiled or replayed as CUDA graphs. The CPU takes two steps and saves; from
-there each takes three more. The largest deviation of losses, gradient norms, weights and moments
-is printed. What the configuration refuses is said with its message.
+A draw is a GPT, a BERT, a T5, an ICT or a classifier as `sweep_layouts` draws them, in sizes that
+fill no tile, in fp32, fp16 or bf16, with an optimizer, recompute, kept activations in few bits,
+block-sparse experts, and on the GPU compiled or replayed as CUDA graphs. The CPU takes two steps
+and saves; from there each takes three more. The largest deviation of losses, gradient norms,
+weights and moments is printed. What the configuration refuses is said with its message.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 from drawn_models import decoder, experts, hybrid, seldom, sentences
 from mb_data.system import cores
-from sweep_layouts import SAME, SENTENCES, _write_data, exactly
-from sweep_layouts import write_tokens as short_documents
+from sweep_layouts import exactly, write_data
 from test_parallel import _deviations
 
 # Largest deviation of losses, which all else follows from: rounding moves tokens whose experts
@@ -37,7 +36,7 @@ SPARSE = "--moe-mlp-impl sparse --moe-capacity-factor 0 --moe-ffn-hidden-size 12
 
 def draw(rng: random.Random) -> tuple[str, str]:
     """Flags of the model, and those of the GPU alone."""
-    kind = rng.choice(["gpt", "gpt", "gpt", "bert", "t5", "ict"])
+    kind = rng.choice(["gpt", "gpt", "gpt", "gpt", "bert", "t5", "ict", "classifier"])
     heads = rng.choice([2, 4])
     model = sentences(rng, kind) if kind != "gpt" else decoder(rng, 1)
     model += [f"--num-layers 2 --num-attention-heads {heads}"]
@@ -99,8 +98,7 @@ def main(arguments: argparse.Namespace) -> int:
     context, wrong = multiprocessing.get_context("spawn"), 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        gpt = [*SAME.split(), "--data-path", short_documents(folder)]
-        of_sentences = [*SENTENCES.split(), *_write_data(folder)]
+        begins = write_data(folder)
         threads = max(cores() // arguments.workers, 1)  # or they wait for each other
         begin = {"initializer": torch.set_num_threads, "initargs": (threads,)}
         with ProcessPoolExecutor(
@@ -109,8 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
             waiting = []
             for n in range(arguments.draws):
                 model, more = draw(random.Random(f"{arguments.seed} {n}"))
-                line = of_sentences if "--model" in model else gpt
-                waiting.append(pool.submit(compare, n, model, more, line, folder))
+                waiting.append(pool.submit(compare, n, model, more, begins(model), folder))
             for done in as_completed(waiting):
                 error = done.exception()
                 said = f"DEFECT  {error!r} {error.__cause__}" if error else done.result()

@@ -4,27 +4,27 @@
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --resume
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
-A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, latents, norms, windows, sinks, gates, states, further tokens, multipliers, muP),
-in fp32, fp16 or bf16, with products in FP8 or without, an optimizer, and a layout of two or four
-ranks (data, tensor, sequence, context, pipeline and expert parallelism, schedule, dispatcher, ZeRO
-stage, recompute, offload; those of one size share their processes). Three steps with accumulation,
-sequences with unequal numbers of tokens that count: the largest deviation of losses, gradient
-norms, weights and moments is printed. With `--go-on` two more steps follow: of the ranks from the
-process's checkpoint, and of the process from theirs. With `--resume` nothing is compared with one
-process: the ranks take five steps, and five with a stop after three, dropout and jitter drawn:
-losses, weights and moments are to be equal to the bit. With `--device cuda` the ranks are two or
-four GPUs, joined by NCCL, and the one process has the first of them (a CPU draws other first
-weights; that GPUs compute what CPUs do is `sweep_devices`' part): losses, norms and validation are
-compared; with `--compiled` the ranks compile their blocks, the one process does not. What the
-configuration refuses is said with its message.
+A draw is a GPT, a BERT, a T5, an ICT or a classifier (experts, top-k, capacity, biases, shared
+experts, positions, heads, latents, norms, windows, sinks, gates, states, further tokens,
+multipliers, muP), in fp32, fp16 or bf16, with products in FP8 or without, an optimizer, and a
+layout of two or four ranks (data, tensor, sequence, context, pipeline and expert parallelism,
+schedule, dispatcher, ZeRO stage, recompute, offload; those of one size share their processes).
+Three steps with accumulation, sequences with unequal numbers of tokens that count: the largest
+deviation of losses, gradient norms, weights and moments is printed. With `--go-on` two more steps
+follow: of the ranks from the process's checkpoint, and of the process from theirs. With `--resume`
+nothing is compared with one process: the ranks take five steps, and five with a stop after three,
+dropout and jitter drawn: losses, weights and moments are to be equal to the bit. With `--device
+cuda` the ranks are two or four GPUs, joined by NCCL, and the one process has the first of them (a
+CPU draws other first weights; that GPUs compute what CPUs do is `sweep_devices`' part): losses,
+norms and validation are compared; with `--compiled` the ranks compile their blocks, the one process
+does not. What the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
 to be that of all ranks, and Sinkhorn's balance and experts that choose where ranks have parts of a
-sequence. A bias of keys shifts all scores of a query alike, so its gradient is rounding alone: that
-of their norm is not compared, and no bias of attention with Adafactor, which scales each number by
-its own size and makes steps that differ and change nothing.
+sequence. A bias of keys, or of the scores of answers, shifts all of them alike, so its gradient is
+rounding alone: that of the keys' norm and of answers is not compared, and no bias of attention with
+Adafactor, which scales each number by its own size and makes steps that differ and change nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import argparse
 import random
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -64,10 +65,11 @@ OPTIMIZERS = {
     "adam --optimizer-state-dtype bf16": 5e-2,
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
-# embed all texts nearly alike at first, and what tells them apart cancels. A number between two
-# codes of 8 bits gets either.
+# embed all texts nearly alike at first, as a classifier does, and what tells them apart cancels. A
+# number between two codes of 8 bits gets either.
 KINDS = {
-    "--model t5": 1e-3, "--model ict": 1e-3, "--moe-saved-activation-bits": 1e-3,
+    "--model t5": 1e-3, "--model ict": 1e-3, "--model classifier": 1e-3,
+    "--moe-saved-activation-bits": 1e-3,
     "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
 }  # fmt: skip
 # Runs leave their groups behind: gloo's have threads, NCCL's buffers on the GPU. Starts of 24,
@@ -91,11 +93,25 @@ def write_tokens(folder: Path) -> str:
     return str(prefix)
 
 
+def write_data(folder: Path) -> Callable[[str], list[str]]:
+    """Data of every kind; the flags that a model's line begins with, by its own."""
+    gpt = [*SAME.split(), "--data-path", write_tokens(folder)]
+    *sentences, _, prefix = [*SENTENCES.split(), *_write_data(folder)]
+
+    def begins(model: str) -> list[str]:
+        if "--task" not in model:
+            return [*sentences, "--data-path", prefix] if "--model" in model else gpt
+        pairs = str(folder / ("questions" if "--task race" in model else "pairs.tsv"))
+        return [*sentences, "--train-data-path", pairs, "--valid-data-path", pairs]
+
+    return begins
+
+
 def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     """Ranks, the model's flags and the layout's."""
     most = 4 if device == "cpu" else max(torch.cuda.device_count(), 2)
     ranks = rng.choice([number for number in (2, 4, 4) if number <= most])
-    kind = rng.choice(["gpt", "gpt", "bert", "t5", "ict"])
+    kind = rng.choice(["gpt", "gpt", "gpt", "bert", "t5", "ict", "classifier"])
     stages = (1,) if kind == "ict" else (1, 2, 4)
     tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])
     dp = ranks // (tp * pp)
@@ -178,8 +194,7 @@ class Pair(NamedTuple):
 def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool, compiled: bool) -> bool:
     """Train all, print a line for each; whether all are equal."""
     eager = "--no-compile" if compiled else None  # what the ranks leave out
-    gpt = [*SAME.split(), "--data-path", write_tokens(folder)]
-    of_sentences = [*SENTENCES.split(), *_write_data(folder)]
+    begins = write_data(folder)
     equal = True
     for ranks in sorted({ranks for ranks, *_ in draws}):
         pairs = [
@@ -187,10 +202,7 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool, compi
             for i, (r, m, layout) in enumerate(draws)
             if r == ranks
         ]
-        begin = [
-            [*(of_sentences if "--model" in pair.model else gpt), *pair.model.split()]
-            for pair in pairs
-        ]
+        begin = [[*begins(pair.model), *pair.model.split()] for pair in pairs]
         spread = [
             [*(word for word in line if word != eager), *pair.layout.split(),
              "--save", str(pair.spread)]
@@ -217,8 +229,7 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool, compi
 
 def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
     """Train all at once and with a stop, print a line for each; whether all are equal."""
-    gpt = [*SAME.split(), "--data-path", write_tokens(folder)]
-    of_sentences = [*SENTENCES.split(), *_write_data(folder)]
+    begins = write_data(folder)
     drawn = ["--train-iters", "5", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
     equal = True
     for ranks in sorted({ranks for ranks, *_ in draws}):
@@ -229,8 +240,7 @@ def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
             # A budget begins anew after a stop, and a CPU's last bits depend on the room.
             layout = layout.replace("--moe-row-policy budget", "--moe-row-policy exact")
             pair = Pair(model, layout, folder / f"{ranks}-{i}-parts", folder / f"{ranks}-{i}")
-            begin = [*(of_sentences if "--model" in model else gpt), *model.split()]
-            begin += [*layout.split(), *drawn]
+            begin = [*begins(model), *model.split(), *layout.split(), *drawn]
             begin += ["--moe-jitter-eps", "0.1"] if "moe-num-experts" in model else []
             begin += ["--moe-router-noise"] if "router-type" not in model else []
             pairs.append(pair)
@@ -306,6 +316,7 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
     else:
         scaled = "adafactor" in pair.model
         biases = r"attention\.norm_k\.bias"
+        biases += r"|\.head\.bias" if "--task race" in pair.model else ""
         biases += r"|^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else ""
         worst = _deviations(pair.spread, pair.alone, biases)
     # Rounding decides who is chosen of two experts that score alike, and which code of 8 bits a
@@ -313,9 +324,9 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
     if any(flag in pair.model for flag in ("--fp16", "--bf16", "--fp8-format", "cuda")):
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
     # Adafactor and Muon make whole steps of what is rounding alone, as of biases that no score of
-    # an ICT depends on.
+    # an ICT or of a choice among answers depends on.
     whole = re.search("adafactor|muon", pair.model)
-    if whole and re.search("--model ict|adafactor.*--fp8-format", pair.model):
+    if whole and re.search("--model ict|adafactor.*(--fp8-format|--task race)", pair.model):
         worst = {name: worst[name] for name in ("loss", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)

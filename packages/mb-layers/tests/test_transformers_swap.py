@@ -612,11 +612,12 @@ def test_what_was_frozen_stays_frozen() -> None:
 def test_weights_swapped_and_restored_without_gradients_train_on(
     family: str, context: Callable
 ) -> None:
-    """Those too that are copies in the other layout."""
+    """Those too that are copies in the other layout, and in a copy of the model."""
     model = build(family)
     expected = outputs_and_gradients(model)
     with context():
         mb.swap_blocks(model, load_balancing_loss_weight=0.0)
+    model = copy.deepcopy(model)
     assert all(p.requires_grad for p in model.parameters())
     outputs_and_gradients(model)
     with context():

@@ -92,6 +92,20 @@ def test_a_sparse_tensor_is_an_error(name, argument):
         op.call(**op.tensors | {argument: op.tensors[argument].detach().to_sparse()})
 
 
+@pytest.mark.parametrize(
+    "foreign", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "numpy"]
+)
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_what_is_no_tensor_is_an_error(name, argument, foreign):
+    op = make_op(name)
+    if argument == "counts" and name != "router_losses":
+        pytest.skip("the op does not read the counts")
+    if argument == "data" or argument in Topology._fields or (name, argument) == ("sdd", "a"):
+        pytest.skip("a Matrix is made of it first, which stk checks")
+    with pytest.raises(ValueError, match=r"expected .*tensor.*; got "):
+        op.call(**op.tensors | {argument: foreign(op.tensors[argument])})
+
+
 @pytest.mark.parametrize("name", reference.__all__)
 def test_a_twin_takes_what_its_op_takes(name):
     op, twin = (inspect.signature(getattr(m, name)).parameters for m in (mb_kernels, reference))

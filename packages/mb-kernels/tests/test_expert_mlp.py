@@ -232,8 +232,11 @@ def test_inference_keeps_nothing():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w1": torch.zeros(5, 4, 6)}, r"w1_EFD: expected \(5, 8, 6\) for swiglu.*gate over up"),
-        ({"w2": torch.zeros(5, 7, 4)}, r"w2_EDF: expected \[E, D, F\].*\(5, 7, 4\)"),
+        (
+            {"w1": torch.zeros(5, 4, 6).double()},
+            r"w1_EFD: expected \(5, 8, 6\) for swiglu.*gate over up",
+        ),
+        ({"w2": torch.zeros(5, 7, 4).double()}, r"w2_EDF: expected \[E, D, F\].*\(5, 7, 4\)"),
         ({"w1": torch.zeros(5, 8, 6)}, "w1_EFD: expected torch.float64"),
         ({"weights": torch.zeros(12, 2)}, r"weights_TK: expected \[13, top_k\]"),
         ({"weights": torch.zeros(13, 0)}, r"weights_TK: .*at least one choice; got \(13, 0\)"),

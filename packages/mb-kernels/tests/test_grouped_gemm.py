@@ -52,9 +52,13 @@ def test_gradients(kind, transpose_weight):
 @pytest.mark.parametrize(
     ("w", "offsets", "message"),
     [
-        (torch.zeros(2, 5, 6), torch.zeros(3), r"\[E, M, K\].*\(4, 5\).*\(2, 5, 6\).*=False"),
-        (torch.zeros(2, 6, 5), torch.zeros(2), r"offsets_E1: expected \[3\].*\(2,\)"),
-        (torch.zeros(2, 6, 5).half(), torch.zeros(3), "w: expected torch.float32.*torch.float16"),
+        (torch.zeros(2, 5, 6), torch.zeros(3).int(), r"\[E, M, K\].*\(4, 5\).*\(2, 5, 6\).*=False"),
+        (torch.zeros(2, 6, 5), torch.zeros(2).int(), r"offsets_E1: expected \[3\].*\(2,\)"),
+        (
+            torch.zeros(2, 6, 5).half(),
+            torch.zeros(3).int(),
+            "w: expected torch.float32.*torch.float16",
+        ),
     ],
 )
 def test_bad_input(w, offsets, message):

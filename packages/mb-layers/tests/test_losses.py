@@ -22,6 +22,7 @@ from mb_layers import (
     z_loss,
 )
 from mb_layers.balance import router_losses
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -69,23 +70,32 @@ def test_the_loss_is_of_the_routers_own_scores(own: str, other: str) -> None:
     assert_close("d router.weight", *grads)
 
 
+@pytest.mark.parametrize("of_all_modules", [False, True])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_the_loss_is_of_what_a_hook_of_the_router_returns(score_function: str) -> None:
+def test_the_loss_is_of_what_a_hook_of_the_router_returns(
+    score_function: str, of_all_modules: bool
+) -> None:
     """A function of ours that is called behind the router returns nothing, and changes nothing."""
     sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 3, "init_method_std": 0.5}
     config = MoEConfig(**sizes, score_function=score_function, load_balancing_loss_weight=1.0)
     layer = dMoE(config, dtype=torch.float64)
     x, returned = torch.randn(7, 8, dtype=torch.float64), []
 
-    def soften(router: Router, args: object, routed: RouterOutput) -> RouterOutput:
+    def soften(module: nn.Module, args: object, routed: RouterOutput) -> RouterOutput | None:
+        if module is not layer.router:
+            return None
         returned.append(routed._replace(probs_TE=torch.softmax(routed.logits_TE / 3, dim=-1)))
         return returned[-1]
 
     _, before, _ = layer(x)
     with record_routing(layer):
         assert torch.equal(layer(x).aux_loss, before)
-    layer.router.register_forward_hook(soften)
+    if of_all_modules:
+        hook = nn.modules.module.register_module_forward_hook(soften)
+    else:
+        hook = layer.router.register_forward_hook(soften)
     _, got, metrics = layer(x)
+    hook.remove()
     want = load_balancing_loss(returned[0].probs_TE, metrics["tokens_per_expert"])
     assert_close("aux_loss", got, want)
     weight = layer.router.weight

@@ -246,6 +246,21 @@ def test_layers_that_are_compiled_one_by_one_share_their_code() -> None:
     torch.testing.assert_close(got.aux_loss, expected.aux_loss)
 
 
+@pytest.mark.slow
+def test_checkpointed_layers_compile_without_a_break() -> None:
+    model = build("olmoe", num_hidden_layers=1)
+    model.config.use_cache = False  # else transformers breaks the graph to say that it cannot
+    mb.swap_blocks(model, load_balancing_loss_weight=5.0)
+    expected = outputs_and_gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    model.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        got = outputs_and_gradients(model)
+    torch._dynamo.reset()
+    same(got, expected)
+
+
 def test_layers_without_losses_have_none_to_lose() -> None:
     model = build("olmoe")
     expected = outputs_and_gradients(model)
@@ -597,11 +612,12 @@ def test_what_was_frozen_stays_frozen() -> None:
 def test_weights_swapped_and_restored_without_gradients_train_on(
     family: str, context: Callable
 ) -> None:
-    """Those too that are copies in the other layout."""
+    """Those too that are copies in the other layout, and in a copy of the model."""
     model = build(family)
     expected = outputs_and_gradients(model)
     with context():
         mb.swap_blocks(model, load_balancing_loss_weight=0.0)
+    model = copy.deepcopy(model)
     assert all(p.requires_grad for p in model.parameters())
     outputs_and_gradients(model)
     with context():

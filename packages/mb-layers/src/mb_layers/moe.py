@@ -30,6 +30,9 @@ from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput, is_ours
 from mb_layers.tensors import at_least_fp32, is_dtensor, to_plain
 
+# A private name of torch, whose public call sets such hooks but does not tell of them.
+_hooks_of_all_modules = getattr(nn.modules.module, "_global_forward_hooks", {})
+
 
 class MoEOutput(NamedTuple):
     """What a layer returns.
@@ -304,8 +307,9 @@ def _is_as_returned(router: nn.Module) -> bool:
     Not behind a hook, which may put other probabilities in their place, say. Those of torch's own
     (FSDP2's) and of these packages hand on what they were given.
     """
-    hooks = [getattr(hook, "__module__", "") for hook in router._forward_hooks.values()]
-    return is_ours(router, "forward") and all(name.startswith(("torch.", "mb_")) for name in hooks)
+    hooks = [*router._forward_hooks.values(), *_hooks_of_all_modules.values()]
+    names = [getattr(hook, "__module__", "") for hook in hooks]
+    return is_ours(router, "forward") and all(name.startswith(("torch.", "mb_")) for name in names)
 
 
 def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:

@@ -56,13 +56,13 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
         ValueError: sizes, dtypes, devices or the block size do not fit.
     """
     _check_matrix("topology", topology)
+    checks.require_same("a", a, b=b)
+    indices = _indices("topology", topology, "a", a)
     a_GMK, b_GKN = _stack("a", a), _stack("b", b)
     size = topology.size()
     _check_size("a", a_GMK.shape[0] * a_GMK.shape[1], size[0], "rows of the topology", a_GMK, 1)
     _check_size("b", b_GKN.shape[0] * b_GKN.shape[2], size[1], "columns of the topology", b_GKN, 2)
     _check_size("b", b_GKN.shape[1], a_GMK.shape[2], "columns of a")
-    checks.require_same("a", a, b=b)
-    indices = _indices("topology", topology, "a", a)
     if not topology.is_contiguous():  # (a @ b)^T = b^T @ a^T has the blocks of the stored matrix
         a_GMK, b_GKN = b_GKN.transpose(1, 2), a_GMK.transpose(1, 2)
     data = torch.ops.mb.sdd(a_GMK, b_GKN, *indices)
@@ -84,10 +84,10 @@ def dsd(a: "stk.Matrix", b: Tensor) -> Tensor:
         ValueError: sizes, dtypes, devices or the block size do not fit.
     """
     _check_matrix("a", a)
-    b_GKN = _stack("b", b)
-    _check_size("b", b_GKN.shape[0] * b_GKN.shape[1], a.size()[1], "columns of a", b_GKN, 1)
     checks.require_same("a", a.data, b=b)
     indices = _indices("a", a, "a.data", a.data)
+    b_GKN = _stack("b", b)
+    _check_size("b", b_GKN.shape[0] * b_GKN.shape[1], a.size()[1], "columns of a", b_GKN, 1)
     transposed = not a.is_contiguous()
     return torch.ops.mb.dsd(a.data, b_GKN, *indices, transposed, 1, False)[0]
 
@@ -106,11 +106,11 @@ def dds(a: Tensor, b: "stk.Matrix") -> Tensor:
         ValueError: sizes, dtypes, devices or the block size do not fit.
     """
     _check_matrix("b", b)
+    checks.require_same("b", b.data, a=a)
+    indices = _indices("b", b, "b.data", b.data)
     if a.ndim != 2:
         raise ValueError(f"a: expected [M, K]; got {tuple(a.shape)}. A stack has no use here.")
     _check_size("a", a.shape[1], b.size()[0], "rows of b")
-    checks.require_same("b", b.data, a=a)
-    indices = _indices("b", b, "b.data", b.data)
     # a @ b = (b^T @ a^T)^T, computed into memory that is row-major after the last transpose.
     transposed = b.is_contiguous()
     out = torch.ops.mb.dsd(b.data, a.t()[None], *indices, transposed, 1, True)

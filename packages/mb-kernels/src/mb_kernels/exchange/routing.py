@@ -50,14 +50,14 @@ def pack_routing(
     Raises:
         ValueError: a shape, dtype or device that does not fit, sizes that do not divide.
     """
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_indices("weights_TK", weights_TK, expert_ids_TK=expert_ids_TK)
     shape = weights_TK.shape
     if len(shape) != 2 or shape[1] < 1 or expert_ids_TK.shape != shape:
         raise ValueError(
             "expert_ids_TK: expected [T, K], as weights_TK, with K of at least 1; got "
             f"{tuple(expert_ids_TK.shape)} and {tuple(shape)}."
         )
-    checks.require_floating("weights_TK", weights_TK)
-    checks.require_indices("weights_TK", weights_TK, expert_ids_TK=expert_ids_TK)
     _require_sizes(num_experts, ranks)
     words, peers, counts = torch.ops.mb.pack_routing(
         wide(weights_TK), expert_ids_TK, num_experts, ranks

@@ -22,6 +22,10 @@ def check_experts(
     activation: str,
 ) -> None:
     """Raise ValueError unless the required arguments fit together."""
+    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
+    checks.require_bins("x_TD", x_TD, bins)
     if x_TD.ndim != 2 or w2_EDF.ndim != 3 or w2_EDF.shape[1] != x_TD.shape[1]:
         raise ValueError(
             "w2_EDF: expected [E, D, F] with the D of x_TD [T, D] "
@@ -48,10 +52,6 @@ def check_experts(
             f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
             "Build them with bin_tokens(expert_ids_TK, num_experts)."
         )
-    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    checks.require_floating("weights_TK", weights_TK)
-    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
-    checks.require_bins("x_TD", x_TD, bins)
 
 
 def check_biases(
@@ -66,14 +66,15 @@ def check_biases(
         ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
         ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
     ):
-        if bias is not None and tuple(bias.shape) != shape:
+        if bias is None:
+            continue
+        checks.require_floating(name, bias)
+        checks.require_device("x_TD", x_TD, **{name: bias})
+        if tuple(bias.shape) != shape:
             raise ValueError(
                 f"{name}: expected {shape}, a bias for each row of every expert's weight; got "
                 f"{tuple(bias.shape)}."
             )
-        if bias is not None:
-            checks.require_floating(name, bias)
-            checks.require_device("x_TD", x_TD, **{name: bias})
 
 
 def check_float8(activation: str) -> None:

@@ -48,6 +48,8 @@ def grouped_experts(
     if w3 is not None and kind.parts == 1:
         what = "has its gate between the rows of w1" if glu else "has no gate"
         raise ValueError(f"w3: expected None for {activation}, which {what}; got a tensor.")
+    others = {"w1": w1, "w2": w2} | ({} if w3 is None else {"w3": w3})
+    checks.require_same("x_RD", x_RD, **others)
     if x_RD.ndim != 2 or w2.ndim != 3 or w2.shape[1] != x_RD.shape[1]:
         raise ValueError(
             f"w2: expected [E, D, F] with the D of x_RD {tuple(x_RD.shape)}; got {tuple(w2.shape)}."
@@ -64,8 +66,6 @@ def grouped_experts(
                 f"{'no w3' if w3 is None else 'a w3'}; got {tuple(w.shape)}."
             )
     check_sizes("tokens_per_expert_E", tokens_per_expert_E, experts, x_RD.shape[0])
-    others = {"w1": w1, "w2": w2} | ({} if w3 is None else {"w3": w3})
-    checks.require_same("x_RD", x_RD, **others)
     checks.require_device("x_RD", x_RD, tokens_per_expert_E=tokens_per_expert_E)
     offsets_E1 = offsets_of(tokens_per_expert_E)
     h = grouped_gemm(x_RD, w1, offsets_E1)

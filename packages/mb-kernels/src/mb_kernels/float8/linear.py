@@ -32,6 +32,8 @@ def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> T
         ValueError: shapes, dtypes or devices do not match; a GPU without 8-bit products; there a
             weight of 2**31 elements, or 2**24 rows or columns.
     """
+    biases = {} if bias_M is None else {"bias_M": bias_M}
+    checks.require_same("x_NK", x_NK, w_MK=w_MK, **biases)
     if w_MK.ndim != 2 or x_NK.ndim < 1 or x_NK.shape[-1] != w_MK.shape[1]:
         raise ValueError(
             f"w_MK: expected [M, K] with the K of x_NK {tuple(x_NK.shape)}; got "
@@ -39,8 +41,6 @@ def float8_linear(x_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None = None) -> T
         )
     if bias_M is not None and bias_M.shape != w_MK.shape[:1]:
         raise ValueError(f"bias_M: expected [{w_MK.shape[0]}]; got {tuple(bias_M.shape)}.")
-    biases = {} if bias_M is None else {"bias_M": bias_M}
-    checks.require_same("x_NK", x_NK, w_MK=w_MK, **biases)
     checks.require_float8("x_NK", x_NK)
     checks.require_addressable("w_MK", w_MK, w_MK.shape)
     inputs, outputs = w_MK.shape[1], w_MK.shape[0]

@@ -38,6 +38,7 @@ def gmm(
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
+    checks.require_same("a", a, b=b)
     layout, shared = ("[E, M, K]", 2) if trans_b else ("[E, K, M]", 1)
     if trans_a:
         layout, shared = "[N, M]", 0
@@ -49,7 +50,6 @@ def gmm(
     if batch_sizes.device.type == "cpu":
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)
-    checks.require_same("a", a, b=b)
     offsets_E1 = offsets_of(batch_sizes)
     if not trans_a:
         return product("b", a, b, offsets_E1, transpose_weight=trans_b)

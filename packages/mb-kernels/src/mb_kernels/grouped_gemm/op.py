@@ -39,6 +39,8 @@ def grouped_gemm(
         ValueError: shapes, dtypes or devices do not match; on a GPU a matrix of 2**31 elements, or
             of 2**24 rows or columns, or 2**30 rows of x_NK.
     """
+    checks.require_same("x_NK", x_NK, w=w_EMK)
+    checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
     contraction = 2 if transpose_weight else 1
     if x_NK.ndim != 2 or w_EMK.ndim != 3 or w_EMK.shape[contraction] != x_NK.shape[1]:
         layout = "[E, M, K]" if transpose_weight else "[E, K, M]"
@@ -51,8 +53,6 @@ def grouped_gemm(
             f"offsets_E1: expected [{w_EMK.shape[0] + 1}], one more than the experts of w; got "
             f"{tuple(offsets_E1.shape)}."
         )
-    checks.require_same("x_NK", x_NK, w=w_EMK)
-    checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
     return product("w", x_NK, w_EMK, offsets_E1, transpose_weight=transpose_weight)
 
 

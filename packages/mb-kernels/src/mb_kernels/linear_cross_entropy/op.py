@@ -105,8 +105,16 @@ def _check(
 ) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}; got {reduction!r}.")
-    if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(f"x: expected floating-point [..., D]; got {x.dtype} {tuple(x.shape)}.")
+    for name, tensor in (("x", x), ("weight_VD", weight_VD), ("bias_V", bias_V)):
+        if tensor is not None:
+            checks.require_floating(name, tensor)
+    checks.require_device(
+        "x", x, weight_VD=weight_VD, labels=labels, weights=weights, bias_V=bias_V
+    )
+    if weights is not None and (weights.is_floating_point() or weights.is_complex()):
+        checks.require_floating("weights", weights)  # a mask of integers or booleans will do
+    if x.ndim == 0:
+        raise ValueError("x: expected [..., D], one dimension at least; got ().")
     if weight_VD.ndim != 2 or weight_VD.shape[1] != x.shape[-1]:
         raise ValueError(
             f"weight_VD: expected [V, {x.shape[-1]}] for x of shape {tuple(x.shape)}; "
@@ -128,15 +136,6 @@ def _check(
             f"bias_V: expected shape {tuple(weight_VD.shape[:1])}, one per row of weight_VD; "
             f"got {tuple(bias_V.shape)}."
         )
-    floating = {"x": x, "weight_VD": weight_VD, "bias_V": bias_V}
-    if weights is not None and (weights.is_floating_point() or weights.is_complex()):
-        floating["weights"] = weights  # a mask of integers or booleans will do
-    for name, tensor in floating.items():
-        if tensor is not None:
-            checks.require_floating(name, tensor)
-    checks.require_device(
-        "x", x, weight_VD=weight_VD, labels=labels, weights=weights, bias_V=bias_V
-    )
     if shard is None and weight_VD.shape[0] == 0:
         raise ValueError("weight_VD: expected a row for each label, one at least; got none.")
     if shard is not None and not 0 <= shard.start <= shard.size - weight_VD.shape[0]:

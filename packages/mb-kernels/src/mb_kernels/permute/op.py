@@ -31,10 +31,10 @@ def gather(x_TD: Tensor, bins: Bins, top_k: int) -> Tensor:
     Raises:
         ValueError: bins do not hold T·top_k slots; a dtype or device that does not fit.
     """
-    if x_TD.ndim != 2:
-        raise ValueError(f"x_TD: expected [T, D]; got {tuple(x_TD.shape)}. Flatten it.")
     checks.require_floating("x_TD", x_TD)
     checks.require_bins("x_TD", x_TD, bins)
+    if x_TD.ndim != 2:
+        raise ValueError(f"x_TD: expected [T, D]; got {tuple(x_TD.shape)}. Flatten it.")
     checks.require_integer(top_k=top_k)
     _check_slots(bins, x_TD.shape[0], top_k, "x_TD")
     return torch.ops.mb.gather(x_TD, *_indices(bins), top_k)
@@ -55,6 +55,10 @@ def combine(rows_ND: Tensor, bins: Bins, weights_TK: Tensor) -> Tensor:
     Raises:
         ValueError: rows or bins do not hold T·K slots; a dtype or device that does not fit.
     """
+    checks.require_floating("rows_ND", rows_ND)
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_device("rows_ND", rows_ND, weights_TK=weights_TK)
+    checks.require_bins("rows_ND", rows_ND, bins)
     if weights_TK.ndim != 2:
         raise ValueError(f"weights_TK: expected [T, K]; got {tuple(weights_TK.shape)}.")
     _check_slots(bins, weights_TK.shape[0], weights_TK.shape[1], "weights_TK")
@@ -63,10 +67,6 @@ def combine(rows_ND: Tensor, bins: Bins, weights_TK: Tensor) -> Tensor:
             f"rows_ND: expected [{bins.order_N.numel()}, D], a row for each entry of bins.order_N; "
             f"got {tuple(rows_ND.shape)}. Pass rows in that order."
         )
-    checks.require_floating("rows_ND", rows_ND)
-    checks.require_floating("weights_TK", weights_TK)
-    checks.require_device("rows_ND", rows_ND, weights_TK=weights_TK)
-    checks.require_bins("rows_ND", rows_ND, bins)
     return torch.ops.mb.combine(rows_ND, *_indices(bins), weights_TK, weights_TK.shape[1])
 
 

@@ -47,17 +47,14 @@ def quantize(x: Tensor, bits: int) -> Quantized:
         ValueError: another number of bits, an odd C with 4 bits, no dimension, not floating point.
     """
     _check_bits(bits)
-    if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"x: expected a floating-point tensor [..., C]; got {x.dtype} of shape "
-            f"{tuple(x.shape)}."
-        )
+    checks.require_floating("x", x)
+    if x.ndim == 0:
+        raise ValueError("x: expected [..., C], one dimension at least; got ().")
     if bits == 4 and x.shape[-1] % 2:
         raise ValueError(
             f"x: expected an even last dimension, two 4-bit codes fill a byte; got "
             f"{x.shape[-1]}. Use bits=8 or pad."
         )
-    checks.require_floating("x", x)
     return Quantized(*torch.ops.mb.quantize(x.detach(), bits))
 
 

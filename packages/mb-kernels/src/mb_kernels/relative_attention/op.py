@@ -56,6 +56,10 @@ def relative_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not match; heads wider than 128 on a GPU.
     """
+    checks.require_same("q_THC", q_THC, k_TGC=k_TGC, v_TGC=v_TGC)
+    checks.require_floating("bias_HA", bias_HA)
+    checks.require_device("q_THC", q_THC, bias_HA=bias_HA)
+    checks.require_indices("q_THC", q_THC, offsets_N1=offsets_N1)
     if q_THC.ndim != 3 or k_TGC.ndim != 3 or k_TGC.shape != v_TGC.shape:
         raise ValueError(
             "k_TGC, v_TGC: expected [tokens, heads, width] alike, and queries of three dimensions "
@@ -79,10 +83,6 @@ def relative_attention(
             "offsets_N1: expected the beginnings of segments and their end, two numbers at least; "
             f"got shape {tuple(offsets_N1.shape)}."
         )
-    checks.require_same("q_THC", q_THC, k_TGC=k_TGC, v_TGC=v_TGC)
-    checks.require_floating("bias_HA", bias_HA)
-    checks.require_device("q_THC", q_THC, bias_HA=bias_HA)
-    checks.require_indices("q_THC", q_THC, offsets_N1=offsets_N1)
     if registration.use_triton(q_THC) and C > _WIDEST:
         raise ValueError(
             f"q_THC: expected heads of at most {_WIDEST} numbers; got {C}. Use the twin in "

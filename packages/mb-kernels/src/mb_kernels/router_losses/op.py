@@ -93,12 +93,13 @@ def _check(
             "probs_TE: expected the softmax of logits_TE, or None with score_function='sigmoid'; "
             f"got {'None' if probs_TE is None else 'a tensor'} with {score_function!r}."
         )
+    checks.require_floating("logits_TE", logits_TE)
+    checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE, mask_T=mask_T)
     if logits_TE.ndim != 2 or logits_TE.shape[1] == 0:
         raise ValueError(
             f"logits_TE: expected [tokens, experts], one expert at least; got "
             f"{tuple(logits_TE.shape)}. Flatten leading dimensions."
         )
-    checks.require_floating("logits_TE", logits_TE)
     if probs_TE is not None:
         if probs_TE.shape != logits_TE.shape:
             raise ValueError(
@@ -117,20 +118,12 @@ def _check(
             f"mask_T: expected bool, one for each of {logits_TE.shape[0]} tokens; got "
             f"{mask_T.dtype} of shape {tuple(mask_T.shape)}."
         )
-    checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE, mask_T=mask_T)
 
 
 def _check_counts(
     logits_TE: Tensor, counts: dict[str, Tensor], scalars: dict[str, Tensor | None]
 ) -> None:
-    experts = logits_TE.shape[1]
-    for name, numbers in counts.items():
-        if numbers.shape != (experts,):
-            raise ValueError(
-                f"{name}: expected one count for each of {experts} experts; "
-                f"got shape {tuple(numbers.shape)}."
-            )
-    kept = scalars["kept_slots"]
+    kept, experts = scalars["kept_slots"], logits_TE.shape[1]
     if kept is None:
         raise ValueError(
             "kept_slots: expected how many slots an expert computes; got None. Pass "
@@ -146,6 +139,12 @@ def _check_counts(
             raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
     checks.require_device("logits_TE", logits_TE, **scalars)
     checks.require_indices("logits_TE", logits_TE, **counts, kept_slots=kept)
+    for name, numbers in counts.items():
+        if numbers.shape != (experts,):
+            raise ValueError(
+                f"{name}: expected one count for each of {experts} experts; "
+                f"got shape {tuple(numbers.shape)}."
+            )
 
 
 def _reference(

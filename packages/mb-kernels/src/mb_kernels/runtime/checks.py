@@ -1,7 +1,8 @@
 """Checks of an op's arguments: a call gives right numbers or raises a ValueError.
 
-Every public function checks shapes itself, and devices and dtypes by what is here. Behind it, the
-registered op gets contiguous tensors of one device, in dtypes that it computes in.
+Every public function first checks by what is here whether it got tensors, and their devices and
+dtypes; then it checks shapes itself. Behind it, the registered op gets contiguous tensors of one
+device, in dtypes that it computes in.
 """
 
 from collections.abc import Sequence

@@ -60,6 +60,8 @@ def state_space_scan(
     Raises:
         ValueError: shapes, dtypes or devices that do not match.
     """
+    checks.require_same("x_BSHP", x_BSHP, b_BSGN=b_BSGN, c_BSGN=c_BSGN)
+    checks.require_device("x_BSHP", x_BSHP, begins_BS=begins_BS)
     if x_BSHP.ndim != 4 or b_BSGN.ndim != 4 or b_BSGN.shape != c_BSGN.shape:
         raise ValueError(
             "b_BSGN, c_BSGN: expected [sequences, tokens, groups, width] alike, and x of four "
@@ -72,8 +74,6 @@ def state_space_scan(
             f"b_BSGN: expected [{B}, {S}, a divisor of {H}, N] for x of {tuple(x_BSHP.shape)}, of "
             f"one head at least; got {tuple(b_BSGN.shape)}."
         )
-    checks.require_same("x_BSHP", x_BSHP, b_BSGN=b_BSGN, c_BSGN=c_BSGN)
-    checks.require_device("x_BSHP", x_BSHP, begins_BS=begins_BS)
     of_heads = {"dt_BSH": (dt_BSH, (B, S, H)), "A_H": (A_H, (H,)), "D_H": (D_H, (H,))}
     if state_BHNP is not None:
         of_heads["state_BHNP"] = (state_BHNP, (B, H, N, P))

@@ -27,13 +27,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         ValueError: no tensor; one that is sparse, holds no floating-point numbers or is on another
             device than the first.
     """
-    tensors = [x.detach() if x.requires_grad else x for x in tensors]
+    tensors = list(tensors)
     if not tensors:
         raise ValueError("tensors: expected at least one; got none. Of no tensors it is 0.")
     for index, x in enumerate(tensors):
         checks.require_floating(f"tensors[{index}]", x)
         checks.require_device("tensors[0]", tensors[0], **{f"tensors[{index}]": x})
-    return torch.ops.mb.sum_of_squares(tensors)
+    return torch.ops.mb.sum_of_squares([x.detach() if x.requires_grad else x for x in tensors])
 
 
 def _fake(tensors: list[Tensor]) -> Tensor:

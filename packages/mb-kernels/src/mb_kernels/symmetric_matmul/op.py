@@ -45,6 +45,8 @@ def symmetric_matmul(
     Raises:
         ValueError: shapes, dtypes or devices that do not match.
     """
+    others = {"b_BMK": b_BMK} if add_BMM is None else {"b_BMK": b_BMK, "add_BMM": add_BMM}
+    checks.require_same("a_BMK", a_BMK, **others)
     if a_BMK.ndim != 3 or b_BMK.shape != a_BMK.shape:
         raise ValueError(
             "a_BMK, b_BMK: expected two stacks of matrices of one shape, [B, M, K]; got "
@@ -54,8 +56,6 @@ def symmetric_matmul(
         raise ValueError(
             f"add_BMM: expected {(*a_BMK.shape[:2], a_BMK.shape[1])}; got {tuple(add_BMM.shape)}."
         )
-    others = {"b_BMK": b_BMK} if add_BMM is None else {"b_BMK": b_BMK, "add_BMM": add_BMM}
-    checks.require_same("a_BMK", a_BMK, **others)
     return torch.ops.mb.symmetric_matmul(
         a_BMK, b_BMK, add_BMM if beta else None, float(alpha), float(beta), float(diagonal)
     )

@@ -67,7 +67,9 @@ class _Emptied(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        empty: Any = Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
+        with torch.inference_mode(False):  # else no copy that is made outside could require one
+            plain = tensor.detach().to("meta")
+            empty: Any = Tensor._make_subclass(cls, plain, tensor.requires_grad)
         empty._is_param = isinstance(tensor, nn.Parameter)
         return empty
 

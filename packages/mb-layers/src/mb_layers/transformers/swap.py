@@ -58,11 +58,13 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     `torch.distributed.checkpoint.state_dict` takes the two for the same, so that other ranks than
     the first are given nothing for these blocks: `set_model_state_dict` raises there that their
     names are missing, or returns them with strict=False. It needs `restore_blocks` first; other
-    functions and options do not. Accelerate's `cpu_offload`, `disk_offload` and `dispatch_model` to
-    a CPU or a disk need the tensors by the names of the new layers, and an error says how. Tensors
-    that lie otherwise in a block (GPT-OSS's experts, a shared expert's gate and up projection) are
-    copies there: what is written into the state dict reaches the model by `load_state_dict` alone.
-    Under FSDP2 all ranks have to call it, for it gathers shared experts.
+    functions and options do not. (Accelerate's `load_checkpoint_and_dispatch` without a device map
+    loads everything, but warns of the new layers' names, which that module of torch has added.)
+    Accelerate's `cpu_offload`, `disk_offload` and `dispatch_model` to a CPU or a disk need the
+    tensors by the names of the new layers, and an error says how. Tensors that lie otherwise in a
+    block (GPT-OSS's experts, a shared expert's gate and up projection) are copies there: what is
+    written into the state dict reaches the model by `load_state_dict` alone. Under FSDP2 all ranks
+    have to call it, for it gathers shared experts.
     """
     a_module(model=model)
     refuse_router_logits(model)

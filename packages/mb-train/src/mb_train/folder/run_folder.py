@@ -160,12 +160,24 @@ def checkpoint_in(path: Path) -> Path:
     """`find_checkpoint`, where there must be one.
 
     Raises:
-        ValueError: there is none; says so if it is another program's.
+        ValueError: there is none; says so if it is another program's, or was moved aside.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(f"Expected a checkpoint in {path}, found none.{whose(path)}")
+        raise ValueError(
+            f"Expected a checkpoint in {path}, found none.{whose(path) or _moved_aside(path)}"
+        )
     return checkpoint
+
+
+def _moved_aside(folder: Path) -> str:
+    """A sentence that names the last run which another one, begun here, has moved aside."""
+    earlier = [path for path in folder.glob("previous-*") if path.name[9:].isdecimal()]
+    earlier = [path for path in earlier if _whole(path)]
+    if not earlier:
+        return ""
+    last = max(earlier, key=lambda path: int(path.name[9:]))
+    return f" What was there is now in {last}: give that to --load."
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:

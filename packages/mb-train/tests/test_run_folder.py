@@ -291,9 +291,10 @@ def test_without_a_word_on_the_latest_it_is_the_last(tmp_path):
 
 
 def test_a_damaged_run_file_offers_another(tmp_path):
-    fill(tmp_path, [10, 20])
-    with pytest.raises(ValueError, match=r"damaged: .* There is .*iter_0000010: give"):
-        run_folder.read_saved_run(tmp_path / "iter_0000020")
+    folder = tmp_path / "my run"
+    fill(folder, [10, 20])
+    with pytest.raises(ValueError, match=r"damaged: .* There is '.*my run/iter_0000010': give"):
+        run_folder.read_saved_run(folder / "iter_0000020")
 
 
 @pytest.mark.parametrize(

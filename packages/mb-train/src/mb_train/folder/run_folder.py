@@ -22,6 +22,7 @@ from typing import Any
 from mb_train.config.resume import inherited
 from mb_train.folder.checksums import SUMS_FILE, read_sums
 from mb_train.untrusted import json_of
+from mb_train.words import typed
 
 # 1 had no checksums.
 FORMAT = 2
@@ -177,7 +178,7 @@ def _moved_aside(folder: Path) -> str:
     if not earlier:
         return ""
     last = max(earlier, key=lambda path: int(path.name[9:]))
-    return f" What was there is now in {last}: give that to --load."
+    return f" What was there is now in {typed(last)}: give that to --load."
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:
@@ -212,7 +213,7 @@ def _whole(folder: Path) -> list[Path]:
 def others(folder: Path, damaged: Path | None = None) -> str:
     """A sentence that names the latest checkpoint there but `damaged`, or another program's."""
     there = [path for path in _whole(folder) if path != damaged]
-    return f" There is {there[-1]}: give that to --load." if there else whose(folder)
+    return f" There is {typed(there[-1])}: give that to --load." if there else whose(folder)
 
 
 def read_saved_run(checkpoint: Path) -> SavedRun:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import gc
 import io
 import os
 import shutil
@@ -142,6 +143,32 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
         assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in by_batch[2]
         assert "walks.bin" in by_data[2]
     assert not run.exists()
+
+
+def _leaves(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, int, int]]:
+    """Of each line its exit code, and how many threads and open files there are behind it."""
+    found = []
+    for arguments in lines:
+        with mock.patch.object(tiny_run, "collect", gc.collect):
+            code = _main(rank, world_size, arguments)[0]
+        found.append((code, *(len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="has no /proc")
+def test_a_run_leaves_nothing_of_its_groups_to_the_next(tokens, tmp_path):
+    one, two, bad = (
+        tiny_run.flags(tokens, tmp_path / name, "--train-iters 1 --eval-iters 0", *more)
+        for name, *more in (
+            ("one", "--lr-warmup-iters 0 --async-save", "--tensor-model-parallel-size 2"),
+            ("two", "--lr-warmup-iters 0 --zero-stage 3"),
+            ("bad", "--lr-warmup-iters 9"),
+        )
+    )
+    first, (code, *_), *later = run_ranks(_leaves, 2, one, bad, two, one)[0]
+    assert code == 2
+    assert later == [first, first]  # with an error goes what holds it, and so at the next end
 
 
 def _without_room(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str]:

@@ -64,12 +64,17 @@ def flags(prefix: str, save: Path | None = None, *more: str, moe: bool = True) -
     return words + [word for text in more for word in text.split()]
 
 
+def collect() -> None:
+    """What a run of a test collects at its end: nothing, unless a test has it do so."""
+
+
 def train(arguments: Sequence[str]) -> int:
     """`mb_train`'s exit code; it draws no picture and collects no garbage, each of which takes
     longer than the steps of a tiny run, and waits for no disk, as what is written need not outlive
     the machine to be read again."""
     with (
         patch.object(mb_train.train.loop, "leave_out_of_collections", gc.freeze),
+        patch.object(mb_train.train.loop, "collect_meshes", collect),
         patch.object(mb_train.report.pictures, "draw", lambda folder: folder / "no picture"),
         patch.object(os, "fsync", lambda descriptor: None),
     ):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import mb_data
 import pytest
+from mb_data.chat import template
+from mb_data.text import compression, parquet, sources
+from mb_data.text.sentences import SentenceSplitter
 
 ROOT = Path(mb_data.__file__).parent
 
@@ -61,3 +64,21 @@ print(*{*sys.modules} - before)
     command = [sys.executable, "-c", code, line]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("lacks", "extra", "use"),
+    [
+        ("pyarrow", "parquet", lambda: parquet._open("a")),
+        ("fsspec", "remote", lambda: sources._filesystem("a")),
+        ("jinja2", "chat", lambda: template._jinja2("a")),
+        ("sentencex", "sentences", SentenceSplitter._segment),
+        (None, "zstd", lambda: compression._zstd("a")),
+    ],
+)
+def test_who_lacks_a_package_is_told_its_extra(monkeypatch, lacks, extra, use):
+    lacks = lacks or ("compression" if sys.version_info >= (3, 14) else "backports") + ".zstd"
+    monkeypatch.setitem(sys.modules, lacks, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'mb-data\[{extra}\]'") as told:
+        use()
+    assert told.value.name == lacks

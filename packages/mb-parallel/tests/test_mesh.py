@@ -1,5 +1,6 @@
 """ParallelDims: what it accepts, what its errors say, and which ranks share a group."""
 
+import gc
 import math
 import os
 import queue
@@ -25,7 +26,7 @@ from mb_parallel import (
 )
 from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 OTHERS = ("dp", "cp", "cp_tp")
 
@@ -322,6 +323,29 @@ def test_meshes_of_an_earlier_run_are_forgotten(joined):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     sums = run_ranks(_meshes_again, 4, 0 if joined else server.port)
     assert sums == [[2.0] * 3] * 2 + [[10.0] * 3] * 2
+
+
+def _meshes_closed(rank, world_size):
+    """Threads and open files before, and after meshes that were used and closed."""
+    counts = []
+    for cp in (1, 1, 2, 1):
+        counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+        mesh = ParallelDims.for_world(world_size, tp=2, cp=cp, ep=2).build("cpu")
+        x = DTensor.from_local(torch.ones(2), mesh.axis("ep"), [Shard(0)])
+        assert (x * 2).sum().full_tensor().item() == 8
+        assert (x * 3).redistribute(placements=[Replicate()]).to_local().sum() == 12
+        mesh.close()
+        assert x.to_local().sum() == 2
+        del mesh, x
+        gc.collect()
+        dist.barrier()  # the world's own group is there
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="has no /proc")
+def test_a_mesh_that_is_closed_leaves_no_threads_of_its_groups():
+    _, *later = run_ranks(_meshes_closed, 4)[0]
+    assert later == [later[0]] * 3
 
 
 @pytest.mark.parametrize(

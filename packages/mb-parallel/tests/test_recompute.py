@@ -1,6 +1,9 @@
 """Recompute changes what is kept, not a bit of what comes out, dropout included."""
 
 import copy
+import gc
+import weakref
+from types import MethodType
 
 import pytest
 import torch
@@ -290,3 +293,18 @@ def test_attention_and_experts_of_a_block_recompute(model):
     got_loss, got_grads, got_kept = run(model)
     torch.testing.assert_close([got_loss, *got_grads], [loss, *grads], rtol=0, atol=0)
     assert got_kept < 0.9 * kept
+
+
+def test_a_forward_that_was_put_on_a_module_goes_with_it():
+    """It may hold a mesh, and so the threads of its groups."""
+    module = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+    module.forward = MethodType(forward, module)
+    apply_recompute([module], mode="full")
+    held = weakref.ref(forward)
+    del module, forward
+    gc.collect()
+    assert held() is None

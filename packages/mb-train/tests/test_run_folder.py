@@ -291,9 +291,10 @@ def test_without_a_word_on_the_latest_it_is_the_last(tmp_path):
 
 
 def test_a_damaged_run_file_offers_another(tmp_path):
-    fill(tmp_path, [10, 20])
-    with pytest.raises(ValueError, match=r"damaged: .* There is .*iter_0000010: give"):
-        run_folder.read_saved_run(tmp_path / "iter_0000020")
+    folder = tmp_path / "my run"
+    fill(folder, [10, 20])
+    with pytest.raises(ValueError, match=r"damaged: .* There is '.*my run/iter_0000010': give"):
+        run_folder.read_saved_run(folder / "iter_0000020")
 
 
 @pytest.mark.parametrize(
@@ -419,6 +420,10 @@ def test_a_file_system_without_locks_refuses_no_run(tmp_path, monkeypatch, numbe
 
     monkeypatch.setattr(fcntl, "flock", flock)
     run = tmp_path / "run"
+    with pytest.warns(RuntimeWarning, match="no locks") as told, locked(run):
+        pass
+    assert len(told) == 1  # though at its end nothing came of it, and that is looked for again
+    assert not run.exists()
     killed, later = locked(run), locked(run)
     for writer in (killed, later):  # nobody lets go of the first
         with pytest.warns(RuntimeWarning, match=f"run: .* no locks .{os.strerror(number)}"):

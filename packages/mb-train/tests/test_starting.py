@@ -20,7 +20,7 @@ from mb_train.cli import main
 from mb_train.commands.train import invocation
 from mb_train.config import TrainConfig
 from mb_train.config.recipes import recipe
-from mb_train.flags.command_line import parse, without_effect
+from mb_train.flags.command_line import parse, resolve, without_effect
 from mb_train.flags.starting import resolve_start
 from mb_train.folder.start import find_start
 from mb_train.loading import load_trained
@@ -198,7 +198,14 @@ def test_a_script_begins_anew_where_there_is_no_checkpoint(finished, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"Expected a checkpoint in .*weights.*, found none"):
             resolve_start(parse(words))
-    Path(missing).mkdir()
+    again = [*script, "--save", missing, "--finetune"]  # it was killed once it had moved them aside
+    for number in (2, 10):
+        aside = Path(missing) / f"previous-{number}"
+        shutil.copytree(finished[0] / "iter_0000002", aside / "iter_0000002")
+    with pytest.raises(ValueError, match=rf"found none. What was there is now in {aside}: give"):
+        resolve_start(parse(again))
+    with pytest.raises(ValueError, match=f"is now in {aside}"):
+        find_start(resolve(parse(again)))
     (Path(missing) / "config.json").write_text("{}")
     for folder in (save, missing):
         with pytest.raises(ValueError, match="one of Hugging Face's: the convert command makes"):

@@ -1,7 +1,9 @@
 """Sentences that are said in several places, and numbers in them."""
 
+from pathlib import Path
+
 import pytest
-from mb_train.words import counted, figure, missing_package
+from mb_train.words import counted, figure, missing_package, typed
 
 
 def test_one_is_no_plural():
@@ -26,3 +28,8 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it():
         "Expected the faiss package for an index, found none. Install it with pip install "
         "'mb-train[retrieval]', or faiss-gpu."
     )
+
+
+def test_a_path_is_said_as_a_shell_takes_it():
+    said = [typed(Path(path)) for path in ("runs/a", "my run/iter_0000002", "-run", "it's")]
+    assert said == ["runs/a", "'my run/iter_0000002'", "./-run", "'it'\"'\"'s'"]

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+_AROUND = "_mb_around"
+
 
 def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let `call(module, forward, *args, **kwargs)` run in place of the module's forward.
@@ -24,9 +26,13 @@ def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> None:
         module.forward = functools.partial(call, module, inner)
 
 
-@functools.cache
 def _around(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(self, functools.partial(function, self), *args, **kwargs)
+    # On the function, to go with it: one that was put on an instance may hold a mesh.
+    made = vars(function).setdefault(_AROUND, {})
+    if call not in made:
 
-    return forward
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(self, functools.partial(function, self), *args, **kwargs)
+
+        made[call] = forward
+    return made[call]

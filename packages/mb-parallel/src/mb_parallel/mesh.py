@@ -183,16 +183,14 @@ class ParallelDims:
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
-        meshes = [dense, dp, expert]
         context = cp_tp = None
         if self.cp > 1:
             sizes = (self.pp * self.data, self.cp, self.tp)
             context = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "tp"))
             cp_tp = context["cp", "tp"]._flatten("cp_tp")
-            meshes += [context, cp_tp]
-        for mesh in meshes:
-            keep_timeout(mesh.get_all_groups())
-        return ParallelMesh(self, dense, expert, dp, context, cp_tp)
+        mesh = ParallelMesh(self, dense, expert, dp, context, cp_tp)
+        keep_timeout(mesh.groups)
+        return mesh
 
     def _warn_of_spread_nodes(self) -> None:
         on_node = ranks_on_host()
@@ -223,6 +221,27 @@ class ParallelMesh:
     dp: DeviceMesh | None
     context: DeviceMesh | None = None
     cp_tp: DeviceMesh | None = None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of all axes, each once, in the order in which they were made; one of all ranks
+        may be the world's own."""
+        meshes = (self.dense, self.dp, self.expert, self.context, self.cp_tp)
+        groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+        return list(dict.fromkeys(groups))
+
+    def close(self) -> None:
+        """Destroy the groups that were made for this mesh; every rank calls it, if it can.
+
+        For processes that go on, and build another one: a group has threads and connections, or
+        memory on the GPU. The world's own group stays. What lies on the mesh, parameters or their
+        shards, can still be read, but nothing sent. Threads of gloo end with the last reference
+        to a group; meshes refer to themselves, so that is when garbage is collected.
+        """
+        for group in reversed(self.groups):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        _forget_earlier_meshes()
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of an axis, None if it has a single rank.
@@ -327,11 +346,19 @@ def _forget_earlier_meshes() -> None:
     An equal mesh may have been there before, with groups that are gone, or whose names are by now
     those of groups of other ranks.
     """
-    if "torch.distributed.tensor" in sys.modules:
-        with suppress(ImportError):  # private; there from torch 2.11 to 2.15
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    # All of it private; there from torch 2.11 to 2.15.
+    with suppress(ImportError):
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-            _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()
+    with suppress(ImportError, AttributeError):
+        from torch.distributed.tensor import _collective_utils, _redistribute
+
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def keep_timeout(groups: Iterable[dist.ProcessGroup]) -> None:

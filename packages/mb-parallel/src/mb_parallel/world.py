@@ -32,10 +32,10 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     gloo for host tensors, so that flags and checkpoint plans are exchanged without touching the
     device.
 
-    The model's meshes and torch's caches keep groups and gloo's threads alive after the end. Rarely
-    such a thread aborts a process that is done (exit code -6, "terminate called without an active
-    exception", pytorch issue 190489). A script for which that matters ends with `os._exit(0)`,
-    after flushing its output.
+    The model's meshes and torch's caches keep groups and gloo's threads alive after the end, if
+    `ParallelMesh.close` does not end them. Rarely such a thread aborts a process that is done (exit
+    code -6, "terminate called without an active exception", pytorch issue 190489). A script for
+    which that matters ends with `os._exit(0)`, after flushing its output.
 
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,6 +17,12 @@ def figure(number: float, digits: int = 0) -> str:
     if number > 0:
         digits = max(digits, 1 - math.floor(math.log10(number)))
     return f"{number:,.{digits}f}"
+
+
+def typed(path: str | os.PathLike[str]) -> str:
+    """A path as a shell takes it behind a flag: quoted if need be, and taken for no other flag."""
+    path = os.fspath(path)
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def missing_package(name: str, purpose: str, install: str, instead: str = "") -> ValueError:

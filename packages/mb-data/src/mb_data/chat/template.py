@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_data.untrusted import json_of
+from mb_data.words import missing_package
 
 Message = Mapping[str, Any]
 
@@ -148,9 +149,7 @@ def _jinja2(name: str) -> Any:
     try:
         import jinja2
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{name} needs Jinja2: pip install 'mb-data[chat]'", name="jinja2"
-        ) from error
+        raise missing_package("jinja2", f"{name} needs Jinja2", "chat") from error
     return jinja2
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mb_data.chat.conversation import ASSISTANT, Conversation, Written, texts_in, write
 from mb_data.chat.template import ChatTemplate, Message
 from mb_data.untrusted import json_of
+from mb_data.words import missing_package
 
 FILE = "tokenizer.json"
 # JSON can say half of a letter beyond 16 bits; no library takes it.
@@ -58,10 +59,8 @@ class ChatTokenizer:
         try:
             from tokenizers import Tokenizer
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{file} needs the tokenizers library: pip install 'mb-data[chat]'",
-                name="tokenizers",
-            ) from error
+            wanted = f"{file} needs the tokenizers library"
+            raise missing_package("tokenizers", wanted, "chat") from error
         try:
             described = json_of(file.read_bytes())
             # It places special tokens, which the template does here, and may take spaces off the

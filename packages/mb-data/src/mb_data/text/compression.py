@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from mb_data.words import missing_package
+
 MAGIC_NUMBERS = {
     b"\x1f\x8b": "gz",
     b"BZh": "bz2",
@@ -120,6 +122,4 @@ def _zstd(path: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is compressed with Zstandard: pip install 'mb-data[zstd]'", name=name
-        ) from error
+        raise missing_package(name, f"{path} is compressed with Zstandard", "zstd") from error

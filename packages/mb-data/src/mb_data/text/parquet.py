@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mb_data.system import naming
+from mb_data.words import missing_package
 
 
 class DamagedParquetError(ValueError):
@@ -85,9 +86,7 @@ def _open(path: str) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is a Parquet file: pip install 'mb-data[parquet]'", name="pyarrow"
-        ) from error
+        raise missing_package("pyarrow", f"{path} is a Parquet file", "parquet") from error
     try:
         # Of files that have sums of their pages, as Spark's; others are read as they are.
         return parquet.ParquetFile(path, page_checksum_verification=True)

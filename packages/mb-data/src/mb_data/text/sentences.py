@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
+from mb_data.words import missing_package
+
 # Megatron names languages as NLTK's models were named.
 CODES = {
     "czech": "cs",
@@ -28,7 +30,6 @@ CODES = {
     "swedish": "sv",
     "turkish": "tr",
 }
-
 
 # Two letters must be a language: sentencex falls back to general rules without a word.
 ISO_639_1 = (
@@ -101,8 +102,6 @@ class SentenceSplitter:
         try:
             from sentencex import segment  # ty: ignore[import-not-found]  # an extra, untyped
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "--split-sentences needs sentencex: pip install 'mb-data[sentences]'",
-                name="sentencex",
-            ) from error
+            wanted = "--split-sentences needs sentencex"
+            raise missing_package("sentencex", wanted, "sentences") from error
         return segment

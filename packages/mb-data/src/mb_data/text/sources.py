@@ -19,6 +19,7 @@ from typing import Any, cast
 from mb_data.system import naming
 from mb_data.text.compression import MAGIC_NUMBERS, START, compression
 from mb_data.text.partial_output import is_unfinished
+from mb_data.words import missing_package
 
 STDIN = "-"
 JSON_KINDS = (".jsonl", ".json", ".ndjson")
@@ -269,9 +270,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{url}: pip install 'mb-data[remote]', and the package of that store", name="fsspec"
-        ) from error
+        more = ", and the package of that store"
+        raise missing_package("fsspec", url, "remote", more) from error
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:  # fsspec names the package of the store

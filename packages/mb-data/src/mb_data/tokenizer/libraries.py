@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mb_data.tokenizer.base import Tokenizer, check_vocabulary, checked_ids
 from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_description
+from mb_data.words import missing_package
 
 
 class LibraryTokenizer(Tokenizer):
@@ -143,10 +144,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         try:
             import tokenizers
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{name} needs the tokenizers library: pip install 'mb-data[tokenizers]'",
-                name="tokenizers",
-            ) from error
+            wanted = f"{name} needs the tokenizers library"
+            raise missing_package("tokenizers", wanted, "tokenizers") from error
 
         # Of a list of pieces, as Unigram has, the places are the ids.
         vocabulary = description["model"].get("vocab")
@@ -251,10 +250,8 @@ class SentencePieceTokenizer(LibraryTokenizer):
         try:
             from sentencepiece import SentencePieceProcessor
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{name} needs sentencepiece: pip install 'mb-data[sentencepiece]'",
-                name="sentencepiece",
-            ) from error
+            wanted = f"{name} needs sentencepiece"
+            raise missing_package("sentencepiece", wanted, "sentencepiece") from error
         self._library: Any = SentencePieceProcessor()
         try:
             self._library.Load(fspath(path))

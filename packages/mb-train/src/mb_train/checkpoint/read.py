@@ -40,6 +40,7 @@ from mb_train.checkpoint.tensors import (
 from mb_train.folder.checksums import SUMS_FILE, damage, read_sums
 from mb_train.folder.run_folder import RUN_FILE, checkpoints, iteration_of, others
 from mb_train.logs.console import out_of_memory
+from mb_train.words import typed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import CheckpointException, Metadata
@@ -278,7 +279,7 @@ def _offer(path: Path) -> str:
         with contextlib.suppress(ValueError, OSError):
             sums = read_sums(other / SUMS_FILE)
             if not damage(other, sums, _files_of(other, sums)):
-                return f" {other} is whole: go on from there with --load {other}"
+                return f" {other} is whole: go on from there with --load {typed(other)}"
     return " No checkpoint before it is whole." if earlier else ""
 
 

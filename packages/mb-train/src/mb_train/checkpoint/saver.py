@@ -180,7 +180,7 @@ class Saver:
         return self._finish(iteration, _attempt(future.result))
 
     def close(self) -> None:
-        """End the writing thread, after what it has to do, and those that copy.
+        """End the writing thread, after what it has to do, and those that copy; leave its group.
 
         After an error ranks do not meet in `wait`: each tells of a checkpoint what itself knows.
         """
@@ -197,6 +197,8 @@ class Saver:
         finally:
             self._thread.shutdown()
             self.snapshots.close()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
 
     def _draft(self, iteration: int) -> Path:
         return self._folder / (iteration_folder(iteration) + PARTIAL)

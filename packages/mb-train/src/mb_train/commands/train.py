@@ -22,7 +22,7 @@ from mb_train.folder.start import Start
 from mb_train.logs.console import in_a_line
 from mb_train.machine.host import alone, before_the_others, first_import, leads, prepare_host
 from mb_train.machine.signals import stop_signals
-from mb_train.words import counted
+from mb_train.words import counted, typed
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -138,9 +138,7 @@ def _close(config: TrainConfig, result: Result) -> None:
     print(f" picture              {_picture(folder)}")
     print(f" log                  {folder / LOG_FILE}")
     if result.checkpoint is not None:
-        # A name that begins with a dash would be taken for a flag.
-        path = f"./{folder}" if str(folder).startswith("-") else str(folder)
-        print(f" go on with           {invocation('--load', path)}")
+        print(f" go on with           {invocation('--load')} {typed(folder)}")
 
 
 def _picture(folder: Path) -> str:

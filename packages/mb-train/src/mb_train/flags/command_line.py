@@ -42,6 +42,7 @@ from mb_train.flags.refused import nearest, wrong_flags
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.translated import two_moments, understood, with_means
 from mb_train.folder.run_folder import checkpoint_in
+from mb_train.words import typed
 
 # What launchers of other programs hand over without a flag.
 _WORDS = {
@@ -174,7 +175,7 @@ def _about_word(name: str, argv: Sequence[str], parser: argparse.ArgumentParser)
         checkpoint_in(Path(name))
     except (ValueError, OSError) as error:
         return f" {error}"
-    return f" To go on with the run in this folder: --load {name}."
+    return f" To go on with the run in this folder: --load {typed(name)}."
 
 
 def _parse_words(

@@ -33,8 +33,9 @@ def resolve_start(command: CommandLine) -> Resolved:
     load, save = values.get("load"), values.get("save")
     if not load:  # of an empty one `resolve` tells
         return _with_remarks(command, find_start(resolve(command)))
-    itself = restarts_itself(load, save)
-    script = command.whole and save is not None and not values.get("finetune")
+    finetune = bool(values.get("finetune"))
+    itself = restarts_itself(load, save, finetune=finetune)
+    script = command.whole and save is not None and not finetune
     may_begin = (itself or script) and not values.get("exit_on_missing_checkpoint")
     checkpoint = checkpoint_to_load(load, values.get("ckpt_step"), may_begin=may_begin)
     if checkpoint is None:
@@ -43,7 +44,7 @@ def resolve_start(command: CommandLine) -> Resolved:
             command, Resolved(begun, notes=() if itself else (_ANEW.format(load),))
         )
     saved = read_saved_run(checkpoint)
-    if not values.get("finetune"):
+    if not finetune:
         command = command.going_on()
     config = resolve(command, saved.inherited())
     if "save" not in values and not config.finetune:

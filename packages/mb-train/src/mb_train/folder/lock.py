@@ -62,7 +62,8 @@ def _leave_nothing(folder: Path, made: list[Path]) -> None:
     """Remove the folders that were made, if nothing came of the run: as if it had not been."""
     with suppress(OSError, Timeout):
         if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            with lock_of(folder, timeout=0):  # another may have it by now
+            lock, _ = _lock(folder, timeout=0)
+            with lock:  # another may have it by now
                 _unlink(folder / LOCK_FILE)  # on Windows it is open, and stays
     for path in made:
         with suppress(OSError):
@@ -72,22 +73,32 @@ def _leave_nothing(folder: Path, made: list[Path]) -> None:
 def lock_of(folder: Path, timeout: float = -1) -> AbstractContextManager[object]:
     """The lock of a folder that is there, to be waited for so many seconds, or for ever.
 
-    Where the file system has none it is no lock, and a warning. FileLock alone would refuse the
-    folder there or, by the error that it gets, hold it by a file that outlives a kill.
+    Where the file system has none it is no lock, and a warning.
+    """
+    lock, lacks = _lock(folder, timeout)
+    if lacks is not None:
+        warnings.warn(
+            f"{folder}: this file system has no locks ({lacks.strerror}); see that no other run "
+            "writes there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return lock
+
+
+def _lock(folder: Path, timeout: float) -> tuple[AbstractContextManager[object], OSError | None]:
+    """The lock; or no lock, and why the file system has none.
+
+    FileLock alone would refuse the folder there or, by the error that it gets, hold it by a file
+    that outlives a kill.
     """
     path = folder / LOCK_FILE
     with open(path, "ab") as file:
         try:
             try_lock(file.fileno())  # given back with the file
         except OSError as error:
-            warnings.warn(
-                f"{folder}: this file system has no locks ({error.strerror}); see that no other "
-                "run writes there",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return nullcontext()
-    return FileLock(path, timeout=timeout)
+            return nullcontext(), error
+    return FileLock(path, timeout=timeout), None
 
 
 def _holder(folder: Path) -> str:

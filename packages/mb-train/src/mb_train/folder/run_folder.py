@@ -22,6 +22,7 @@ from typing import Any
 from mb_train.config.resume import inherited
 from mb_train.folder.checksums import SUMS_FILE, read_sums
 from mb_train.untrusted import json_of
+from mb_train.words import typed
 
 # 1 had no checksums.
 FORMAT = 2
@@ -160,12 +161,24 @@ def checkpoint_in(path: Path) -> Path:
     """`find_checkpoint`, where there must be one.
 
     Raises:
-        ValueError: there is none; says so if it is another program's.
+        ValueError: there is none; says so if it is another program's, or was moved aside.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(f"Expected a checkpoint in {path}, found none.{whose(path)}")
+        raise ValueError(
+            f"Expected a checkpoint in {path}, found none.{whose(path) or _moved_aside(path)}"
+        )
     return checkpoint
+
+
+def _moved_aside(folder: Path) -> str:
+    """A sentence that names the last run which another one, begun here, has moved aside."""
+    earlier = [path for path in folder.glob("previous-*") if path.name[9:].isdecimal()]
+    earlier = [path for path in earlier if _whole(path)]
+    if not earlier:
+        return ""
+    last = max(earlier, key=lambda path: int(path.name[9:]))
+    return f" What was there is now in {typed(last)}: give that to --load."
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:
@@ -200,7 +213,7 @@ def _whole(folder: Path) -> list[Path]:
 def others(folder: Path, damaged: Path | None = None) -> str:
     """A sentence that names the latest checkpoint there but `damaged`, or another program's."""
     there = [path for path in _whole(folder) if path != damaged]
-    return f" There is {there[-1]}: give that to --load." if there else whose(folder)
+    return f" There is {typed(there[-1])}: give that to --load." if there else whose(folder)
 
 
 def read_saved_run(checkpoint: Path) -> SavedRun:

@@ -79,7 +79,8 @@ def find_start(config: TrainConfig) -> Resolved:
         if config.ckpt_step is not None:
             raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
         return Resolved(config)
-    may_begin = restarts_itself(config.load, config.save) and not config.exit_on_missing_checkpoint
+    itself = restarts_itself(config.load, config.save, finetune=config.finetune)
+    may_begin = itself and not config.exit_on_missing_checkpoint
     checkpoint = checkpoint_to_load(config.load, config.ckpt_step, may_begin=may_begin)
     if checkpoint is None:
         return Resolved(dataclasses.replace(config, load=None))
@@ -87,9 +88,13 @@ def find_start(config: TrainConfig) -> Resolved:
     return Resolved(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
 
 
-def restarts_itself(load: str, save: str | None) -> bool:
-    """Whether a run loads from where it saves, as scripts that are run again do from the start."""
-    return save is not None and Path(save) == Path(load)
+def restarts_itself(load: str, save: str | None, *, finetune: bool) -> bool:
+    """Whether a run loads from where it saves, as scripts that are run again do from the start.
+
+    One that is to take weights from there has nothing to begin with where there are none: a start
+    that was killed had moved them aside, say.
+    """
+    return save is not None and Path(save) == Path(load) and not finetune
 
 
 def checkpoint_to_load(load: str, step: int | None, *, may_begin: bool) -> Path | None:

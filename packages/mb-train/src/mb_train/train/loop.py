@@ -34,7 +34,7 @@ from mb_train.folder.start import Start, find_start
 from mb_train.logs.megatron_lines import datetime_line, validation_lines
 from mb_train.logs.timers import Clock
 from mb_train.machine.device import device_type
-from mb_train.machine.host import before_the_others, leave_out_of_collections
+from mb_train.machine.host import before_the_others, collect_meshes, leave_out_of_collections
 from mb_train.machine.signals import StopFlag, stop_signals
 from mb_train.models.fp32 import fp32_by_default
 from mb_train.plan.words import LESS_MEMORY
@@ -105,6 +105,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         fp32_by_default(),
         warnings.catch_warnings(),
         joined(config, start) as device,
+        _let_go(),
         torch.autocast(device.type, enabled=False),  # the dtype to compute with is the config's
         torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,
@@ -118,8 +119,11 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             run.say(f" {line}")
         if config.exit_duration_in_mins is not None:
             stop.deadline = started + 60 * config.exit_duration_in_mins
+        ended = False
         try:
-            return _loop(run, stop)
+            result = _loop(run, stop)
+            ended = True
+            return result
         except DataError as error:
             # Of the next step's samples, or those of an evaluation.
             raise DataError(f"After iteration {run.progress.iteration}: {error}") from None
@@ -131,8 +135,19 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
                 error.add_note(f"It was in iteration {run.progress.iteration + 1}.")
             raise
         finally:
-            gc.unfreeze()  # a run that is over is garbage like any other
-            run.close()
+            run.close(together=ended)
+            del run
+
+
+@contextlib.contextmanager
+def _let_go() -> Generator[None]:
+    """At its end let go of a run, in a process that may have another one."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # a run that is over is garbage like any other
+        if world_size() > 1:
+            collect_meshes()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ not fit the ranks, a checkpoint of another model, missing or damaged data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Generator
@@ -79,11 +80,19 @@ class Run:
         self._console = console
         self.device = device
         self.directory = os.getcwd()  # where relative paths of the configuration begin
+        self.log = RunLog(None)
+        self.saver: Saver | None = None
         self.config, self.mesh, self.batch_sizes = _laid_out(config, device)
-        config = self.config
+        try:
+            self._set_up(start)
+        except BaseException as error:
+            self.close(together=isinstance(error, (ValueError, OSError)))
+            raise
+
+    def _set_up(self, start: Start | None) -> None:
+        config, device, dims = self.config, self.device, self.mesh.dims
         self._place(start)
         self.compute_dtype = compute_dtype(config, device.type)
-        dims = self.mesh.dims
         self.say(
             world_line(
                 world_size(), data=dims.data, context=dims.cp, tensor=dims.tp, pipeline=dims.pp
@@ -97,15 +106,9 @@ class Run:
         with self.timers("train/valid/test-data-iterators-setup"):
             self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
-        self.log = RunLog(None)
-        self.saver: Saver | None = None
-        try:
-            on_rank_zero(lambda: self._open_log(start))  # now that nothing is wrong
-            self.saver = self._open_saver()
-            self._tell(start, compiling)
-        except BaseException:
-            self.close()
-            raise
+        on_rank_zero(lambda: self._open_log(start))  # now that nothing is wrong
+        self.saver = self._open_saver()
+        self._tell(start, compiling)
 
     def _tell(self, start: Start | None, compiling: dict[str, Future[int] | None]) -> None:
         """What a run says of itself before its first step, for which it waits for the kernels."""
@@ -279,12 +282,20 @@ class Run:
             say=self.say,
         )
 
-    def close(self) -> None:
-        """Close the log and end the saver's threads."""
-        self._console.clear()
-        self.log.close()
-        if self.saver is not None:
-            self.saver.close()
+    def close(self, *, together: bool) -> None:
+        """Close the log, end the saver's threads, and leave the groups that the run has made.
+
+        Args:
+            together: whether all ranks are here. Others may wait for this one within the groups,
+                and to leave those of a GPU this one would wait for them: so they stay.
+        """
+        with contextlib.ExitStack() as ended:
+            if together:
+                ended.callback(self.mesh.close)
+            if self.saver is not None:
+                ended.callback(self.saver.close)
+            ended.callback(self.log.close)
+            self._console.clear()
 
     def stream(
         self, dataset: Dataset, *, consumed_samples: int, stop: StopFlag
@@ -321,10 +332,10 @@ def _laid_out(
     check_same(config, "the configuration")  # before groups: other sizes would make others
     if config.save and config.save_interval != 0:
         check_shared(Path(config.save))
-    mesh = layout.parallel_dims(config, world_size()).build(device.type)
-    batch_size = config.batch_size(mesh.data_size)
+    dims = layout.parallel_dims(config, world_size())
+    batch_size = config.batch_size(dims.data)
     # What the ranks of this start decided stays the run's own, on however many it goes on.
     config = dataclasses.replace(config, global_batch_size=batch_size)
-    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * mesh.data_size)
+    sizes = BatchSizes(config, batch_size, step=whole(config.micro_batch_size) * dims.data)
     layout.check_schedule(config, list(map(sizes.micro_batches, sizes.all)))
-    return config, mesh, sizes
+    return config, dims.build(device.type), sizes

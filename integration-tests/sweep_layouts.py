@@ -72,9 +72,7 @@ KINDS = {
     "--moe-saved-activation-bits": 1e-3,
     "--fp16": 5e-2, "--bf16": 5e-2, "--fp8-format": 5e-2,
 }  # fmt: skip
-# Runs leave their groups behind: gloo's have threads, NCCL's buffers on the GPU. Starts of 24,
-# several at a time on two H200s, ended in aborts.
-RUNS_OF_A_START = 12
+RUNS_OF_A_START = 24  # what they came to is printed behind the last of them
 GPU_LIMIT = 1e-4  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import tiny_run
+import torch
 import torch.distributed as dist
 from mb_parallel.testing import run_ranks
 from test_parallel import LATENT, MAMBA, SINKS, STATES
@@ -157,6 +158,7 @@ def _leaves(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, in
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="has no /proc")
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="keeps meshes itself")
 def test_a_run_leaves_nothing_of_its_groups_to_the_next(tokens, tmp_path):
     one, two, bad = (
         tiny_run.flags(tokens, tmp_path / name, "--train-iters 1 --eval-iters 0", *more)

@@ -343,6 +343,7 @@ def _meshes_closed(rank, world_size):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="has no /proc")
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="keeps meshes itself")
 def test_a_mesh_that_is_closed_leaves_no_threads_of_its_groups():
     _, *later = run_ranks(_meshes_closed, 4)[0]
     assert later == [later[0]] * 3

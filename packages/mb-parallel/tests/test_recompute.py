@@ -1,6 +1,7 @@
 """Recompute changes what is kept, not a bit of what comes out, dropout included."""
 
 import copy
+import functools
 import gc
 import weakref
 from types import MethodType
@@ -308,3 +309,18 @@ def test_a_forward_that_was_put_on_a_module_goes_with_it():
     del module, forward
     gc.collect()
     assert held() is None
+
+
+def test_a_forward_that_wraps_another_is_called_too():
+    """As tensor parallelism's do, of a class whose own forward was wrapped before."""
+    apply_recompute([nn.Linear(2, 2)], mode="full")
+    module = nn.Linear(2, 2)
+
+    @functools.wraps(nn.Linear.forward)
+    def doubled(self, x):
+        return 2 * nn.Linear.forward(self, x)
+
+    module.forward = MethodType(doubled, module)
+    apply_recompute([module], mode="full")
+    x = torch.randn(3, 2)
+    assert torch.equal(module(x), 2 * F.linear(x, module.weight, module.bias))

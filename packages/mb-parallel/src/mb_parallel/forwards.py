@@ -28,7 +28,10 @@ def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> None:
 
 def _around(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     # On the function, to go with it: one that was put on an instance may hold a mesh.
-    made = vars(function).setdefault(_AROUND, {})
+    owner, made = vars(function).get(_AROUND, (None, {}))
+    if owner is not function:  # functools.wraps copies what is on a function
+        made = {}
+        vars(function)[_AROUND] = function, made
     if call not in made:
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -236,7 +236,8 @@ class ParallelMesh:
         For processes that go on, and build another one: a group has threads and connections, or
         memory on the GPU. The world's own group stays. What lies on the mesh, parameters or their
         shards, can still be read, but nothing sent. Threads of gloo end with the last reference
-        to a group; meshes refer to themselves, so that is when garbage is collected.
+        to a group; meshes refer to themselves, so that is when garbage is collected. (Torch 2.11
+        keeps some references, and so these threads.)
         """
         for group in reversed(self.groups):
             if group is not dist.group.WORLD:

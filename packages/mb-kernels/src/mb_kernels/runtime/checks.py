@@ -48,6 +48,16 @@ def require_integer(**numbers: object) -> None:
             )
 
 
+def require_constant(**numbers: object) -> None:
+    """ValueError for a tensor that is to learn: as a number it would, in silence, have no part."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise ValueError(
+                f"{name}: expected a number, which has no gradient; got a tensor that requires "
+                "one. Multiply what it scales by it, or detach it."
+            )
+
+
 def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
     """ValueError unless every other tensor given is dense and on the device of ``first``."""
     for name, tensor in others.items():

@@ -108,7 +108,7 @@ def test_what_is_no_tensor_is_an_error(name, argument, foreign):
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
-def test_none_is_taken_or_named(name, argument):
+def test_none_is_taken_or_is_an_error(name, argument):
     op = make_op(name)
     if argument == "data" or argument in Topology._fields or (name, argument) == ("sdd", "a"):
         pytest.skip("a Matrix is made of it first, which stk checks")

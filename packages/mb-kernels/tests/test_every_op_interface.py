@@ -3,6 +3,7 @@
 Runs twice: on the references here, and on the kernels by test_interpreter.py.
 """
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -104,6 +105,28 @@ def test_what_is_no_tensor_is_an_error(name, argument, foreign):
         pytest.skip("a Matrix is made of it first, which stk checks")
     with pytest.raises(ValueError, match=r"expected .*tensor.*; got "):
         op.call(**op.tensors | {argument: foreign(op.tensors[argument])})
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_none_is_taken_or_is_an_error(name, argument):
+    op = make_op(name)
+    if argument == "data" or argument in Topology._fields or (name, argument) == ("sdd", "a"):
+        pytest.skip("a Matrix is made of it first, which stk checks")
+    with contextlib.suppress(ValueError):
+        op.call(**op.tensors | {argument: None})
+
+
+def test_other_than_bins_is_an_error():
+    x, w, weights = torch.ones(2, 16), torch.ones(1, 16, 16), torch.ones(2, 1)
+    bins = tuple(mb_kernels.bin_tokens(torch.zeros(2, 1, dtype=torch.int32), 1))
+    for call in (
+        lambda: mb_kernels.gather(x, bins, 1),
+        lambda: mb_kernels.combine(x, bins, weights),
+        lambda: mb_kernels.pad_bins(bins),
+        lambda: mb_kernels.expert_mlp(x, w, w, bins, weights, activation="silu"),
+    ):
+        with pytest.raises(ValueError, match=r"bins: expected Bins; got a tuple\. .* bin_tokens"):
+            call()
 
 
 @pytest.mark.parametrize("name", reference.__all__)

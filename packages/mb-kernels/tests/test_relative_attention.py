@@ -122,6 +122,16 @@ def test_what_does_not_fit_is_refused(change, message):
         relative_attention(*tensors.values(), causal=True)
 
 
+def test_a_scale_that_learns_is_refused():
+    """Taken as a number it would never have a gradient."""
+    x, bias, offsets = torch.zeros(4, 2, 8), torch.zeros(2, 7), torch.tensor([0, 4])
+    scale = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(ValueError, match="scale: expected a number, which has no gradient"):
+        relative_attention(x, x, x, bias, offsets, causal=True, scale=scale)
+    y = relative_attention(x, x, x, bias, offsets, causal=True, scale=scale.detach())
+    assert torch.equal(y, relative_attention(x, x, x, bias, offsets, causal=True, scale=0.5))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -195,6 +195,9 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs, counts, kept, score_function="sigmoid", **WEIGHTS)
     with pytest.raises(ValueError, match=r"probs_TE: expected the softmax .* got None with 'softm"):
         router_losses(logits, None, counts, kept, **WEIGHTS)
+    learned = WEIGHTS | {"z_weight": torch.tensor(0.5, requires_grad=True)}
+    with pytest.raises(ValueError, match="z_weight: expected a number, which has no gradient"):
+        router_losses(logits, probs, counts, kept, **learned)
 
 
 def test_compiles_without_graph_breaks():

@@ -505,6 +505,12 @@ def test_attach_aux_loss_wants_a_scalar() -> None:
         attach_aux_loss(torch.zeros(3), torch.zeros(2))
 
 
+def test_attach_aux_loss_refuses_a_scale_that_learns() -> None:
+    """Its gradient would be missing in silence."""
+    with pytest.raises(ValueError, match="a scale without gradient"):
+        attach_aux_loss(torch.zeros(3), torch.zeros(()), torch.ones((), requires_grad=True))
+
+
 @pytest.mark.parametrize("balance_over", ["micro_batch", "sequence"])
 def test_a_token_whose_sigmoids_underflow_leaves_the_loss_finite(balance_over: str) -> None:
     config = MoEConfig(

@@ -213,9 +213,9 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
         scale: a number, or a scalar tensor, which must not be written to before the backward pass.
 
     Raises:
-        ValueError: `y` can have no gradient; `aux_loss` or `scale` is not a scalar; an `aux_loss`
-            with a gradient within torch.export, whose programs cannot hold what starts at a second
-            loss.
+        ValueError: `y` can have no gradient; `aux_loss` or `scale` is not a scalar; a `scale` that
+            requires a gradient; an `aux_loss` with a gradient within torch.export, whose programs
+            cannot hold what starts at a second loss.
     """
     if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
         raise ValueError(f"expected y to be a tensor with gradient, got {arguments.described(y)}")
@@ -226,6 +226,11 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise ValueError(f"expected a scalar scale, got shape {tuple(scale.shape)}")
+        if scale.requires_grad:  # the loss has no place in a graph that this would be a part of
+            raise ValueError(
+                "expected a scale without gradient, got one that requires it; add scale * aux_loss "
+                "to the loss instead, or detach it"
+            )
     else:
         arguments.finite(scale=scale)
         scale = torch.full((), scale, device=aux_loss.device, dtype=aux_loss.dtype)

@@ -32,7 +32,7 @@ def accumulate_grad(total: Tensor, grad: Tensor) -> Tensor:
         RuntimeError: elements of a ``total`` in place that share memory, with each other or with
             others of ``grad``.
     """
-    checks.require_exactly("total", total, _FLOATS, total.shape, total)
+    checks.require_exactly("total", total, _FLOATS)
     checks.require_exactly("grad", grad, _FLOATS, total.shape, total)
     compute = reference.accumulate_grad
     if registration.use_triton(total) and _as_they_lie(total, grad):

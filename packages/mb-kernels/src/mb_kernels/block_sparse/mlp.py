@@ -52,8 +52,7 @@ def pad_bins(bins: Bins) -> Bins:
         ValueError: bins that are padded already, or on several devices, or of no integers; on a
             CPU, or with ``MB_DEBUG=1``, offsets that divide no rows.
     """
-    checks.require_dense("bins.order_N", bins.order_N)
-    checks.require_bins("bins.order_N", bins.order_N, bins)
+    checks.require_bins("bins.order_N", None, bins)
     slots = bins.inverse_N.numel()
     if bins.order_N.numel() != slots:
         raise ValueError(
@@ -84,8 +83,7 @@ def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> 
     """
     checks.require_integer(ffn_hidden_size=ffn_hidden_size)
     _check_width("ffn_hidden_size", ffn_hidden_size)
-    checks.require_dense("padded_bins.order_N", padded_bins.order_N)
-    checks.require_bins("padded_bins.order_N", padded_bins.order_N, padded_bins)
+    checks.require_bins("padded_bins.order_N", None, padded_bins)
     rows = padded_rows(padded_bins.inverse_N.numel(), padded_bins.offsets_E1.numel() - 1)
     if padded_bins.order_N.numel() != rows:  # others may be a multiple of 128 too
         raise ValueError(

@@ -105,9 +105,11 @@ def _check(
 ) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}; got {reduction!r}.")
-    for name, tensor in (("x", x), ("weight_VD", weight_VD), ("bias_V", bias_V)):
-        if tensor is not None:
-            checks.require_floating(name, tensor)
+    checks.require_floating("x", x)
+    checks.require_floating("weight_VD", weight_VD)
+    checks.require_dense("labels", labels)
+    if bias_V is not None:
+        checks.require_floating("bias_V", bias_V)
     checks.require_device(
         "x", x, weight_VD=weight_VD, labels=labels, weights=weights, bias_V=bias_V
     )

@@ -59,7 +59,7 @@ def muon_momentum(
         )
     if dtype not in _FLOATS:
         raise ValueError(f"dtype: expected {' or '.join(map(str, _FLOATS))}; got {dtype}.")
-    checks.require_exactly("grad", grad, _FLOATS, grad.shape, grad)
+    checks.require_exactly("grad", grad, _FLOATS)
     checks.require_exactly("buffer", buffer, _FLOATS[:1], grad.shape, grad)
     checks.require_scalar("grad_scale", grad_scale, grad)
     checks.require_scalar("found_inf", found_inf, grad)
@@ -94,7 +94,7 @@ def muon_step(
     Raises:
         ValueError: tensors of other shapes, dtypes or devices.
     """
-    checks.require_exactly("weight", weight, _FLOATS[:1], weight.shape, weight)
+    checks.require_exactly("weight", weight, _FLOATS[:1])
     checks.require_exactly("update", update, _FLOATS, weight.shape, weight)
     if copy is not None:
         checks.require_exactly("copy", copy, _FLOATS[1:], weight.shape, weight)

@@ -74,6 +74,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
     """
     _check_bits(bits)
     checks.require_dense("codes", codes)
+    checks.require_dense("scales", scales)
     code_dtype = torch.int8 if bits == 8 else torch.uint8
     if codes.dtype is not code_dtype or dtype not in checks.DTYPES:
         raise ValueError(

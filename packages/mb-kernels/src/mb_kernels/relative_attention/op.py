@@ -88,6 +88,7 @@ def relative_attention(
             f"q_THC: expected heads of at most {_WIDEST} numbers; got {C}. Use the twin in "
             "mb_kernels.reference, which takes any width."
         )
+    checks.require_constant(scale=scale)
     scale = max(C, 1) ** -0.5 if scale is None else float(scale)
     y_THC, _ = torch.ops.mb.relative_attention(
         q_THC, k_TGC, v_TGC, bias_HA, offsets_N1, causal, scale

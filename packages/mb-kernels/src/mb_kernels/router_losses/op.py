@@ -58,6 +58,7 @@ def router_losses(
     Raises:
         ValueError: shapes, dtypes or devices that do not match.
     """
+    checks.require_constant(load_balancing_weight=load_balancing_weight, z_weight=z_weight)
     _check(logits_TE, probs_TE, score_function, mask_T)
     balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
     if num_tokens is not None and not isinstance(num_tokens, Tensor):

@@ -48,25 +48,37 @@ def require_integer(**numbers: object) -> None:
             )
 
 
-def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
-    """ValueError unless every other tensor is dense and on the device of ``first``."""
-    device = first.device
-    for name, tensor in others.items():
-        if tensor is None:
-            continue
-        require_dense(name, tensor)
-        if tensor.device != device:
+def require_constant(**numbers: object) -> None:
+    """ValueError for a tensor that is to learn: as a number it would, in silence, have no part."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and number.requires_grad:
             raise ValueError(
-                f"{name}: expected it on {device}, where {what} is; got {tensor.device}. "
-                f"Move it with .to({str(device)!r})."
+                f"{name}: expected a number, which has no gradient; got a tensor that requires "
+                "one. Multiply what it scales by it, or detach it."
             )
+
+
+def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless every other tensor given is dense and on the device of ``first``."""
+    for name, tensor in others.items():
+        if tensor is not None:
+            _require_beside(what, first, name, tensor)
+
+
+def _require_beside(what: str, first: Tensor, name: str, tensor: Tensor) -> None:
+    require_dense(name, tensor)
+    if tensor.device != first.device:
+        raise ValueError(
+            f"{name}: expected it on {first.device}, where {what} is; got {tensor.device}. "
+            f"Move it with .to({str(first.device)!r})."
+        )
 
 
 def require_same(what: str, first: Tensor, **others: Tensor) -> None:
     """ValueError unless all have the device and dtype of ``first``, and ops compute in it."""
     require_floating(what, first)
-    require_device(what, first, **others)
     for name, tensor in others.items():
+        _require_beside(what, first, name, tensor)
         if tensor.dtype is not first.dtype:
             raise ValueError(
                 f"{name}: expected {first.dtype}, the dtype of {what}; got {tensor.dtype}. "
@@ -75,10 +87,18 @@ def require_same(what: str, first: Tensor, **others: Tensor) -> None:
 
 
 def require_exactly(
-    name: str, x: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], like: Tensor
+    name: str,
+    x: Tensor,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str] | None = None,
+    like: Tensor | None = None,
 ) -> None:
-    """ValueError unless ``x`` is dense, of one of ``dtypes`` and this shape, where ``like`` is."""
+    """ValueError unless ``x`` is dense, of one of ``dtypes`` and this shape, where ``like`` is.
+
+    None: any shape, anywhere.
+    """
     require_dense(name, x)
+    shape, like = x.shape if shape is None else shape, x if like is None else like
     if x.dtype not in dtypes or tuple(x.shape) != tuple(shape) or x.device != like.device:
         raise ValueError(
             f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}; "
@@ -122,8 +142,8 @@ def require_scalar(name: str, x: Tensor, like: Tensor) -> None:
 
 def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
     """ValueError unless every tensor holds int32 or int64, on the device of ``first``."""
-    require_device(what, first, **indices)
     for name, tensor in indices.items():
+        _require_beside(what, first, name, tensor)
         if tensor.dtype not in _INDICES:
             raise ValueError(
                 f"{name}: expected int32, as bin_tokens returns it, or int64; got {tensor.dtype}."
@@ -136,8 +156,18 @@ def int32(*indices: Tensor) -> tuple[Tensor, ...]:
     return tuple(i if i.dtype is torch.int32 else i.int() for i in indices)
 
 
-def require_bins(what: str, first: Tensor, bins: Bins) -> None:
-    """``require_indices`` of the arrays of ``bins`` that ops read."""
+def require_bins(what: str, first: Tensor | None, bins: Bins) -> None:
+    """``require_indices`` of the arrays of ``bins`` that ops read.
+
+    Without ``first`` they have to be where the first of them is.
+    """
+    if not isinstance(bins, Bins):
+        raise ValueError(
+            f"bins: expected Bins; got a {type(bins).__name__}. Make them by bin_tokens of the ids."
+        )
+    if first is None:
+        require_dense(what, bins.order_N)
+        first = bins.order_N
     require_indices(
         what,
         first,

@@ -22,7 +22,7 @@ def run(tmp_path):
     config = resolve(parse([*FLAGS.split(), "--save", str(tmp_path / "run")]))
     run = Run(config, torch.device("cpu"), None)
     yield run
-    run.close()
+    run.close(together=True)
 
 
 def test_a_step_trains_on_the_mean_over_the_tokens_that_count(run):

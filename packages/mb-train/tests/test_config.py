@@ -646,6 +646,7 @@ CHANGES = [
     # what is another, what is said of it
     ({"moe_top_k": 1}, "--moe-top-k was 2 until now, and is 1 from here on"),
     ({"seed": 5}, "--seed was 1234 until now, and is 5"),
+    ({"eval_iters": 3}, "--eval-iters was 100 until now, and is 3"),  # of other samples, perhaps
     ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon was 1e-05 until now, and is 1e-06"),
     ({"train_iters": 20}, "was 10 steps until now, and is 20 steps"),
     ({"micro_batch_size": 1, "log_interval": 5, "save": "x", "exit_interval": 2}, None),

@@ -13,11 +13,11 @@ Three steps with accumulation, sequences with unequal numbers of tokens that cou
 deviation of losses, gradient norms, weights and moments is printed. With `--go-on` two more steps
 follow: of the ranks from the process's checkpoint, and of the process from theirs. With `--resume`
 nothing is compared with one process: the ranks take five steps, and five with a stop after three,
-dropout and jitter drawn: losses, weights and moments are to be equal to the bit. With `--device
-cuda` the ranks are two or four GPUs, joined by NCCL, and the one process has the first of them (a
-CPU draws other first weights; that GPUs compute what CPUs do is `sweep_devices`' part): losses,
-norms and validation are compared; with `--compiled` the ranks compile their blocks, the one process
-does not. What the configuration refuses is said with its message.
+dropout, jitter and a router's noise drawn: losses, weights and moments are to be equal to the bit.
+With `--device cuda` the ranks are two or four GPUs, joined by NCCL, and the one process has the
+first of them (a CPU draws other first weights; that GPUs compute what CPUs do is `sweep_devices`'
+part): losses, norms and validation are compared; with `--compiled` the ranks compile their blocks,
+the one process does not. What the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -239,8 +239,9 @@ def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
             layout = layout.replace("--moe-row-policy budget", "--moe-row-policy exact")
             pair = Pair(model, layout, folder / f"{ranks}-{i}-parts", folder / f"{ranks}-{i}")
             begin = [*begins(model), *model.split(), *layout.split(), *drawn]
-            begin += ["--moe-jitter-eps", "0.1"] if "moe-num-experts" in model else []
-            begin += ["--moe-router-noise"] if "router-type" not in model else []
+            if "moe-num-experts" in model:
+                begin += ["--moe-jitter-eps", "0.1"]
+                begin += ["--moe-router-noise"] if "router-type" not in model else []
             pairs.append(pair)
             lines += [
                 [*begin, "--save", str(pair.alone)],

@@ -138,6 +138,9 @@ def leave_out_of_collections() -> None:
 
 
 def collect_meshes() -> None:
-    """Let go of meshes, and of models on them, that nobody uses: they refer to themselves, and hold
-    the threads of their groups. It takes a fifth of a second."""
+    """Let go of meshes, and of models on them, that nobody uses.
+
+    They refer to themselves, and hold the threads of their groups. Behind a tiny run this took
+    0.21 s.
+    """
     gc.collect()

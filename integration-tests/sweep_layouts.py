@@ -278,11 +278,20 @@ def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
 
 def _on_ranks(ranks: int, lines: list[list[str]], device: str) -> list[str]:
     try:
-        by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
+        return _started(ranks, lines, device)
     except RuntimeError as error:  # a line that ends the ranks: each by itself, to see which
-        if len(lines) == 1:
-            return [str(error)]
-        return [said for line in lines for said in _on_ranks(ranks, [line], device)]
+        ended = str(error)
+    said, found = [], False
+    for line in lines:
+        try:
+            said += _started(ranks, [line], device)
+        except RuntimeError as error:
+            said, found = [*said, str(error)], True
+    return said if found else [ended] * len(lines)  # which a run does in others' company alone
+
+
+def _started(ranks: int, lines: list[list[str]], device: str) -> list[str]:
+    by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
     return [next((error for error in errors if error), "") for errors in zip(*by_rank, strict=True)]
 
 

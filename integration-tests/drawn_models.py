@@ -49,6 +49,8 @@ SELDOM = (
     (".*--optimizer adam", "--adam-beta1 0.7 --adam-beta2 0.8"),
     (".*--optimizer muon", "--muon-momentum 0.8 --no-muon-nesterov --muon-num-ns-steps 3"),
     (".*--optimizer muon", "--no-muon-split-qkv --muon-extra-scale-factor 1"),
+    (".*--optimizer muon", "--muon-coefficient-type quintic"),
+    (".*--optimizer muon", "--muon-coefficient-type polar_express --muon-num-ns-steps 6"),
     (".*--use-mup", "--mup-base-head-dim 4 --mup-attn-scale-power 0.5"),
     (".*--mtp-num-layers", "--mtp-loss-scaling-factor 1.5"),
     (".*--first-last-layers-bf16", "--num-layers-at-start-in-bf16 2"),

@@ -9,13 +9,13 @@ in fp64, for matrices of random numbers and for some of low rank under noise.
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import triton
 from mb_kernels import symmetric_matmul
-from mb_parallel.optimizer.muon import _COEFFICIENTS, newton_schulz
+from mb_parallel.optimizer.muon import Coefficients, coefficients_of, newton_schulz
 from torch import Tensor
 from turns import in_turns
 
@@ -27,24 +27,22 @@ SHAPES = (
 )
 
 
-def plain(x: Tensor, steps: int) -> Tensor:
+def plain(x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     """The iteration as it is written down, each step a product of x with its polynomial."""
-    a, b, c = _COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         gram = x.mT @ x if tall else x @ x.mT
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a)
     return x
 
 
-def exact(x: Tensor, steps: int) -> Tensor:
+def exact(x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     """What the iteration does to singular values, in fp64."""
-    a, b, c = _COEFFICIENTS
     u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / s.norm(dim=-1, keepdim=True)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return (u * s[..., None, :]) @ v
 
@@ -54,12 +52,14 @@ def calls_of(x: Tensor) -> dict[str, Callable[[], object]]:
     return {
         "bmm": partial(torch.bmm, rows, rows.mT),
         "symmetric": partial(symmetric_matmul, rows, rows),
-        "plain": partial(plain, x, 5),
-        "ours": partial(newton_schulz, x, 5),
+        "plain": partial(plain, x, coefficients_of("simple", 5)),
+        "ours": partial(newton_schulz, x, coefficients_of("simple", 5)),
     }
 
 
-def deviations(rows: int, columns: int) -> list[tuple[str, str, float, float]]:
+def deviations(
+    rows: int, columns: int, coefficients: Sequence[Coefficients]
+) -> list[tuple[str, str, float, float]]:
     """Kind of matrix, iteration, its relative error and the largest singular value it leaves."""
     noise = torch.randn(2, rows, columns, device=DEVICE)
     few = max(rows // 13, 1)
@@ -68,9 +68,9 @@ def deviations(rows: int, columns: int) -> list[tuple[str, str, float, float]]:
     low = low @ torch.randn(2, few, columns, device=DEVICE) + 0.02 * noise
     found = []
     for kind, x in (("random", noise), ("low rank under noise", low)):
-        want = exact(x, 5)
+        want = exact(x, coefficients)
         for name, iteration in (("plain", plain), ("ours", newton_schulz)):
-            got = iteration(x.bfloat16(), 5).double()
+            got = iteration(x.bfloat16(), coefficients).double()
             error = float((got - want).norm() / want.norm())
             found.append((kind, name, error, float(torch.linalg.svdvals(got).max())))
     return found
@@ -87,8 +87,10 @@ def main() -> None:
         times = in_turns(calls_of(torch.randn(shape, device=DEVICE).bfloat16()), rounds)
         told = (f"{statistics.median(values):10.3f}" for values in times.values())
         print(f"{shape!s:20}" + "".join(told), flush=True)
-    for kind, name, error, largest in deviations(768, 3072):
-        print(f"{kind}, {name}: relative error {error:.4f}, largest singular value {largest:.3f}")
+    for said in ("simple", "quintic", "polar_express"):
+        for kind, name, error, largest in deviations(768, 3072, coefficients_of(said, 5)):
+            found = f"relative error {error:.4f}, largest singular value {largest:.3f}"
+            print(f"{said}, {kind}, {name}: {found}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from mb_parallel.optimizer import (
     weight_norm,
     zeros_in_grad,
 )
-from mb_parallel.optimizer.muon import newton_schulz
+from mb_parallel.optimizer.muon import coefficients_of, newton_schulz
 from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch import nn
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+JORDANS = coefficients_of("simple", 5)
 OURS = {
     "adamw": lambda ps: AdamW(ps, weight_decay=0.1),
     "adafactor": lambda ps: Adafactor(ps, weight_decay=0.1),
@@ -161,7 +162,9 @@ def test_rates_that_are_tensors_reach_kernels_as_numbers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"nesterov": False}, {"momentum": 0.5}, {"ns_steps": 3}], ids=str
+    "numbers",
+    [{"nesterov": False}, {"momentum": 0.5}, {"ns_steps": 3}, {"ns_coefficients": (2, -1.5, 0.5)}],
+    ids=str,
 )
 def test_muons_constants_mean_the_same_as_torchs(numbers):
     mine, theirs = ([p for p in _parameters() if p.ndim > 1] for _ in range(2))
@@ -589,26 +592,51 @@ def test_gradients_in_another_order_of_memory():
 @pytest.mark.parametrize("shape", [(3, 8, 5), (2, 3, 5, 8), (6, 6)], ids=str)
 def test_newton_schulz_takes_each_matrix_of_a_stack_to_an_orthogonal_one(shape):
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    done = newton_schulz(stack, 5)
+    done = newton_schulz(stack, JORDANS)
     for got, matrix in zip(
         done.reshape(-1, *shape[-2:]), stack.reshape(-1, *shape[-2:]), strict=True
     ):
-        torch.testing.assert_close(got, newton_schulz(matrix, 5), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, newton_schulz(matrix, JORDANS), rtol=1e-4, atol=1e-5)
         u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
         assert float(torch.linalg.matrix_norm(got - u @ vh, 2)) < 0.35
-    assert newton_schulz(stack[:0], 5).shape == stack[:0].shape
+    assert newton_schulz(stack[:0], JORDANS).shape == stack[:0].shape
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("said", ["simple", "quintic", "polar_express", (2, -1.5, 0.5)], ids=str)
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8)], ids=str)
-def test_two_steps_of_newton_schulz_in_one_are_those_of_the_plain_loop(shape, steps):
+def test_two_steps_of_newton_schulz_in_one_are_those_of_the_plain_loop(shape, said, steps):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     want = matrix / matrix.norm()
-    for _ in range(steps):
+    coefficients = coefficients_of(said, steps)
+    assert len(coefficients) == steps
+    for a, b, c in coefficients:
         gram = want @ want.T
-        want = 3.4445 * want + (-4.7750 * gram + 2.0315 * gram @ gram) @ want
-    got = newton_schulz(matrix, steps, size=3.0)
+        want = a * want + (b * gram + c * gram @ gram) @ want
+    got = newton_schulz(matrix, coefficients, size=3.0)
     torch.testing.assert_close(got, 3 * want, rtol=1e-4, atol=1e-4)
+
+
+def test_coefficients_are_those_of_the_publications():
+    assert coefficients_of("simple", 3) == [(3.4445, -4.7750, 2.0315)] * 3
+    quintic = coefficients_of("quintic", 7)  # five, which begin anew behind the last
+    assert (quintic[0], quintic[4]) == ((4.0848, -6.8946, 2.9270), (2.8366, -3.0525, 1.2012))
+    assert quintic[5:] == quintic[:2]
+    polar = coefficients_of("polar_express", 10)  # eight, the last of which goes on
+    assert (polar[0], polar[6]) == ((8.2051, -22.9019, 16.4607), (1.8564, -1.2132, 0.3568))
+    assert polar[7:] == [(1.875, -1.25, 0.375)] * 3
+
+
+@pytest.mark.parametrize(
+    ("said", "steps", "near"),
+    [("simple", 5, 0.35), ("quintic", 5, 0.2), ("polar_express", 8, 0.01)],
+)
+def test_coefficients_take_singular_values_to_1(said, steps, near):
+    values = torch.linspace(0.05, 1, 8, dtype=torch.float64)
+    values = values / values.norm()
+    for a, b, c in coefficients_of(said, steps):
+        values = a * values + b * values**3 + c * values**5
+    assert float((values - 1).abs().max()) < near
 
 
 @pytest.mark.parametrize(
@@ -618,9 +646,9 @@ def test_two_steps_of_newton_schulz_in_one_are_those_of_the_plain_loop(shape, st
 )
 def test_newton_schulz_under_autocast_stays_in_its_dtype(of, around):
     matrix = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(of)
-    want = newton_schulz(matrix, 5)
+    want = newton_schulz(matrix, JORDANS)
     with torch.autocast("cpu", around):
-        got = newton_schulz(matrix, 5)
+        got = newton_schulz(matrix, JORDANS)
     assert got.dtype is of
     assert torch.equal(got, want)
 
@@ -893,6 +921,8 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Muon(p, ns_dtype="bfloat16"), "ns_dtype to be a floating-point dtype"),
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
         (lambda p: Muon(p, ns_steps=2.5), "ns_steps to be an integer >= 1, got 2.5"),
+        (lambda p: Muon(p, ns_coefficients="quartic"), "simple, quintic, .* got 'quartic'"),
+        (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), r"three numbers, got \(1.0, 2.0\)"),
         (lambda p: Muon(p, momentum="0.9"), "momentum from 0 .* got '0.9'"),
         (lambda p: SGD(p, momentum=-0.5), "momentum=-0.5"),
         (lambda p: Muon(p, momentum=1.0), "momentum from 0 .* got 1.0"),

@@ -510,6 +510,10 @@ def test_older_spellings_mean_what_they_meant():
             {"muon_nesterov": True, "muon_num_ns_steps": 6, "muon_extra_scale_factor": 0.1},
         ),
         (
+            "--muon-coefficient-type polar_express --muon-num-ns-steps 8",
+            {"muon_coefficient_type": "polar_express", "muon_num_ns_steps": 8},
+        ),
+        (
             "--context-parallel-size 1 --expert-tensor-parallel-size 1",
             {"context_parallel_size": 1},
         ),
@@ -761,11 +765,11 @@ def test_gelu_is_exact_where_megatron_does_not_fuse_it_with_a_bias(typed, activa
     ("typed", "nesterov", "factor", "said"),
     [
         ("--optimizer dist_muon", False, 1.0,
-         ("no --muon-nesterov", "five times", "Jordan's", "learned positions")),
+         ("no --muon-nesterov", "five times", "quintic", "learned positions")),
         ("--optimizer muon --muon-extra-scale-factor 0.1 --muon-coefficient-type simple --swiglu "
          "--use-rotary-position-embeddings", False, 0.1, ("no --muon-nesterov", "gate and up")),
         ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov --no-position-embedding",
-         True, 0.2, ("Jordan's",)),
+         True, 0.2, ("quintic",)),
         ("--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type "
          "simple --position-embedding-type rope --multi-latent-attention", True, 0.2,
          ("takes apart",)),
@@ -783,8 +787,9 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
     line = parse([*RUN, *typed.split()])
     config = resolve(line)
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (nesterov, factor)
+    assert config.muon_coefficient_type == ("quintic" if "quintic" in said else "simple")
     assert without_effect(line, config) == []
-    several = ("no --muon-nesterov", "five times", "Jordan's", "takes apart", "whole matrices")
+    several = ("no --muon-nesterov", "five times", "quintic", "takes apart", "whole matrices")
     for words in (*several, "gate and up", "learned positions"):
         assert any(words in note for note in line.notes) == (words in said)
 

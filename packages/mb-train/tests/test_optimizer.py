@@ -158,7 +158,13 @@ ADAM = {"betas": (0.8, 0.7), "eps": 1e-3}
         (
             "muon",
             {"muon_momentum": 0.5, "muon_nesterov": False, "muon_num_ns_steps": 3},
-            {"momentum": 0.5, "nesterov": False, "ns_steps": 3, "scale": 0.2},
+            {"momentum": 0.5, "nesterov": False, "ns_steps": 3, "scale": 0.2}
+            | {"ns_coefficients": "simple"},
+        ),
+        (
+            "muon",
+            {"muon_coefficient_type": "quintic"},
+            {"ns_coefficients": "quintic"},
         ),
         ("muon", {"muon_extra_scale_factor": 1.0}, {"scale": 1.0, "nesterov": True}),
         ("adafactor", {}, {}),

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, cycle, islice
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mb_kernels
 import torch
@@ -39,8 +40,27 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-# Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+Coefficients: TypeAlias = tuple[float, float, float]
+
+# Of the iteration x -> a x + b G x + c G^2 x, with the Gram matrix G = x x^T: a triple (a, b, c)
+# for each of the first steps, and those of the steps behind them, by turns. Five steps take
+# singular values from 0.01 to 1 to 0.68 to 1.14, 0.97 to 1.04 and 0.87 to 1.13, eight of the last
+# to 1.
+_NAMED: Mapping[str, tuple[Sequence[Coefficients], Sequence[Coefficients]]] = MappingProxyType({
+    # Jordan's own, kellerjordan.github.io/posts/muon.
+    "simple": ((), [(3.4445, -4.7750, 2.0315)]),
+    # You's, from the records of github.com/KellerJordan/modded-nanogpt; Megatron Core's default.
+    "quintic": ((), [
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+    ]),
+    # Polar Express, Amsel et al., arXiv 2505.16932.
+    "polar_express": ([
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+    ], [(1.8750, -1.2500, 0.3750)]),
+})  # fmt: skip
 # Numbers of parameters of one shape that are orthogonalised in one batch, which takes 1.2 GB. What
 # one of four GPUs holds of a dMoE-125M takes an H100 25 ms so, 12 of them the host's; 27 to 31, all
 # of it the host's, with half as many; 25 and 7 with twice as many, but 2.9 GB (mb-train's
@@ -60,6 +80,8 @@ class Muon(AdamW):
         momentum: of the gradients.
         nesterov: a matrix moves along where the momentum will be, a step ahead.
         ns_steps: iterations of Newton-Schulz.
+        ns_coefficients: of these, "simple", "quintic" or "polar_express" (Megatron Core's names);
+            or a triple (a, b, c) for all of them, as torch's Muon takes it.
         scale: of a step, in units of sqrt(max(rows, columns)) times the learning rate.
         ns_dtype: that they run in; not fp16, of too small a range for gradients.
 
@@ -84,6 +106,7 @@ class Muon(AdamW):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
+        ns_coefficients: str | Coefficients = "simple",
         scale: float = 0.2,
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
@@ -96,8 +119,13 @@ class Muon(AdamW):
                 "gradients of 1e-7 are 0."
             )
         self.ns_dtype = ns_dtype
-        constants = {"momentum": momentum, "nesterov": nesterov}
-        constants |= {"ns_steps": ns_steps, "scale": scale}
+        constants = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "scale": scale,
+        }
         params = list(params)
         self._matrices: set[Tensor] = set()
         super().__init__(
@@ -120,6 +148,7 @@ class Muon(AdamW):
         super().check(group)
         momentum = group["momentum"]
         at_least_1(ns_steps=group["ns_steps"])
+        coefficients_of(group["ns_coefficients"], 1)
         above_0(scale=group["scale"])
         if not (isinstance(momentum, Real) and 0 <= momentum < 1):
             raise ValueError(f"Expected momentum from 0 up to but not 1, got {momentum!r}.")
@@ -166,6 +195,7 @@ class Muon(AdamW):
             super().update(group, parameters, divisor, skip)
             return
         lr, decay = float(group["lr"]), float(group["weight_decay"])
+        coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         for alike in _batches(parameters):
             directions = [
                 mb_kernels.muon_momentum(
@@ -179,7 +209,7 @@ class Muon(AdamW):
                 )
                 for parameter in alike
             ]
-            updates = _updates(directions, alike, group["ns_steps"], group["fused"])
+            updates = _updates(directions, alike, coefficients, group["fused"])
             for parameter, update in zip(alike, updates, strict=True):
                 copy = self._copies.get(parameter)
                 mb_kernels.muon_step(
@@ -214,13 +244,16 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _updates(
-    shards: list[Tensor], parameters: list[Tensor], steps: int, fused: tuple[int, ...]
+    shards: list[Tensor],
+    parameters: list[Tensor],
+    coefficients: Sequence[Coefficients],
+    fused: tuple[int, ...],
 ) -> Iterable[Tensor]:
     """This rank's shards of the updates whose directions' shards on this rank are `shards`."""
     one, *others = parameters
     stacked = torch.stack(shards) if others else shards[0][None]
     if not is_dtensor(one):
-        return _matrix_by_matrix(stacked, steps, fused).unbind()
+        return _matrix_by_matrix(stacked, coefficients, fused).unbind()
     from torch.distributed.tensor import Replicate, Shard
 
     placements = [moved(placement, 1) for placement in one.placements]
@@ -233,7 +266,7 @@ def _updates(
         for index, placement in enumerate(one.placements)
     ]
     matrices = whole.redistribute(placements=turned)
-    done = _matrix_by_matrix(local(matrices).contiguous(), steps, fused)
+    done = _matrix_by_matrix(local(matrices).contiguous(), coefficients, fused)
     whole = spread(done, one.device_mesh, turned, size)
     return local(whole.redistribute(placements=placements)).contiguous().unbind()
 
@@ -252,41 +285,67 @@ def _cuts(parameter: DTensor, placement: Placement) -> bool:
     return getattr(placement, "dim", -1) >= parameter.ndim - 2
 
 
-def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
+def _matrix_by_matrix(
+    x: Tensor, coefficients: Sequence[Coefficients], fused: tuple[int, ...]
+) -> Tensor:
     """Updates of [..., rows, columns] for a rate and a scale of 1; `fused` as in `Muon`."""
     if not fused:
-        return newton_schulz(x, steps, size=max(x.shape[-2:]) ** 0.5)
+        return newton_schulz(x, coefficients, size=max(x.shape[-2:]) ** 0.5)
     runs = x.unflatten(-2, (-1, sum(fused))).split(fused, dim=-2)  # [..., repeats, rows, columns]
-    done = [_matrix_by_matrix(run.flatten(-3, -2), steps, ()).view(run.shape) for run in runs]
+    done = [
+        _matrix_by_matrix(run.flatten(-3, -2), coefficients, ()).view(run.shape) for run in runs
+    ]
     return torch.cat(done, dim=-2).view(x.shape)
 
 
-def newton_schulz(x: Tensor, steps: int, *, size: float = 1.0) -> Tensor:
+def coefficients_of(said: str | Coefficients, steps: int) -> list[Coefficients]:
+    """The triple of each step.
+
+    Args:
+        said: as `Muon` takes them.
+
+    Raises:
+        ValueError: neither a name that is known nor three numbers.
+    """
+    if isinstance(said, str) and said in _NAMED:
+        first, then = _NAMED[said]
+        return list(islice(chain(first, cycle(then)), steps))
+    three = isinstance(said, tuple | list) and len(said) == 3
+    if not three or not all(isinstance(number, Real) for number in said):
+        raise ValueError(
+            f"Expected ns_coefficients to be one of {', '.join(_NAMED)}, or three numbers, got "
+            f"{said!r}."
+        )
+    return [tuple(said)] * steps
+
+
+def newton_schulz(x: Tensor, coefficients: Sequence[Coefficients], *, size: float = 1.0) -> Tensor:
     """The orthogonal matrices near [..., rows, columns] times `size`, by batched products.
 
     A step takes x to p(G) x, with p(G) = a + b G + c G^2 of the Gram matrix G = x x^T (x^T x of a
-    tall x). The next step's Gram matrix is p(G) G p(G): two steps are one product with x, and what
-    is between them is small and symmetric. A third from the same G would not do: in 16 bits small
-    eigenvalues of G may be negative, and each step has them grow.
+    tall x) and a triple of `coefficients`. The next step's Gram matrix is p(G) G p(G): two steps
+    are one product with x, and what is between them is small and symmetric. A third from the same
+    G would not do: in 16 bits small eigenvalues of G may be negative, and each step has them grow.
     """
     if not x.numel():
         return x
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
-    for step in range(0, steps, 2):
+    for step in range(0, len(coefficients), 2):
+        one, *other = coefficients[step : step + 2]
         rows = x.mT if tall else x
         gram = mb_kernels.symmetric_matmul(rows, rows)
         if step == 0:  # of x over its norm, whose square is the trace
             norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
             norm = norm.clamp(min=1e-14)[:, None, None].to(x.dtype)
             gram = gram / norm
-        factor = _polynomial(gram)
-        if step + 1 < steps:
+        factor = _polynomial(gram, one)
+        if other:
             gram = mb_kernels.symmetric_matmul(mb_kernels.symmetric_matmul(factor, gram), factor)
-            factor = mb_kernels.symmetric_matmul(_polynomial(gram), factor)
+            factor = mb_kernels.symmetric_matmul(_polynomial(gram, *other), factor)
         if step == 0:
             factor = factor * norm.rsqrt()
-        last = step + 2 >= steps
+        last = step + 2 >= len(coefficients)
         with without_autocast(x):  # a step may be taken where a forward pass was
             x = torch.baddbmm(
                 x, *((x, factor) if tall else (factor, x)), beta=0, alpha=size if last else 1.0
@@ -294,6 +353,6 @@ def newton_schulz(x: Tensor, steps: int, *, size: float = 1.0) -> Tensor:
     return x.reshape(shape)
 
 
-def _polynomial(gram: Tensor) -> Tensor:
-    a, b, c = _COEFFICIENTS
+def _polynomial(gram: Tensor, coefficients: Coefficients) -> Tensor:
+    a, b, c = coefficients
     return mb_kernels.symmetric_matmul(gram, gram, gram, alpha=c, beta=b, diagonal=a)

@@ -50,6 +50,7 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> ShardedOptimizer:
             "momentum": config.muon_momentum,
             "nesterov": config.muon_nesterov,
             "ns_steps": config.muon_num_ns_steps,
+            "ns_coefficients": config.muon_coefficient_type,
             "scale": config.muon_extra_scale_factor,
         }
         return Muon(groups, **rates, working_copies=model.working_copies)

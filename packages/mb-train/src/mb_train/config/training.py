@@ -94,6 +94,11 @@ class RegularizationFields:
         "iterations with which Muon makes a matrix orthogonal", 5, bounds=POSITIVE, on_load="said",
         needs=_MUON,
     )  # fmt: skip
+    muon_coefficient_type: str = flag(
+        "coefficients of these iterations: Jordan's, or such as change from step to step; quintic "
+        "in Megatron's scripts that do not say it", "simple",
+        choices=("simple", "quintic", "polar_express"), on_load="said", needs=_MUON,
+    )  # fmt: skip
     muon_extra_scale_factor: float = flag(
         "size of Muon's steps: with 0.2 they are as large as Adam's; 1 in Megatron's scripts that "
         "do not say it", 0.2, bounds=POSITIVE, on_load="said", needs=_MUON,

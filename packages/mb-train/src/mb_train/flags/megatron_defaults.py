@@ -71,8 +71,9 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
       a softmax over all experts; a group of experts is scored by as many of its best as a token
       could choose there.
-    - Muon in a whole script: its momentum is plain and the factor of its steps 1. With
-      `--muon-use-nesterov`, as Core spelled it at first, the momentum is 0.9, as it was then.
+    - Muon in a whole script: its momentum is plain, its coefficients are the quintic ones and the
+      factor of its steps is 1. With `--muon-use-nesterov`, as Core spelled it at first, the
+      momentum is 0.9, as it was then.
     - Sinkhorn's balance by `--moe-router-load-balancing-type`: a token's expert is weighed by its
       sigmoid, several by their probabilities, whose sum is not 1. Where their number is left to a
       recipe or to `--load`, the scores are, too.
@@ -96,6 +97,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["activation"] = "gelu"
     if is_whole(values) and values.get("optimizer") == "muon":
         found |= {"muon_nesterov": False, "muon_extra_scale_factor": 1.0}
+        found["muon_coefficient_type"] = "quintic"
         if _FIRST_NESTEROV in typed:
             found["muon_momentum"] = 0.9
     if _is_dense(values):
@@ -158,6 +160,10 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append("the exact GELU, as in Megatron without its fused kernel")
     if "muon_nesterov" in unsaid:
         notes.append("Muon without Nesterov's momentum, having no --muon-nesterov, as in Megatron")
+    if "muon_coefficient_type" in unsaid:
+        notes.append(
+            "Muon with quintic coefficients, having no --muon-coefficient-type, as in Megatron"
+        )
     if "muon_momentum" in unsaid:
         notes.append(
             f"Muon with a momentum of {unsaid['muon_momentum']}, having no --muon-momentum beside "
@@ -258,11 +264,6 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     if values.get("optimizer") != "muon" or not is_whole(values):
         return []
     found = []
-    if "--muon-coefficient-type" not in typed:
-        found.append(
-            "Muon iterates with Jordan's coefficients, as Megatron does with "
-            "--muon-coefficient-type simple; without it today's has others"
-        )
     if values.get("tensor_model_parallel_size", 1) > 1 and "--muon-tp-mode" not in typed:
         found.append(
             "Muon iterates on whole matrices, as Megatron does with --muon-tp-mode duplicated; "

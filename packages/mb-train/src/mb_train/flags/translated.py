@@ -93,7 +93,6 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "huggingface": {"tokenizer_type": "HuggingFaceTokenizer"},
     },
     "--muon-scale-mode": {"spectral": {}},
-    "--muon-coefficient-type": {"simple": {}},
     "--muon-tp-mode": {"duplicated": {}, "distributed": {}},
     "--muon-scalar-optimizer": {"adam": {}},
 }

@@ -320,7 +320,7 @@ def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path
     config, notes = started.config, started.notes
     assert (config.muon_nesterov, config.muon_extra_scale_factor) == (True, 0.2)
     assert config.moe_loss_weight == 0.25
-    assert [note[:22] for note in notes] == ["Muon iterates with Jor", "learned positions are "]
+    assert [note[:22] for note in notes] == ["learned positions are "]
     gone = {note[:22] for note in line.notes if note not in notes}
     of_muon = {"Muon without Nesterov'", "steps of Muon five tim"}
     assert gone == {"no load-balancing loss", "one expert for a token", *of_muon}
@@ -389,6 +389,29 @@ def test_without_evaluations_no_data_is_made_ready_for_them(finished, tmp_path, 
         assert bool(curves.valid) == bool(curves.test) == evaluated
         losses[count] = curves.loss
     assert losses["0"] == losses["1"]
+
+
+def test_without_training_a_run_is_evaluated_and_nothing_is_written(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (prefix,) = resolve_start(parse(["--load", str(run)])).config.data_path
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    (loss,) = set(read_curves(run).valid.values())
+    script = [*TINY, "--train-iters=9", f"--data-path={prefix}", f"--save={run}", "--skip-train"]
+    for words in (["--load", str(run), "--skip-train"], [*script, f"--load={run}"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert "skipping training (--skip-train is on) ...\n" in said
+        (line,) = re.findall(r"validation loss at .* val data \| lm loss value: (\S+)", said)
+        assert line == f"{loss:.6E}"
+        assert "iteration        3/" not in said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    # No weights but random ones: a script that trains would begin with these.
+    for load, says in (("none", "Expected a checkpoint in"), (None, "Expected --load with --skip")):
+        assert main(script if load is None else [*script, f"--load={tmp_path / load}"]) == 2
+        assert says in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Expected no --save with --skip-train"):
+        TrainConfig(**recipe("quickstart") | {"load": "a", "save": "b", "skip_train": True})
 
 
 def test_data_that_is_there_from_the_runs_directory_on_is_said(

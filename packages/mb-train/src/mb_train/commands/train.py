@@ -109,6 +109,8 @@ def _complete(start: Start, config: TrainConfig) -> None:
 
 def _headline(config: TrainConfig) -> str:
     kind = "a dense" if config.moe_num_experts is None else "a Mixture-of-Experts"
+    if config.skip_train:
+        return f"{kind} {config.model.upper()}, evaluated from {config.load}"
     unit, number = "sample", config.train_samples
     if not config.by_samples:
         unit, number = "step", config.train_iters
@@ -120,6 +122,8 @@ def _close(config: TrainConfig, result: Result) -> None:
     """The last lines of a run: what came out of it and where it lies."""
     from mb_train.logs.megatron_lines import perplexity
 
+    if config.skip_train:
+        return  # it was said
     print(f"\n stopped after iteration {result.iteration}")
     if result.first_loss is not None:
         print(f" first training loss  {result.first_loss:.4f}")

@@ -94,6 +94,10 @@ class ValidationFields:
         "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0,
         needs=("eval_iters", NOT_0),
     )  # fmt: skip
+    skip_train: bool = flag(
+        "evaluate --load as at the end of a run, and take no step; nothing is saved", False,
+        on_load="own",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,7 @@ class TrainConfig(
             self.check_blends()
         self.check_checkpointing()
         self.check_logging()
+        self._check_skipped()
         self._check_positions()
         self._check_decoder()
         self._check_context()
@@ -284,6 +285,16 @@ class TrainConfig(
                 way = f"{flag_name(needed)} {' or '.join(words)}".rstrip()
             ways.append(way)
         return " or ".join(ways) if all(ways) else ""
+
+    def _check_skipped(self) -> None:
+        if not self.skip_train:
+            return
+        if self.load is None:
+            raise ValueError("Expected --load with --skip-train, which evaluates it, got none.")
+        if self.save is not None:
+            raise ValueError(
+                f"Expected no --save with --skip-train, which saves nothing, got {self.save}."
+            )
 
     def _check_positions(self) -> None:
         if self.model == "gpt" and self.position_embedding_type == "relative":

@@ -128,7 +128,6 @@ _REASONS: Mapping[str, str] = {
     """,
     "say --keep-checkpoints": "--most-recent-k",
     "a vocabulary is padded as --make-vocab-size-divisible-by says": "--no-pad-vocab-size",
-    "the eval command measures a trained model": "--skip-train",
     "the upcycle command makes experts of a dense run": """
         --moe-use-upcycling --moe-upcycling-granularity
     """,

@@ -29,6 +29,8 @@ def resolve_start(command: CommandLine) -> Resolved:
         ValueError: what was asked for does not fit together, or not with the checkpoint.
         OSError: files that cannot be read.
     """
+    if command.values.get("skip_train"):  # of which scripts keep their --save
+        command = dataclasses.replace(command, values={**command.values, "save": None})
     values = command.values  # a recipe has no --load
     load, save = values.get("load"), values.get("save")
     if not load:  # of an empty one `resolve` tells
@@ -51,7 +53,7 @@ def resolve_start(command: CommandLine) -> Resolved:
         config = dataclasses.replace(config, save=str(checkpoint.parent))
     asked = {"train_iters", "train_samples"} & values.keys()
     start = Start(checkpoint, saved)
-    if not asked and start.is_end_of(config):
+    if not asked and not config.skip_train and start.is_end_of(config):
         config = _prolong(config, saved)
     changes = tuple(check_changes(saved.config, config))
     return _with_remarks(command, Resolved(config, start, changes))

@@ -47,7 +47,7 @@ class Start:
 
     def is_end_of(self, config: TrainConfig) -> bool:
         """Whether a run of this configuration has nothing left to do here."""
-        if config.finetune:
+        if config.finetune or config.skip_train:
             return False
         if config.train_samples is not None:
             from mb_train.schedule import BatchSizes

@@ -185,8 +185,11 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     valid_losses: dict[str, float] = {}
     stopped_by = None
     iteration = evaluated_at = saved_at = start.iteration
-    run.say("training ...")
-    run.say(datetime_line("before the start of training step"))
+    if config.skip_train:
+        run.say("skipping training (--skip-train is on) ...")
+    else:
+        run.say("training ...")
+        run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run, stop)
     while iteration < run.iterations and stopped_by is None:
         if profiler.begins(iteration - start.iteration):
@@ -222,7 +225,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         elif run.saver is not None:
             run.saver.poll()
     stream.close()
-    run.say(datetime_line("after training is done"))
+    if not config.skip_train:
+        run.say(datetime_line("after training is done"))
     saved = saved_at == iteration
     if stopped_by is None:
         known = valid_losses if evaluated_at == iteration else {}

@@ -140,6 +140,8 @@ class Run:
             iteration=self.progress.iteration,
             consumed_samples=self.progress.consumed_samples,
         )
+        if config.skip_train:
+            self.iterations = self.progress.iteration
         self.schedule: Schedule = build_schedule(config, self.batch_sizes.full)
 
     def _choose_task(self, start: Start | None) -> Tokenizer:
@@ -204,7 +206,8 @@ class Run:
     def _load(self, start: Start) -> None:
         """Go on from a checkpoint: its weights, its optimizer's state and loss scale."""
         config = self.config
-        optimizer = None if config.finetune or config.no_load_optim else self.optimizer
+        without = config.finetune or config.no_load_optim or config.skip_train
+        optimizer = None if without else self.optimizer
         # Modules for further tokens, if --finetune drops some, or has more and these begin anew.
         there = TrainConfig(**start.saved.inherited()).mtp_num_layers
         left_out = names_of_modules(*sorted((there, config.mtp_num_layers)))
@@ -248,7 +251,12 @@ class Run:
         return data
 
     def _open_log(self, start: Start | None) -> None:
-        """The log of rank 0, in a folder that is this run's from here on."""
+        """The log of rank 0, in a folder that is this run's from here on.
+
+        Boards have none of a run that only evaluates, as Megatron's.
+        """
+        if self.config.skip_train:
+            return
         boards = open_boards(self.config, self.say)
         self.log = RunLog(None, boards)  # which closes them, come what may
         if self.folder is None:

@@ -322,7 +322,7 @@ def test_what_a_script_leaves_unsaid_is_the_runs_that_goes_on(finished, tmp_path
     assert config.moe_loss_weight == 0.25
     assert [note[:22] for note in notes] == ["learned positions are "]
     gone = {note[:22] for note in line.notes if note not in notes}
-    of_muon = {"Muon without Nesterov'", "steps of Muon five tim"}
+    of_muon = {"Muon without Nesterov'", "Muon with quintic coef", "steps of Muon five tim"}
     assert gone == {"no load-balancing loss", "one expert for a token", *of_muon}
     anew = resolve_start(parse([*script, "--finetune"])).config
     assert (anew.muon_nesterov, anew.muon_extra_scale_factor) == (False, 1.0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mb_kernels import bin_tokens, combine, gather
+from mb_kernels import Bins, bin_tokens, combine, gather
 from mb_kernels.testing import assert_close, make_expert_ids
 
 CASES = [(13, 6, 7, 3, None), (29, 16, 4, 2, 5), (0, 8, 4, 2, None), (17, 5, 3, 1, 4)]
@@ -48,6 +48,22 @@ def test_gradients(case):
     assert torch.autograd.gradcheck(lambda x: gather(x, bins, case[3]), (x,))
     rows = torch.randn(weights.numel(), case[1], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, w: combine(r, bins, w), (rows, weights))
+
+
+def test_rows_without_tokens_and_tokens_without_rows():
+    none = torch.full((6,), -1, dtype=torch.int32)
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    padding = Bins(none, none[:0], ends.diff(), ends)
+    x = torch.ones(0, 5, requires_grad=True)
+    rows = gather(x, padding, 2)
+    assert torch.equal(rows, torch.zeros(6, 5))
+    dropped = Bins(none[:0], none, ends.diff() * 0, ends * 0)
+    rows, weights = torch.ones(0, 5, requires_grad=True), torch.full((3, 2), float("nan"))
+    y = combine(rows, dropped, weights.requires_grad_())
+    assert torch.equal(y, torch.zeros(3, 5))
+    gradients = torch.autograd.grad(y.sum(), (rows, weights))
+    assert [g.shape for g in gradients] == [rows.shape, weights.shape]
+    assert not gradients[1].any()
 
 
 def test_wrong_sizes_are_named():

@@ -4,6 +4,7 @@ Letters: T tokens, D hidden, K top-k, N = T·K rows.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mb_kernels.bins import Bins
@@ -12,8 +13,7 @@ from mb_kernels.runtime.precision import wide_dtype
 
 def gather(x_TD: Tensor, bins: Bins, top_k: int) -> Tensor:
     """Twin of ``mb_kernels.gather``, differentiable by plain autograd."""
-    rows_ND = x_TD[bins.order_N.long().clamp(min=0) // top_k]
-    return torch.where(_taken(bins)[:, None], rows_ND, 0)
+    return _with_zero(x_TD)[torch.where(_taken(bins), bins.order_N.long() // top_k, -1)]
 
 
 def combine(rows_ND: Tensor, bins: Bins, weights_TK: Tensor | None, top_k: int = 0) -> Tensor:
@@ -21,15 +21,17 @@ def combine(rows_ND: Tensor, bins: Bins, weights_TK: Tensor | None, top_k: int =
     k = top_k if weights_TK is None else weights_TK.shape[1]
     inverse_TK = bins.inverse_N.view(-1, k).long()
     accumulator = wide_dtype(rows_ND)
+    padded_ND = _with_zero(rows_ND)
     y_TD = torch.zeros(
         inverse_TK.shape[0], rows_ND.shape[1], dtype=accumulator, device=rows_ND.device
     )
     for choice in range(k):
         row_T = inverse_TK[:, choice]
-        term_TD = rows_ND[row_T.clamp(min=0)].to(accumulator)
-        if weights_TK is not None:
-            term_TD = term_TD * weights_TK[:, choice, None].to(accumulator)
-        y_TD = y_TD + torch.where((row_T >= 0)[:, None], term_TD, 0)
+        term_TD = padded_ND[row_T].to(accumulator)
+        if weights_TK is not None:  # that of a dropped slot may be NaN
+            weight_T = torch.where(row_T >= 0, weights_TK[:, choice], 0)
+            term_TD = term_TD * weight_T[:, None].to(accumulator)
+        y_TD = y_TD + term_TD
     return y_TD.to(rows_ND.dtype)
 
 
@@ -38,17 +40,22 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``combine`` for rows_ND and weights_TK."""
     top_k = weights_TK.shape[1]
-    taken_N1 = _taken(bins)[:, None]
-    order_N = bins.order_N.long().clamp(min=0)
+    taken_N = _taken(bins)
+    slot_N = torch.where(taken_N, bins.order_N.long(), -1)
+    token_N = torch.where(taken_N, slot_N // top_k, -1)
     accumulator = wide_dtype(rows_ND)
-    dy_ND = torch.where(taken_N1, dy_TD[order_N // top_k].to(accumulator), 0)
-    d_rows_ND = dy_ND * weights_TK.flatten()[order_N, None].to(accumulator)
-    d_rows_ND = torch.where(taken_N1, d_rows_ND, 0).to(rows_ND.dtype)
+    dy_ND = _with_zero(dy_TD)[token_N].to(accumulator)
+    weight_N1 = _with_zero(weights_TK.reshape(-1, 1))[slot_N].to(accumulator)
+    d_rows_ND = (dy_ND * weight_N1).to(rows_ND.dtype)
     d_weights_N = torch.zeros_like(weights_TK).flatten()
-    dots_N = (dy_ND * torch.where(taken_N1, rows_ND, 0).to(accumulator)).sum(dim=1)
-    slots = bins.order_N >= 0
-    d_weights_N[order_N[slots]] = dots_N[slots].to(weights_TK.dtype)
+    dots_N = (dy_ND * torch.where(taken_N[:, None], rows_ND, 0).to(accumulator)).sum(dim=1)
+    d_weights_N[slot_N[taken_N]] = dots_N[taken_N].to(weights_TK.dtype)
     return d_rows_ND, d_weights_N.view_as(weights_TK)
+
+
+def _with_zero(rows_ND: Tensor) -> Tensor:
+    """The rows, and behind the last one, at -1, a row of zeros."""
+    return F.pad(rows_ND, (0, 0, 0, 1))
 
 
 def _taken(bins: Bins) -> Tensor:

@@ -5,7 +5,7 @@
 
 `mb_layers.compat.dmoe`, `.moe`, `.router` and `.arguments` stand in for the modules of these names
 in `megablocks.layers`: the same calls, parameter names and returns, losses collected in a list as
-there.
+there. `mb_layers.compat.ops` stands in for `megablocks.ops`, for layers of people's own.
 """
 
 from mb_layers.compat.arguments import FIELDS as FIELDS

@@ -795,6 +795,32 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
 
 
 @pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--rotary-scaling-factor 40", ("--mscale-all-dim is 0",)),
+        ("--rotary-scaling-factor 40 --mscale-all-dim 1", ()),
+        (
+            "--rotary-scaling-factor 40 --max-position-embeddings 163840",
+            ("--mscale-all-dim is 0", "--original-max-position-embeddings 163840"),
+        ),
+        (
+            "--rotary-scaling-factor 40 --mscale-all-dim 1 --max-position-embeddings 163840 "
+            "--original-max-position-embeddings 4096",
+            (),
+        ),
+        ("--rotary-scaling-factor 40 --max-position-embeddings 4096", ("--mscale-all-dim is 0",)),
+        ("--rotary-scaling-factor 1 --max-position-embeddings 163840", ()),
+        ("--rope-type rope --max-position-embeddings 163840", ()),
+    ],
+)
+def test_what_yarn_meant_early_in_2025_is_said(typed, said):
+    latent = ["--multi-latent-attention", "--position-embedding-type", "rope"]
+    notes = parse([*RUN, *latent, *typed.split()]).notes
+    for words in "--mscale-all-dim is 0", "--original-max-position-embeddings 163840":
+        assert any(words in note for note in notes) == (words in said)
+
+
+@pytest.mark.parametrize(
     ("typed", "momentum", "told"),
     [
         ("--muon-nesterov", 0.95, False),

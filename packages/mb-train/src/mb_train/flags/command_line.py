@@ -35,6 +35,7 @@ from mb_train.flags.megatron_defaults import (
     legacy_experts,
     lone_expert,
     other_muon,
+    other_yarn,
     remarks_on,
     summed_logits,
 )
@@ -128,7 +129,8 @@ def parse(
     beside = defaults_beside(typed, values)
     if "activation" in beside:
         values.pop(NO_FUSED_GELU, None)  # it has an effect
-    others = [*other_muon(typed, values), *gated_anyway(values), *lone_expert(typed, values)]
+    others = [*other_muon(typed, values), *other_yarn(values), *gated_anyway(values)]
+    others += lone_expert(typed, values)
     by_sinkhorn = is_by_sinkhorn(typed, values)
     values, of_every_layer, notes, meaningless = understood(values)
     wrong += beside_sinkhorn(typed, beside, values, of_every_layer) if by_sinkhorn else []

@@ -20,6 +20,7 @@ NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
 _LEGACY = "--use-legacy-models"
+_YARNS_LENGTH = 4096
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -310,6 +311,27 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
         found.append("Muon takes gate and up for two matrices, which Megatron takes for one")
     if _positions(typed, values) == "learned":
         found.append("learned positions are Adam's to move, which Megatron leaves to Muon")
+    return found
+
+
+def other_yarn(values: Mapping[str, Any]) -> list[str]:
+    """Remarks on latent attention in a whole script whose YaRN was otherwise early in 2025."""
+    stretched = values.get("rope_type") in (None, "yarn") and values.get("rotary_scaling_factor", 1)
+    if not (is_whole(values) and values.get("multi_latent_attention") and stretched > 1):
+        return []
+    found = []
+    if "mscale_all_dim" not in values:
+        found.append(
+            "--mscale-all-dim is 0 if it is not said, as in today's Megatron; early in 2025 it was "
+            "1, and scores had the scale of --mscale"
+        )
+    longest = values.get("max_position_embeddings", _YARNS_LENGTH)
+    if "original_max_position_embeddings" not in values and longest != _YARNS_LENGTH:
+        found.append(
+            f"YaRN stretches {_YARNS_LENGTH} positions, as in today's Megatron; early in 2025 it "
+            f"were those of --max-position-embeddings, here --original-max-position-embeddings "
+            f"{longest}"
+        )
     return found
 
 

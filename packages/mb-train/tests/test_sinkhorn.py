@@ -95,6 +95,7 @@ def test_experts_of_megatron_before_core_are_chosen_by_it(typed):
     assert (config.moe_loss_weight, config.moe_router_bias, config.moe_mlp_bias) == (0, False, True)
     told = any("Sinkhorn's balance with --use-legacy-models" in note for note in line.notes)
     assert told == ("sinkhorn" not in typed)
+    assert not any("without effect" in note for note in line.notes if "legacy" in note)
     assert not any("Sinkhorn" in note for note in line.going_on().notes)
 
 

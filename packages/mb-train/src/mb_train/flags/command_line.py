@@ -27,10 +27,12 @@ from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.layer_patterns import LayerLists, counted, spelled_out
 from mb_train.flags.megatron_defaults import (
+    LEGACY,
     beside_sinkhorn,
     defaults_beside,
     gated_anyway,
     is_by_sinkhorn,
+    is_legacy,
     is_whole,
     legacy_experts,
     lone_expert,
@@ -127,8 +129,11 @@ def parse(
     values |= {f.name: none_or(f, values[f.name]) for f in fields(TrainConfig) if f.name in values}
     wrong += [*two_moments(values), *summed_logits(typed, values), *legacy_experts(typed, values)]
     beside = defaults_beside(typed, values)
+    # These have an effect.
     if "activation" in beside:
-        values.pop(NO_FUSED_GELU, None)  # it has an effect
+        values.pop(NO_FUSED_GELU, None)
+    if is_legacy(typed, values):
+        values.pop(LEGACY)
     others = [*other_muon(typed, values), *other_yarn(values), *gated_anyway(values)]
     others += lone_expert(typed, values)
     by_sinkhorn = is_by_sinkhorn(typed, values)

@@ -19,7 +19,7 @@ BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
-_LEGACY = "--use-legacy-models"
+LEGACY = "--use-legacy-models"
 _YARNS_LENGTH = 4096
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
@@ -121,7 +121,7 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     if is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = biases
-        found["moe_router_bias"] = biases and _LEGACY not in typed
+        found["moe_router_bias"] = biases and LEGACY not in typed
     top_k = _core_top_k(typed, values)
     if top_k is not None:
         found["moe_top_k"] = top_k
@@ -145,7 +145,7 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     notes = []
     sinkhorn = {**beside, **values}.get("moe_router_type") == "sinkhorn"
     if unsaid.get("moe_router_type"):
-        notes.append(f"experts are chosen by Sinkhorn's balance with {_LEGACY}, as in Megatron")
+        notes.append(f"experts are chosen by Sinkhorn's balance with {LEGACY}, as in Megatron")
     if "moe_loss_weight" in unsaid and not sinkhorn:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     if "moe_balance_by" in unsaid and values.get("moe_loss_weight"):
@@ -223,32 +223,32 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     if TOPK in typed:
         return values["moe_top_k"]
     megatrons = is_whole(values) and _has_experts(typed, values)
-    cores = megatrons and _LEGACY not in typed and any(flag in typed for flag in CORES)
+    cores = megatrons and LEGACY not in typed and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 
 
-def _is_legacy(typed: Container[str], values: Mapping[str, Any]) -> bool:
+def is_legacy(typed: Container[str], values: Mapping[str, Any]) -> bool:
     """Whether the experts are those of Megatron before Core, as its last releases had them."""
-    return _LEGACY in typed and is_whole(values) and _has_experts(typed, values)
+    return LEGACY in typed and is_whole(values) and _has_experts(typed, values)
 
 
 def is_by_sinkhorn(typed: Container[str], values: Mapping[str, Any]) -> bool:
     """Whether flags of Megatron's, among what was typed, choose experts by Sinkhorn's balance."""
     asked_for = values.get(BALANCING) in ("sinkhorn", ["sinkhorn"]) and not _is_dense(values)
-    asked_for = asked_for or _is_legacy(typed, values)
+    asked_for = asked_for or is_legacy(typed, values)
     return asked_for and values.get("moe_router_type", "sinkhorn") == "sinkhorn"
 
 
 def legacy_experts(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """What is wrong beside the experts of Megatron before Core, which pass over other choices."""
-    if not _is_legacy(typed, values) or not is_by_sinkhorn(typed, values):
+    if not is_legacy(typed, values) or not is_by_sinkhorn(typed, values):
         return []
     balanced = values.get(BALANCING, "sinkhorn")
     asked = [(TOPK, "1", str(values["moe_top_k"]))] if TOPK in typed else []
     asked.append((BALANCING, "sinkhorn", balanced if isinstance(balanced, str) else balanced[0]))
     return [
-        f"Expected {flag} {there} with {_LEGACY}, beside which Megatron has no other, got {here}. "
-        f"Leave one of the two out: without {_LEGACY} the experts are Megatron Core's."
+        f"Expected {flag} {there} with {LEGACY}, beside which Megatron has no other, got {here}. "
+        f"Leave one of the two out: without {LEGACY} the experts are Megatron Core's."
         for flag, there, here in asked
         if here != there
     ]
@@ -278,7 +278,7 @@ def beside_sinkhorn(
         beside: the defaults there.
         values, of_every_layer: what was typed, see `translated.Understood`.
     """
-    flag_of_it = f"{BALANCING} sinkhorn" if BALANCING in typed else _LEGACY
+    flag_of_it = f"{BALANCING} sinkhorn" if BALANCING in typed else LEGACY
     wanted = {"moe_router_topk_scaling_factor": 1.0, **beside}
     names = ["moe_router_score_function", "moe_router_topk_scaling_factor"]
     found = [(flag_name(name), wanted.get(name), values.get(name)) for name in names]

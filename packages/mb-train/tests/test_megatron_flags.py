@@ -874,6 +874,26 @@ def test_a_lone_expert_is_told_where_nobody_says_how_many(typed, told):
 
 
 @pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts 8 --use-mcore-models --expert-model-parallel-size 2", True),
+        ("--num-experts 8 --moe-router-topk 2", False),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.01", False),  # of a later Megatron
+        ("--num-experts 8 --moe-router-load-balancing-type aux_loss", False),
+        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", False),
+        ("--num-experts 8 --use-legacy-models", False),
+        ("--num-experts 0", False),
+        ("--moe-num-experts 8", False),
+    ],
+)
+def test_how_experts_were_chosen_at_the_end_of_2023_is_said(typed, told):
+    line = parse([*RUN, *typed.split()])
+    assert any("at the end of 2023" in note for note in line.notes) == told
+    assert not any("2023" in note for note in line.going_on().notes)
+
+
+@pytest.mark.parametrize(
     ("typed", "biased"),
     [
         ("--moe-num-experts 8", True),

@@ -159,6 +159,12 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append(f"one expert for a token without {TOPK}, as in Megatron before Core: it has 2")
     elif "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
+    balanced = sinkhorn or "moe_balance_over" in values or "moe_loss_weight" not in unsaid
+    if "moe_top_k" in unsaid and not balanced:
+        notes.append(
+            "Megatron at the end of 2023, Core too, chose one expert for a token by Sinkhorn's "
+            f"balance: say {BALANCING} sinkhorn and {TOPK} 1"
+        )
     if unsaid.get("moe_output_bias"):
         notes.append("a bias on the experts' output without --no-moe-output-bias, as in MegaBlocks")
     if "head_bias" in unsaid:

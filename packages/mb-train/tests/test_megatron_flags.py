@@ -795,6 +795,32 @@ def test_a_script_has_megatrons_numbers_of_muon(typed, nesterov, factor, said):
 
 
 @pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--rotary-scaling-factor 40", ("--mscale-all-dim is 0",)),
+        ("--rotary-scaling-factor 40 --mscale-all-dim 1", ()),
+        (
+            "--rotary-scaling-factor 40 --max-position-embeddings 163840",
+            ("--mscale-all-dim is 0", "--original-max-position-embeddings 163840"),
+        ),
+        (
+            "--rotary-scaling-factor 40 --mscale-all-dim 1 --max-position-embeddings 163840 "
+            "--original-max-position-embeddings 4096",
+            (),
+        ),
+        ("--rotary-scaling-factor 40 --max-position-embeddings 4096", ("--mscale-all-dim is 0",)),
+        ("--rotary-scaling-factor 1 --max-position-embeddings 163840", ()),
+        ("--rope-type rope --max-position-embeddings 163840", ()),
+    ],
+)
+def test_what_yarn_meant_early_in_2025_is_said(typed, said):
+    latent = ["--multi-latent-attention", "--position-embedding-type", "rope"]
+    notes = parse([*RUN, *latent, *typed.split()]).notes
+    for words in "--mscale-all-dim is 0", "--original-max-position-embeddings 163840":
+        assert any(words in note for note in notes) == (words in said)
+
+
+@pytest.mark.parametrize(
     ("typed", "momentum", "told"),
     [
         ("--muon-nesterov", 0.95, False),
@@ -845,6 +871,26 @@ def test_a_lone_expert_is_told_where_nobody_says_how_many(typed, told):
     line = parse([*RUN, *typed.split()])
     assert any("one expert for a token without" in note for note in line.notes) == told
     assert not any("one expert" in note for note in line.going_on().notes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts 8 --use-mcore-models --expert-model-parallel-size 2", True),
+        ("--num-experts 8 --moe-router-topk 2", False),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.01", False),  # of a later Megatron
+        ("--num-experts 8 --moe-router-load-balancing-type aux_loss", False),
+        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", False),
+        ("--num-experts 8 --use-legacy-models", False),
+        ("--num-experts 0", False),
+        ("--moe-num-experts 8", False),
+    ],
+)
+def test_how_experts_were_chosen_at_the_end_of_2023_is_said(typed, told):
+    line = parse([*RUN, *typed.split()])
+    assert any("at the end of 2023" in note for note in line.notes) == told
+    assert not any("2023" in note for note in line.going_on().notes)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,43 @@ def test_what_megatron_passes_over_beside_it_is_refused(typed, says):
     assert resolve(dense).moe_num_experts is None
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "",
+        "--expert-model-parallel-size 2",  # which Megatron before Core had, too
+        "--moe-router-topk 1",
+        "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+    ],
+)
+def test_experts_of_megatron_before_core_are_chosen_by_it(typed):
+    line = parse([*RUN, "--num-experts", "8", "--use-legacy-models", *typed.split()])
+    config = resolve(line)
+    assert (config.moe_router_type, config.moe_top_k) == ("sinkhorn", 1)
+    assert (config.moe_router_score_function, config.moe_renormalize) == ("sigmoid", False)
+    assert (config.moe_loss_weight, config.moe_router_bias, config.moe_mlp_bias) == (0, False, True)
+    told = any("Sinkhorn's balance with --use-legacy-models" in note for note in line.notes)
+    assert told == ("sinkhorn" not in typed)
+    assert not any("without effect" in note for note in line.notes if "legacy" in note)
+    assert not any("Sinkhorn" in note for note in line.going_on().notes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--moe-router-topk 2", "--moe-router-topk 1 with --use-legacy-models, .* got 2"),
+        ("--moe-router-load-balancing-type aux_loss", "sinkhorn with --use-leg.* got aux_loss"),
+        ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.0 with --use-legacy-models, .* got 0"),
+    ],
+)
+def test_what_experts_before_core_pass_over_is_refused(typed, says):
+    legacy = ["--num-experts", "8", "--use-legacy-models", *typed.split()]
+    with pytest.raises(ValueError, match=says):
+        parse([*RUN, *legacy])
+    assert resolve(parse([*RUN, *legacy, *OURS[:1], "topk"])).moe_router_type == "topk"
+    assert resolve(parse([*RUN, *legacy, "--num-experts", "0"])).moe_num_experts is None
+
+
 def test_our_flag_goes_with_any_weights_and_losses():
     words = "--moe-top-k 2 --moe-renormalize --moe-router-topk-scaling-factor 2 "
     words += "--moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid"

@@ -27,13 +27,17 @@ from mb_train.config.resume import OF_SCHEDULES, schedules
 from mb_train.config.toml_file import UsageError, read_toml
 from mb_train.flags.layer_patterns import LayerLists, counted, spelled_out
 from mb_train.flags.megatron_defaults import (
+    LEGACY,
     beside_sinkhorn,
     defaults_beside,
     gated_anyway,
     is_by_sinkhorn,
+    is_legacy,
     is_whole,
+    legacy_experts,
     lone_expert,
     other_muon,
+    other_yarn,
     remarks_on,
     summed_logits,
 )
@@ -123,14 +127,18 @@ def parse(
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
     values |= {f.name: none_or(f, values[f.name]) for f in fields(TrainConfig) if f.name in values}
-    wrong += [*two_moments(values), *summed_logits(typed, values)]
+    wrong += [*two_moments(values), *summed_logits(typed, values), *legacy_experts(typed, values)]
     beside = defaults_beside(typed, values)
+    # These have an effect.
     if "activation" in beside:
-        values.pop(NO_FUSED_GELU, None)  # it has an effect
-    others = [*other_muon(typed, values), *gated_anyway(values), *lone_expert(typed, values)]
-    by_sinkhorn = is_by_sinkhorn(values)
+        values.pop(NO_FUSED_GELU, None)
+    if is_legacy(typed, values):
+        values.pop(LEGACY)
+    others = [*other_muon(typed, values), *other_yarn(values), *gated_anyway(values)]
+    others += lone_expert(typed, values)
+    by_sinkhorn = is_by_sinkhorn(typed, values)
     values, of_every_layer, notes, meaningless = understood(values)
-    wrong += beside_sinkhorn(beside, values, of_every_layer) if by_sinkhorn else []
+    wrong += beside_sinkhorn(typed, beside, values, of_every_layer) if by_sinkhorn else []
     if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
     whole = is_whole(values)

@@ -19,6 +19,8 @@ BALANCING = "--moe-router-load-balancing-type"
 NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
+LEGACY = "--use-legacy-models"
+_YARNS_LENGTH = 4096
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models
@@ -77,6 +79,8 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
     - Sinkhorn's balance by `--moe-router-load-balancing-type`: a token's expert is weighed by its
       sigmoid, several by their probabilities, whose sum is not 1. Where their number is left to a
       recipe or to `--load`, the scores are, too.
+    - `--num-experts` and `--use-legacy-models` in a whole script: the same balance, one expert for
+      a token, and routers without biases.
     - Rotary positions of a T5 in a whole script: its scores have a bias for each token if its head
       is tied, as with learned positions, with which they always have it.
     - `--disable-bias-linear` or `--no-bias-gelu-fusion` in a whole script: GELU is exact, for only
@@ -116,13 +120,14 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_output_bias"] = biases and not values.get("moe_mlp_bias")
     if is_whole(values) and _has_experts(typed, values):
         found["moe_loss_weight"] = 0.0
-        found["moe_mlp_bias"] = found["moe_router_bias"] = biases
+        found["moe_mlp_bias"] = biases
+        found["moe_router_bias"] = biases and LEGACY not in typed
     top_k = _core_top_k(typed, values)
     if top_k is not None:
         found["moe_top_k"] = top_k
     elif is_whole(values) and _has_experts(typed, values) and "moe_top_k" not in values:
         found["moe_top_k"] = 1
-    if is_by_sinkhorn(values):
+    if is_by_sinkhorn(typed, values):
         return found | _sinkhorn_weights(typed, values)
     if top_k is None:
         return found
@@ -138,7 +143,9 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     """What is said of the `defaults_beside` certain flags that no flag or file overrules."""
     unsaid = {name: value for name, value in beside.items() if name not in values}
     notes = []
-    sinkhorn = values.get("moe_router_type") == "sinkhorn"
+    sinkhorn = {**beside, **values}.get("moe_router_type") == "sinkhorn"
+    if unsaid.get("moe_router_type"):
+        notes.append(f"experts are chosen by Sinkhorn's balance with {LEGACY}, as in Megatron")
     if "moe_loss_weight" in unsaid and not sinkhorn:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     if "moe_balance_by" in unsaid and values.get("moe_loss_weight"):
@@ -152,6 +159,12 @@ def remarks_on(beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
         notes.append(f"one expert for a token without {TOPK}, as in Megatron before Core: it has 2")
     elif "moe_top_k" in unsaid:
         notes.append(f"{unsaid['moe_top_k']} experts for a token without {TOPK}, as in Megatron")
+    balanced = sinkhorn or "moe_balance_over" in values or "moe_loss_weight" not in unsaid
+    if "moe_top_k" in unsaid and not balanced:
+        notes.append(
+            "Megatron at the end of 2023, Core too, chose one expert for a token by Sinkhorn's "
+            f"balance: say {BALANCING} sinkhorn and {TOPK} 1"
+        )
     if unsaid.get("moe_output_bias"):
         notes.append("a bias on the experts' output without --no-moe-output-bias, as in MegaBlocks")
     if "head_bias" in unsaid:
@@ -216,14 +229,35 @@ def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
     if TOPK in typed:
         return values["moe_top_k"]
     megatrons = is_whole(values) and _has_experts(typed, values)
-    cores = megatrons and any(flag in typed for flag in CORES)
+    cores = megatrons and LEGACY not in typed and any(flag in typed for flag in CORES)
     return 2 if cores and "moe_top_k" not in values else None
 
 
-def is_by_sinkhorn(values: Mapping[str, Any]) -> bool:
-    """Whether Megatron's flag, among what was typed, has Sinkhorn's balance choose the experts."""
+def is_legacy(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    """Whether the experts are those of Megatron before Core, as its last releases had them."""
+    return LEGACY in typed and is_whole(values) and _has_experts(typed, values)
+
+
+def is_by_sinkhorn(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    """Whether flags of Megatron's, among what was typed, choose experts by Sinkhorn's balance."""
     asked_for = values.get(BALANCING) in ("sinkhorn", ["sinkhorn"]) and not _is_dense(values)
+    asked_for = asked_for or is_legacy(typed, values)
     return asked_for and values.get("moe_router_type", "sinkhorn") == "sinkhorn"
+
+
+def legacy_experts(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """What is wrong beside the experts of Megatron before Core, which pass over other choices."""
+    if not is_legacy(typed, values) or not is_by_sinkhorn(typed, values):
+        return []
+    balanced = values.get(BALANCING, "sinkhorn")
+    asked = [(TOPK, "1", str(values["moe_top_k"]))] if TOPK in typed else []
+    asked.append((BALANCING, "sinkhorn", balanced if isinstance(balanced, str) else balanced[0]))
+    return [
+        f"Expected {flag} {there} with {LEGACY}, beside which Megatron has no other, got {here}. "
+        f"Leave one of the two out: without {LEGACY} the experts are Megatron Core's."
+        for flag, there, here in asked
+        if here != there
+    ]
 
 
 def _sinkhorn_weights(typed: Container[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,29 +265,34 @@ def _sinkhorn_weights(typed: Container[str], values: Mapping[str, Any]) -> dict[
     top_k = values.get("moe_top_k", _core_top_k(typed, values))
     if top_k is None and is_whole(values):
         top_k = 1
-    found: dict[str, Any] = {"moe_renormalize": False}
+    found: dict[str, Any] = {"moe_router_type": "sinkhorn", "moe_renormalize": False}
     if top_k is not None:
         found["moe_router_score_function"] = "sigmoid" if top_k == 1 else "softmax"
     return found
 
 
 def beside_sinkhorn(
-    beside: Mapping[str, Any], values: Mapping[str, Any], of_every_layer: Container[str]
+    typed: Container[str],
+    beside: Mapping[str, Any],
+    values: Mapping[str, Any],
+    of_every_layer: Container[str],
 ) -> list[str]:
     """What is wrong beside Megatron's flag for Sinkhorn's balance, where `is_by_sinkhorn`.
 
     Args:
+        typed: flags of the command line.
         beside: the defaults there.
         values, of_every_layer: what was typed, see `translated.Understood`.
     """
+    flag_of_it = f"{BALANCING} sinkhorn" if BALANCING in typed else LEGACY
     wanted = {"moe_router_topk_scaling_factor": 1.0, **beside}
     names = ["moe_router_score_function", "moe_router_topk_scaling_factor"]
     found = [(flag_name(name), wanted.get(name), values.get(name)) for name in names]
     if "moe_loss_weight" in of_every_layer:
         found.append(("--moe-aux-loss-coeff", 0.0, values["moe_loss_weight"]))
     return [
-        f"Expected {flag} {there} with {BALANCING} sinkhorn, beside which Megatron has no other, "
-        f"got {here}. Leave it out, or say --moe-router-type sinkhorn in place of {BALANCING}."
+        f"Expected {flag} {there} with {flag_of_it}, beside which Megatron has no other, got "
+        f"{here}. Leave it out, or say --moe-router-type sinkhorn in place of {flag_of_it}."
         for flag, there, here in found
         if None not in (there, here) and here != there
     ]
@@ -281,6 +320,27 @@ def other_muon(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def other_yarn(values: Mapping[str, Any]) -> list[str]:
+    """Remarks on latent attention in a whole script whose YaRN was otherwise early in 2025."""
+    stretched = values.get("rope_type") in (None, "yarn") and values.get("rotary_scaling_factor", 1)
+    if not (is_whole(values) and values.get("multi_latent_attention") and stretched > 1):
+        return []
+    found = []
+    if "mscale_all_dim" not in values:
+        found.append(
+            "--mscale-all-dim is 0 if it is not said, as in today's Megatron; early in 2025 it was "
+            "1, and scores had the scale of --mscale"
+        )
+    longest = values.get("max_position_embeddings", _YARNS_LENGTH)
+    if "original_max_position_embeddings" not in values and longest != _YARNS_LENGTH:
+        found.append(
+            f"YaRN stretches {_YARNS_LENGTH} positions, as in today's Megatron; early in 2025 it "
+            f"were those of --max-position-embeddings, here --original-max-position-embeddings "
+            f"{longest}"
+        )
+    return found
+
+
 def gated_anyway(values: Mapping[str, Any]) -> list[str]:
     """A remark on a gate in a whole script where MegaBlocks' fork has none, whatever is asked."""
     asked = values.get("glu") and not any(values.get(name) for name in ("swiglu", "activation"))
@@ -296,7 +356,7 @@ def gated_anyway(values: Mapping[str, Any]) -> list[str]:
 def lone_expert(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
     """A remark on one expert for a token where Megatron would weigh it by 1, or ask for a flag."""
     alone = _core_top_k(typed, values) == 1 and "moe_renormalize" not in values
-    alone = alone and not is_by_sinkhorn(values)
+    alone = alone and not is_by_sinkhorn(typed, values)
     scores = "--moe-router-pre-softmax" in typed
     if not alone or scores or values.get("moe_router_score_function") == "sigmoid":
         return []

@@ -97,7 +97,8 @@ def config_of(args: Namespace, names: Collection[str], tokenizer: str) -> TrainC
     beside = megatron_defaults.defaults_beside(typed, said)
     meant = translated.understood(said)
     if _by_sinkhorn(given):
-        wrong += megatron_defaults.beside_sinkhorn(beside, meant.values, meant.of_every_layer)
+        told = (meant.values, meant.of_every_layer)
+        wrong += megatron_defaults.beside_sinkhorn(typed, beside, *told)
     if wrong := [*wrong, *meant.wrong]:
         raise ValueError(" ".join(wrong))
     fields = {**beside, **meant.values}

@@ -144,7 +144,8 @@ def test_what_core_turns_off_has_both_of_its_spellings():
         ("--hybrid-layer-pattern", r"--hybrid-override-pattern: expected one argument"),
         ("--mamba-training-ssm-states-dtype bf16", r"heads, groups and widths: see --mamba-num-h"),
         ("--hybrid-context-parallel", r"sequences are shared by as many ranks, see --context-par"),
-        ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
+        ("--moe-router-dtype bf16", r"--moe-router-dtype to be one of fp32, fp64, got 'bf16'"),
+        ("--export-model-type T5", r"--export-model-type to be one of GPTModel, .* got 'T5'"),
         ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be 1 for each layer with experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be 1 for each layer with experts"),
@@ -348,6 +349,28 @@ def test_the_older_flag_of_rotary_positions_overrules_the_newer_as_in_megatron(k
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--position-embedding-type none", True),
+        ("--no-position-embedding", True),
+        ("--no-position-embedding --position-embedding-type rope", False),
+        ("", False),
+    ],
+)
+def test_latent_attention_has_rotary_positions_whatever_a_script_says(typed, told):
+    latent = ["--position-embedding-type", "rope"] if not typed else []
+    command = parse([*RUN, "--multi-latent-attention", *latent, *typed.split()])
+    assert resolve(command).position_embedding_type == "rope"
+    assert any("rotary positions all the same" in note for note in command.notes) == told
+
+
+def test_what_is_computed_in_fp32_here_is_said():
+    command = parse([*RUN, "--num-experts=4", "--moe-router-dtype=fp64"])
+    assert resolve(command).moe_router_fp32
+    assert "--moe-router-dtype fp64: routers compute in fp32" in command.notes
+
+
 def test_older_spellings_mean_what_they_meant():
     line = "--activations-checkpoint-method uniform --encoder-seq-length 8 --bert-no-binary-head"
     assert parse(line.split()).values == {
@@ -497,6 +520,8 @@ def test_older_spellings_mean_what_they_meant():
             {"wandb_exp_name": "a", "save_retain_interval": 9},
         ),
         ("--use-torch-fsdp2", {"zero_stage": 3}),
+        ("--export-model-type MambaModel", {}),
+        ("--tokenizer-type DeepSeekV2Tokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
         ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
         ("--data-parallel-sharding-strategy no_shard", {}),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", {"zero_stage": 2}),

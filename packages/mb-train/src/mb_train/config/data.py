@@ -171,8 +171,9 @@ class DataFields:
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
         choices=tuple(TOKENIZER_TYPES),
-        # In AMD's port; and Core's of conversations, which have been through a template here.
+        # Two of AMD's port; and Core's of conversations, which have been through a template here.
         said_as={
+            "DeepSeekV2Tokenizer": "HuggingFaceTokenizer",
             "DeepSeekV3Tokenizer": "HuggingFaceTokenizer",
             "SFTTokenizer": "HuggingFaceTokenizer",
         },

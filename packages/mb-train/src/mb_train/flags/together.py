@@ -14,6 +14,8 @@
 --muon-tp-mode blockwise, of one tensor-parallel rank    --muon-tp-mode duplicated
 --use-rotary-position-embeddings and                     --position-embedding-type rope
     --position-embedding-type learned_absolute
+--multi-latent-attention and                             --position-embedding-type rope
+    --position-embedding-type none
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ _BASES = {
 _MUON_PARTS = "--muon-tp-mode"
 ROTARY = "--use-rotary-position-embeddings"
 NO_POSITIONS = "--no-position-embedding"
+ROUTERS_DTYPE = "--moe-router-dtype"
 # Modules whose activations Megatron can compute anew one by one, and which here are kept.
 KEPT = ("layernorm", "mla_up_proj", "mlp", "shared_experts")
 
@@ -189,7 +192,14 @@ def _positions(said: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected {NO_POSITIONS} or --position-embedding-type learned, got both. Leave one of "
             "the two out."
         )
-    return {}
+    return {"position_embedding_type": "rope"} if _turned_anyway(said) else {}
+
+
+def _turned_anyway(said: Mapping[str, Any]) -> bool:
+    """Whether channels of latent attention turn though a script has no positions."""
+    unsaid = "none" if NO_POSITIONS in said and ROTARY not in said else "rope"
+    without = said.get("position_embedding_type", unsaid) == "none"
+    return without and bool(said.get("multi_latent_attention"))
 
 
 # What flags are read together, and by what: the fields, or flags, that they set.
@@ -234,6 +244,10 @@ def done_otherwise(said: Mapping[str, Any]) -> list[str]:
         )
     if ROTARY in said and (kind := said.get("position_embedding_type", "rope")) != "rope":
         found.append(f"no effect beside {ROTARY}: --position-embedding-type {kind}")
+    elif _turned_anyway(said):
+        found.append("latent attention has rotary positions all the same, as in Megatron")
+    if said.get(ROUTERS_DTYPE) == "fp64":
+        found.append(f"{ROUTERS_DTYPE} fp64: routers compute in fp32")
     if kept := [name for name in said.get(_MODULES, ()) if name in KEPT]:
         found.append(f"{_MODULES}: without {', '.join(kept)}, which keep what they compute")
     if len({*EXPERT_MODULES}.intersection(said.get("offload_modules") or ())) == 1:

@@ -17,6 +17,7 @@ from mb_train.flags.settled import OVERRIDING, SETTLED, settled_note
 from mb_train.flags.together import (
     KEPT,
     QUICK_GEGLU,
+    ROUTERS_DTYPE,
     TOGETHER,
     done_otherwise,
     number,
@@ -70,7 +71,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "probs": {"moe_drop_policy": "probability"},
         "position": {"moe_drop_policy": "position"},
     },
-    "--moe-router-dtype": {"fp32": {"moe_router_fp32": True}},
+    ROUTERS_DTYPE: {"fp32": {"moe_router_fp32": True}, "fp64": {"moe_router_fp32": True}},
     "--exp-avg-dtype": _MOMENTS,
     "--exp-avg-sq-dtype": _MOMENTS,
     "--main-params-dtype": {"fp32": {}},
@@ -86,6 +87,8 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "--outer-dp-sharding-strategy": {"no_shard": {}},
     "--expert-outer-dp-sharding-strategy": {"no_shard": {}},
     "--train-mode": {"pretrain": {}},
+    # Its layers say what a model is.
+    "--export-model-type": {"GPTModel": {}, "MambaModel": {}, "HybridModel": {}},
     # Megatron's own files, in AMD's port and in Alibaba's.
     "--dataset": {"LLama-Pretrain-Idxmap": {}, "MMAP": {}},
     "--tokenizer-library": {

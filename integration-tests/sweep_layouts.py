@@ -131,7 +131,8 @@ def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
         schedule = rng.choice(schedules)
         layout += [f"--pipeline-schedule {schedule}"]
         if schedule not in ("gpipe", "1f1b"):
-            layout += ["--num-layers-per-virtual-pipeline-stage 1"]
+            most = 1 if schedule.startswith("zbv") else rng.choice([1, 1, 2, 3])
+            layout += [f"--num-layers-per-virtual-pipeline-stage {most}"]
     layout += [rng.choice(["", "", "--recompute-granularity full", "--recompute-granularity "
                            "selective", "--recompute-granularity full --recompute-method block "
                            "--recompute-num-layers 1"])]  # fmt: skip

@@ -57,6 +57,7 @@ SP, A2A, GATHER = (
 PLACES = "--moe-rebalance-interval 1"
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 FOUR = "--num-layers 4"  # for four stages; the others make do with two
+FIVE = "--num-layers 5"  # of which one has two
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"  # masks are the sample's, not the rank's
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --q-lora-rank 12 --kv-lora-rank 10 "
@@ -122,10 +123,10 @@ NOISE = "--moe-router-noise"  # a sample's, on whichever rank
 FURTHER = f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --eval-interval 2 {UNTIED}"
 # What a layout's run of one process needs too.
 ALONE = {
-    "deep": FOUR, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS, "groups": GROUPS,
-    "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT, "batch": OVER_BATCH,
-    "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS, "further": FURTHER,
-    "sinkhorn": SINKHORN, "gates": GATES, "key": ONE_KEY, "states": STATES,
+    "deep": FOUR, "deeper": FIVE, "dropout": DROPOUT, "latent": LATENT, "heads": HEADS,
+    "groups": GROUPS, "documents": DOCUMENTS, "dropped": DROPPED, "kept": FIRST_KEPT,
+    "batch": OVER_BATCH, "sequences": IN_SEQUENCES, "sinks": SINKS, "outputs": OUTPUTS,
+    "further": FURTHER, "sinkhorn": SINKHORN, "gates": GATES, "key": ONE_KEY, "states": STATES,
     "mamba": MAMBA, "group": ONE_GROUP, "width": WIDTH, "lists": LISTS, "noise": NOISE,
 }  # fmt: skip
 # Name: ranks, flags, whether with experts.
@@ -188,6 +189,11 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
     "pp2 interleaved": (2, f"{PP} 2 {FOUR} --num-layers-per-virtual-pipeline-stage 1", True),
+    "pp2 interleaved, unequal chunks": (
+        2,
+        f"{PP} 2 {FIVE} --num-layers-per-virtual-pipeline-stage 2",
+        True,
+    ),
     "ep2 exchange": (2, f"{EP} 2 {A2A}", True),
     "ep2, places changed": (2, f"{EP} 2 {A2A} {PLACES}", True),
     "ep2 gather, steps redone": (2, f"{EP} 2 {GATHER} {BUDGET}", True),

@@ -138,7 +138,15 @@ def test_defaults_derive_from_sizes():
             {"pipeline_model_parallel_size": 2, "zero_stage": 0},
             "--zero-stage 1, 2 or 3 with --pipeline-model-parallel-size 2, .* got 0",
         ),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "at least 2 stages with --num-layers-per-v"),
+        (
+            {
+                "num_layers": 5,
+                "pipeline_model_parallel_size": 4,
+                "num_layers_per_virtual_pipeline_stage": 1,
+            },
+            "a layer of --num-layers for each of their chunks, got 4 stages, 5 layers and 1",
+        ),
         ({"pipeline_schedule": "zbv-zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
         (
             {
@@ -147,7 +155,7 @@ def test_defaults_derive_from_sizes():
                 "pipeline_model_parallel_size": 2,
                 "num_layers_per_virtual_pipeline_stage": 1,
             },
-            "x --num-layers-per-virtual-pipeline-stage with .* zbv-zero-bubble, .* got 8, 2 and 1",
+            "two chunks a stage with --pipeline-schedule zbv-zero-bubble, got 4, .* of 8 layers",
         ),
         (
             {"moe_expert_model_parallelism": True, "expert_model_parallel_size": 2},
@@ -554,7 +562,9 @@ def test_a_pipeline_cuts_both_stacks_of_a_t5():
     TrainConfig(**t5, **chunks)
     with pytest.raises(ValueError, match=r"--num-layers . --decoder-num-layers 6, got 7"):
         TrainConfig(**t5, pipeline_model_parallel_size=7)
-    with pytest.raises(ValueError, match=r"--decoder-num-layers to be .* got 5, 1 and 2"):
+    with pytest.raises(
+        ValueError, match=r"--decoder-num-layers for each .* got 2 stages, 5 layers"
+    ):
         TrainConfig(**t5, **chunks, decoder_num_layers=2)
 
 

@@ -165,9 +165,14 @@ def test_what_core_turns_off_has_both_of_its_spellings():
             r"--moe-router-pre-softmax with .* scores a group by the sum of its best 2 logits",
         ),
         (
-            "--num-layers 6 --pipeline-model-parallel-size 2 "
+            "--num-layers 9 --pipeline-model-parallel-size 2 "
+            "--num-virtual-stages-per-pipeline-rank 4",
+            r"--num-virtual-stages-per-pipeline-rank that share 9 layers out over 2 stages, got 4: "
+            r"of at most 2 layers there are 3",
+        ),
+        (
             "--num-virtual-stages-per-pipeline-rank 2",
-            r"--num-layers to be a multiple .*equally many, got 6, 2 and 2",
+            "at least 2 stages with --num-layers-per-virtual-pipe.*, got 1 stages, 2 layers",
         ),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
@@ -365,6 +370,12 @@ def test_latent_attention_has_rotary_positions_whatever_a_script_says(typed, tol
     assert any("rotary positions all the same" in note for note in command.notes) == told
 
 
+def test_chunks_are_counted_in_layers_that_are_said():
+    words = ["--pipeline-model-parallel-size=2", "--num-virtual-stages-per-pipeline-rank=2"]
+    with pytest.raises(ValueError, match="Expected --num-layers with --num-virtual-stages-per-pip"):
+        parse(["--recipe=dense-46m", *words])
+
+
 def test_what_is_computed_in_fp32_here_is_said():
     command = parse([*RUN, "--num-experts=4", "--moe-router-dtype=fp64"])
     assert resolve(command).moe_router_fp32
@@ -487,6 +498,15 @@ def test_older_spellings_mean_what_they_meant():
             "--num-virtual-stages-per-pipeline-rank 3",
             {
                 "num_layers": 24,
+                "pipeline_model_parallel_size": 4,
+                "num_layers_per_virtual_pipeline_stage": 2,
+            },
+        ),
+        (  # of Qwen3-235B-A22B: the last two of 48 stages have one layer
+            "--num-layers 94 --pipeline-model-parallel-size 4 "
+            "--num-virtual-stages-per-pipeline-rank 12",
+            {
+                "num_layers": 94,
                 "pipeline_model_parallel_size": 4,
                 "num_layers_per_virtual_pipeline_stage": 2,
             },

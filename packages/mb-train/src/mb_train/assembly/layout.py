@@ -54,9 +54,7 @@ def stage_layers(config: TrainConfig, layers: int, pp: int) -> list[range]:
     Raises:
         ValueError: a stage would be without layers.
     """
-    chunk = config.layers_of_a_chunk
-    per_rank = 1 if chunk is None else layers // (pp * chunk)
-    return split_layers(layers, pp * per_rank)
+    return split_layers(layers, pp * config.chunks_of_a_rank(layers))
 
 
 def check_schedule(config: TrainConfig, micro_batches: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, flag_name, whole
+from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, flag_name
 from mb_train.words import counted
 
 
@@ -29,7 +29,8 @@ class ParallelFields:
     )  # fmt: skip
     pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "layers of one chunk, where a stage holds several; 0: it holds one", bounds=AT_LEAST_0
+        "layers of one chunk at most, where a stage holds several; 0: it holds one",
+        bounds=AT_LEAST_0,
     )
     pipeline_schedule: str = flag(
         "order of the micro-batches in a pipeline; all but gpipe and 1f1b need "
@@ -101,8 +102,13 @@ class ParallelFields:
 
     @property
     def layers_of_a_chunk(self) -> int | None:
-        """Layers of each of a rank's chunks of the pipeline; None where it has one."""
+        """Layers of each of a rank's chunks of the pipeline, at most; None where it has one."""
         return self.num_layers_per_virtual_pipeline_stage or None
+
+    def chunks_of_a_rank(self, layers: int) -> int:
+        """Chunks of a pipeline of so many layers that each rank has."""
+        stages, chunk = self.pipeline_model_parallel_size, self.layers_of_a_chunk
+        return 1 if chunk is None else math.ceil(layers / (stages * chunk))
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different sequences; of those that share them, one counts.
@@ -151,20 +157,21 @@ class ParallelFields:
                 f"Expected --zero-stage 1, 2 or 3 with --pipeline-model-parallel-size {stages}, "
                 "whose schedules run several backward passes a step, got 0."
             )
-        if chunk is not None and (stages < 2 or layers % (stages * whole(chunk))):
+        chunks = self.chunks_of_a_rank(layers)
+        if chunk is not None and (stages < 2 or layers < stages * chunks):
             raise ValueError(
-                f"Expected {flags} to be a multiple of --num-layers-per-virtual-pipeline-stage "
-                f"x stages, of at least 2 stages, got {layers}, {chunk} and {stages}. 0 is for "
-                "one chunk a stage."
+                "Expected at least 2 stages with --num-layers-per-virtual-pipeline-stage, and a "
+                f"layer of {flags} for each of their chunks, got {stages} stages, {layers} layers "
+                f"and {chunk} for a chunk. 0 is for one chunk a stage."
             )
         if self.pipeline_schedule not in ("gpipe", "1f1b") and chunk is None:
             raise ValueError(
                 "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
                 f"{self.pipeline_schedule}, got none. Without it there are 1f1b and gpipe."
             )
-        if self.pipeline_schedule == "zbv-zero-bubble" and layers != 2 * stages * whole(chunk):
+        if self.pipeline_schedule == "zbv-zero-bubble" and chunks != 2:
             raise ValueError(
-                f"Expected {flags} = 2 x --pipeline-model-parallel-size x "
-                "--num-layers-per-virtual-pipeline-stage with --pipeline-schedule zbv-zero-bubble, "
-                f"which runs two chunks a stage, got {layers}, {stages} and {chunk}."
+                "Expected two chunks a stage with --pipeline-schedule zbv-zero-bubble, got "
+                f"{chunks}, as --num-layers-per-virtual-pipeline-stage {chunk} makes of {layers} "
+                f"layers in {stages} stages. Take half of a stage's layers."
             )

@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,12 +110,16 @@ def _layers_of_chunks(said: Mapping[str, Any]) -> dict[str, Any]:
     stages, layers = said.get("pipeline_model_parallel_size", 1), said.get("num_layers")
     if layers is not None and said.get("model") == "t5":
         layers += said.get("decoder_num_layers", layers)
-    if layers is None or layers % (stages * chunks):
+    if layers is None:
+        raise ValueError(f"Expected --num-layers with {_CHUNKS}, got none.")
+    most = math.ceil(layers / (stages * chunks))
+    made = math.ceil(layers / (stages * most))
+    if made != chunks:
         raise ValueError(
-            "Expected --num-layers to be a multiple of --pipeline-model-parallel-size x "
-            f"{_CHUNKS}, for all chunks have equally many, got {layers}, {stages} and {chunks}."
+            f"Expected {_CHUNKS} that share {layers} layers out over {stages} stages, got "
+            f"{chunks}: of at most {most} layers there are {made}."
         )
-    return {"num_layers_per_virtual_pipeline_stage": layers // (stages * chunks)}
+    return {"num_layers_per_virtual_pipeline_stage": most}
 
 
 def _shared_experts(said: Mapping[str, Any]) -> dict[str, Any]:

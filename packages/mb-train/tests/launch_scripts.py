@@ -544,6 +544,7 @@ CORE_FLAGS = """
     --keep-fp8-transpose-cache | --keep-fp8-transpose-cache-when-using-custom-fsdp
     --reuse-grad-buf-for-mxfp8-param-ag | --save-retain-interval 5 | --moe-use-grouped-tensor
     --moe-paged-stash | --moe-paged-stash-page-size 64 | --tokenizer-library huggingface
+    --rotary-interleaved
 """
 
 # Core's examples/gptoss/02_train.sh, without --enable-gpt-oss, which cannot be honoured.

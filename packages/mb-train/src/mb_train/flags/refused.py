@@ -50,9 +50,6 @@ _REASONS: Mapping[str, str] = {
     "all layers have --rotary-base, but for those of --no-rope-freq, which have no positions": """
         --rotary-base-per-layer
     """,
-    "rotary positions pair each number of a head's first half with one of its second": """
-        --rotary-interleaved
-    """,
     "T5's encoder lies on the ranks of its decoder": """
         --encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size
     """,

@@ -276,6 +276,9 @@ _ANSWERS: Mapping[str, str] = {
         --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=1
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
+    "a head's first half turns with its second, the same model but for the order of rows": """
+        --rotary-interleaved
+    """,
     "no code that comes with a model is run": "--trust-remote-code",
     "in FP8 each row and output channel has a scale of its own, found anew at each product": """
         --fp8-recipe=1 --fp8-margin=1 --fp8-interval=1 --fp8-amax-history-len=1

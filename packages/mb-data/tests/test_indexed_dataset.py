@@ -326,6 +326,11 @@ def test_wrong_arguments(tmp_path):
             builder.add_document([1, 2], [3])
         with pytest.raises(ValueError, match="between 0 and"):
             builder.add_document([1, 2], [3, -1])
+        for lengths in ([2.7], [[1, 1]], 2, "2"):  # whose index would fit no tokens
+            with pytest.raises(ValueError, match="sequence lengths must be whole numbers in one"):
+                builder.add_documents([1, 2], lengths)
+            with pytest.raises(ValueError, match="sequences per document must be whole numbers"):
+                builder.add_documents([1, 2], [1, 1], lengths)
         with pytest.raises(ValueError, match="one-dimensional"):
             builder.add_document([[1, 2]])
         with pytest.raises(ValueError, match="one-dimensional"):

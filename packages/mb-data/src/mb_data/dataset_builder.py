@@ -100,7 +100,7 @@ class IndexedDatasetBuilder:
         values = np.asarray(tokens)
         if values.ndim != 1:
             raise ValueError(f"tokens of documents must be one-dimensional, got {values.shape}")
-        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        lengths = _whole_numbers(sequence_lengths, "sequence lengths")
         if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
             raise ValueError(
                 "sequence lengths must lie between 0 and 2**31 - 1, the format's limit, got "
@@ -111,7 +111,7 @@ class IndexedDatasetBuilder:
         if sequences_per_document is None:
             counts = np.ones(len(lengths), dtype=np.int64)
         else:
-            counts = np.asarray(sequences_per_document, dtype=np.int64)
+            counts = _whole_numbers(sequences_per_document, "sequences per document")
         if counts.sum() != len(lengths) or (counts < 0).any():
             raise ValueError(
                 f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
@@ -258,6 +258,14 @@ def write_index(
         first = int(ends[-1])
     if modes is not None:
         file.write(modes.tobytes())
+
+
+def _whole_numbers(values: npt.ArrayLike, what: str) -> npt.NDArray[np.int64]:
+    """In one row, int64; ValueError for fractions, of which an index would hold the rest."""
+    found = np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
+        raise ValueError(f"{what} must be whole numbers in one row, got {found}")
+    return found.astype(np.int64)
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -366,6 +366,14 @@ def test_bad_lines(folder, tmp_path, line, said):
         preprocess_chats(source, tmp_path / "none", tokenizer=folder, on_error="skip")
 
 
+def test_a_directory_where_bad_lines_are_listed(folder, tmp_path):
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    (tmp_path / "out_skipped.txt").mkdir()
+    with pytest.raises(ValueError, match=r"out_skipped\.txt is a directory"):
+        preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    assert not [*tmp_path.glob("out_messages*")]
+
+
 @pytest.mark.parametrize(
     ("message", "tool", "said"),
     [

@@ -223,9 +223,16 @@ def test_a_directory_where_the_output_goes(tmp_path):
     (tmp_path / "out_text_document.idx").mkdir()
     with pytest.raises(ValueError, match=r"out_text_document\.idx is a directory"):
         preprocess(source, tmp_path / "out", workers=1)
+    (tmp_path / "bad_skipped.txt").mkdir()  # found at the end, with the dataset in its place
+    with pytest.raises(ValueError, match=r"bad_skipped\.txt is a directory; choose another output"):
+        preprocess(source, tmp_path / "bad", workers=1)
     with pytest.raises(FileNotFoundError, match=r"no: no such directory for the output"):
         preprocess(source, tmp_path / "no" / "out")
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.idx"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "bad_skipped.txt",
+        "in.jsonl",
+        "out_text_document.idx",
+    ]
 
 
 def test_a_name_that_is_too_long_for_the_output_is_said_before_the_work(tmp_path):

@@ -40,9 +40,15 @@ def check_output_prefix(prefix: str | os.PathLike[str]) -> str:
     if not os.path.isdir(folder or "."):
         raise FileNotFoundError(f"{folder}: no such directory for the output")
     for end in (".bin", ".idx"):
-        with contextlib.suppress(FileNotFoundError):  # a name that is too long is said now
-            if stat.S_ISDIR(os.stat(path + end).st_mode):
-                raise ValueError(f"{path}{end} is a directory; choose another output prefix")
+        check_no_directory(path + end)
+    return path
+
+
+def check_no_directory(path: str) -> str:
+    """A path that a file can be written under; raises ValueError for a directory's."""
+    with contextlib.suppress(FileNotFoundError):  # a name that is too long is said now
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            raise ValueError(f"{path} is a directory; choose another output prefix")
     return path
 
 

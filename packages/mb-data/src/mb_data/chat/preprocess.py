@@ -21,7 +21,11 @@ import numpy.typing as npt
 
 from mb_data.chat.conversation import TURNS, Written, conversation_of
 from mb_data.chat.tokens import ChatTokenizer, Encoded
-from mb_data.dataset_builder import IndexedDatasetBuilder, check_output_prefix
+from mb_data.dataset_builder import (
+    IndexedDatasetBuilder,
+    check_no_directory,
+    check_output_prefix,
+)
 from mb_data.indexed_dataset import best_dtype
 from mb_data.samples.conversations import LEARNED, READ
 from mb_data.system import written_whole
@@ -105,6 +109,7 @@ def preprocess_chats(
         raise ValueError(f"key {key!r} cannot be part of a file's name")
     prefix = check_output_prefix(output_prefix)
     output = check_output_prefix(f"{prefix}_{key}_document")
+    report = check_no_directory(f"{prefix}_skipped.txt")
     chats = ChatTokenizer(os.fspath(tokenizer), variables)
     words = load_tokenizer(tokenizer)
     if isinstance(inputs, (str, os.PathLike)):
@@ -158,7 +163,7 @@ def preprocess_chats(
         learned=learned,
         longest=longest,
         bad_lines=len(bad),
-        bad_lines_file=_listed(bad, f"{prefix}_skipped.txt"),
+        bad_lines_file=_listed(bad, report),
         seconds=time.perf_counter() - started,
         output=output,
     )

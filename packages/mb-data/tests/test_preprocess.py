@@ -243,6 +243,28 @@ def test_a_name_that_is_too_long_for_the_output_is_said_before_the_work(tmp_path
         preprocess(source, tmp_path / ("y" * 240), workers=1)
 
 
+class TooFew(mb_data.Tokenizer):
+    """Whose size leaves its special token out: 65,536 does not fit what the others do."""
+
+    name, fingerprint, vocab_size = "too few", "1", 60_000
+    special = {"eod": 65_536}  # noqa: RUF012, as tokenizers have it
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode()
+
+
+def test_a_token_beyond_its_tokenizers_size_is_told_of(tmp_path):
+    """As uint16 it was 0."""
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": ""}])
+    preprocess(source, tmp_path / "out", tokenizer=TooFew(), workers=1)
+    assert documents(tmp_path / "out_text_document") == [[97]]
+    with pytest.raises(ValueError, match=r"line 1: tokenizer too few gave token 65536, but its v"):
+        preprocess(source, tmp_path / "out", tokenizer=TooFew(), workers=1, append_eod=True)
+
+
 def test_chosen_dtype(tmp_path):
     source = write(tmp_path / "in.jsonl", [{"text": "a b"}])
     preprocess(source, tmp_path / "out", dtype="int64", workers=1)

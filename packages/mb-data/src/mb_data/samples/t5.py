@@ -101,7 +101,7 @@ class T5Dataset(SentenceSamples):
             short_seq_prob=short_seq_prob,
             min_sentences=1,
             num_samples=num_samples,
-            seed=seed,
+            seed=self.seed,
             cache_dir=cache_dir,
         )
 

@@ -339,6 +339,7 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
             '{"messages": [{"role": "assistant", "content": ""}], "tools": 1}',
             "tools must be a list",
         ),
+        ('{"' + "k" * 5000 + '": 1}', "no key 'messages'; the keys are kkk"),
         (
             '{"messages": [{"role": "assistant", "content": "a \\ud83d"}]}',
             r"message 0: expected text of valid Unicode, got '\ud83d' in it",
@@ -352,6 +353,7 @@ def test_bad_lines(folder, tmp_path, line, said):
     with pytest.raises(ValueError, match=r"in\.jsonl, line 3: ") as caught:
         preprocess_chats(source, tmp_path / "out", tokenizer=folder)
     assert said in str(caught.value)
+    assert len(str(caught.value)) < 1500  # of a line of megabytes too
     assert not [*tmp_path.glob("out*")]
     summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
     assert (summary.conversations, summary.bad_lines) == (2, 1)

@@ -39,6 +39,7 @@ from mb_data.words import counted
 
 BLOCK_BYTES, MAX_LINE_BYTES = 4 << 20, 64 << 20
 TOGETHER = 256  # conversations that the library encodes at once, on all cores
+MAX_MESSAGE = 1000  # letters said of a bad line: what it quotes may be all of the line
 _MARK = b"\xef\xbb\xbf"  # of byte order, which some programs begin a file with
 
 
@@ -123,11 +124,10 @@ def preprocess_chats(
                     raise record
                 yield chats.texts(conversation_of(record, key), turns)
             except ValueError as error:
+                said = f"{where}: {str(error)[:MAX_MESSAGE]}"
                 if on_error == "stop":
-                    raise ValueError(
-                        f"{where}: {error}; --on-error skip leaves bad lines out"
-                    ) from error
-                bad.append(f"{where}: {error}")
+                    raise ValueError(f"{said}; --on-error skip leaves bad lines out") from error
+                bad.append(said)
 
     conversations = documents = tokens = learned = longest = endless = 0
     with IndexedDatasetBuilder(output, best_dtype(words.vocab_size)) as builder:

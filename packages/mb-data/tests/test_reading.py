@@ -154,8 +154,9 @@ def test_links_to_directories_are_read_as_directories(tmp_path):
     found = [s.path.removeprefix(f"{corpus}/") for s in find_sources([corpus])]
     assert found == ["more/a.jsonl", "more/deep/b.jsonl", "real/c.jsonl"]
     (corpus / "gone.jsonl").symlink_to(disk / "gone.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
-        find_sources([corpus])
+    for item in (corpus, corpus / "*.jsonl", corpus / "**" / "*.jsonl"):
+        with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+            find_sources([item])
 
 
 def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):

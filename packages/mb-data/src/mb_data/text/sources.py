@@ -75,8 +75,8 @@ def find_sources(
     runs is left out. What is named several times is read as often, with a warning.
 
     Raises:
-        FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
-            that is gone.
+        FileNotFoundError: for what matches nothing, and for a link inside a directory, or one that
+            a pattern matches, to a file that is gone.
         PermissionError: a directory in it cannot be read.
         ValueError: "-" twice, or a file of a format that is not read here.
     """
@@ -103,7 +103,7 @@ def find_sources(
                     for p in sorted(
                         glob.glob(item, recursive=True), key=lambda p: (len(p), p), reverse=True
                     )
-                    if os.path.isfile(p) and not is_unfinished(os.path.dirname(p))
+                    if _is_file_or_gone(p) and not is_unfinished(os.path.dirname(p))
                 }.values()
             )
             if not matches:
@@ -137,6 +137,11 @@ def _readable(inside: list[str]) -> list[str]:
     return records or [p for p in inside if p.lower().endswith(TEXTS)]
 
 
+def _is_file_or_gone(path: str) -> bool:
+    """A link to what is gone counts: to read it is an error, to leave it out would be silent."""
+    return os.path.isfile(path) or not os.path.exists(path)
+
+
 def _files_inside(directory: str) -> list[str]:
     """Files at any depth. Links to directories are followed after the real directories, and each
     directory is read once, even if a link leads back. The order is always the same."""
@@ -155,7 +160,7 @@ def _files_inside(directory: str) -> list[str]:
             whole = (n for n in folders if not is_unfinished(os.path.join(folder, n)))
             folders[:] = sorted(whole)
             inside = [os.path.join(folder, name) for name in names]
-            found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
+            found += [p for p in inside if _is_file_or_gone(p)]
             links = [os.path.join(folder, name) for name in folders]
             waiting += [p for p in links if os.path.islink(p)]
     return found

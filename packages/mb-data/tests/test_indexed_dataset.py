@@ -295,6 +295,22 @@ def test_append_joins_as_one_run_would(tmp_path):
         assert joined == (tmp_path / f"once{suffix}").read_bytes()
 
 
+def test_append_of_sequences_that_lie_elsewhere_leaves_nothing(tmp_path):
+    """Tokens and lengths were copied: sequences that have changed places got each other's."""
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        builder.add_documents([1, 2, 3, 4, 5, 6], [3, 3])
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[42:58] = struct.pack("<qq", 6, 0)  # the pointers
+    (tmp_path / "a.idx").write_bytes(index)
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [4, 5, 6]
+    with (
+        pytest.raises(ValueError, match=r"do not lie one behind the other.*`mb-data validate .*a`"),
+        IndexedDatasetBuilder(tmp_path / "joined", "u2") as builder,
+    ):
+        builder.append(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
 def test_append_of_another_dtype_leaves_nothing(tmp_path):
     build(tmp_path / "a", "i4")
     with (

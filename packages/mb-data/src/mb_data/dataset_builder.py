@@ -144,8 +144,14 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} holds {other.dtype.name}, the output {self.dtype.name}; "
                 "datasets are joined only within one dtype"
             )
+        ends = np.concatenate(([0], np.cumsum(other.sizes, dtype=np.int64)))
+        if not np.array_equal(other.pointers, ends[:-1] * other.dtype.itemsize):
+            raise ValueError(
+                f"{other.prefix}: its sequences do not lie one behind the other, nothing of it is "
+                f"joined; see `mb-data validate {other.prefix}`"
+            )
         # The tokens that the index accounts for: further bytes would shift all that follows.
-        tokens = other.tokens[: int(other.sizes.sum(dtype=np.int64))]
+        tokens = other.tokens[: int(ends[-1])]
         self.add_documents(tokens, other.sizes, np.diff(other.document_indices), other.modes)
 
     def finalize(self) -> None:

@@ -486,15 +486,26 @@ def test_samples_without_room_for_any_answer(folder, tmp_path):
 
 
 def test_what_is_no_conversation(folder, tmp_path):
-    from mb_data import build_gpt_datasets, preprocess
+    import mb_data
 
     (tmp_path / "t.txt").write_text("a line\n")
-    plain = preprocess(tmp_path / "t.txt", tmp_path / "plain").outputs[0]
-    how = {"seq_length": 8, "seed": 1, "split": "1", "num_samples": (1, None, None)}
+    plain = mb_data.preprocess(tmp_path / "t.txt", tmp_path / "plain").outputs[0]
+    parts = {"seed": 1, "split": "1", "num_samples": (1, None, None)}
     with pytest.raises(ValueError, match=r"no conversations: .* `mb-data chats`"):
-        build_conversation_datasets(plain, eod=0, **how)
-    with pytest.raises(ValueError, match=r"holds conversations.*--sft"):
-        build_gpt_datasets(written(folder, tmp_path), **how)
+        build_conversation_datasets(plain, eod=0, seq_length=8, **parts)
+    prefix = written(folder, tmp_path)
+    bert = mb_data.load_tokenizer("bert-base-uncased", num_extra_ids=5)
+    for build, more in (  # of which the sequences are documents, or sentences
+        (mb_data.build_gpt_datasets, {"seq_length": 8}),
+        (mb_data.build_bert_datasets, {"seq_length": 12, "tokenizer": bert}),
+        (mb_data.build_ict_datasets, {"seq_length": 8, "tokenizer": bert, "titles_prefix": None}),
+        (
+            mb_data.build_t5_datasets,
+            {"encoder_seq_length": 9, "decoder_seq_length": 9, "tokenizer": bert},
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"holds conversations.*--sft"):
+            build(prefix, **parts, **more)
 
 
 def test_maintenance_keeps_what_is_learned(folder, tmp_path):

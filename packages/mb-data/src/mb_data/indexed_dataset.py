@@ -235,6 +235,14 @@ class IndexedDataset:
             self.document(documents.start + int(wrong[0]))
         return found
 
+    def check_plain(self) -> None:
+        """Raise ValueError for conversations: their sequences are no documents or sentences."""
+        if self.modes is not None:
+            raise ValueError(
+                f"{self.prefix}: holds conversations, of whose tokens some are to be learned; take "
+                "build_conversation_datasets, or mb-train --sft"
+            )
+
     def _content(self) -> int:
         """A number that tells this dataset from another, by how much it holds and by both ends."""
         tokens = np.frombuffer(self._buffer, np.uint8)

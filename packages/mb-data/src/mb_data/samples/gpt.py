@@ -174,18 +174,16 @@ def check_part(
     Raises ValueError for what is out of range, for documents without a token, and for sequences
     that are parts of conversations. Warns of those that are parts of other documents.
     """
-    if isinstance(indexed, IndexedDataset) and indexed.modes is not None:
-        raise ValueError(
-            f"{indexed.prefix}: holds conversations, of whose tokens some are to be learned; take "
-            "build_conversation_datasets, or mb-train --sft"
-        )
-    if isinstance(indexed, IndexedDataset) and len(indexed) > indexed.num_documents:
-        warnings.warn(
-            f"{indexed.prefix}: its documents are of several sequences, as --split-sentences makes "
-            "them; each of those is taken for a document, as in Megatron, and shuffled by itself",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if isinstance(indexed, IndexedDataset):
+        indexed.check_plain()
+        if len(indexed) > indexed.num_documents:
+            warnings.warn(
+                f"{indexed.prefix}: its documents are of several sequences, as --split-sentences "
+                "makes them; each of those is taken for a document, as in Megatron, and shuffled "
+                "by itself",
+                RuntimeWarning,
+                stacklevel=3,
+            )
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:
         raise ValueError(

@@ -88,6 +88,7 @@ def sample_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_sample_mapping`` of a range of documents, through the index cache."""
+    indexed.check_plain()
     boundaries = indexed.boundaries(documents)
     settings: dict[str, Any] = {
         "max_length": max_length,
@@ -119,6 +120,7 @@ def block_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_block_mapping`` of a range of documents, through the index cache."""
+    indexed.check_plain()
     boundaries = indexed.boundaries(documents)
     settings: dict[str, Any] = {
         "max_length": max_length,

@@ -251,6 +251,8 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     found = chat.prompt(messages(("user", "a")), [{"name": "<é>"}])
     text = theirs(folder).decode(found)
     assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
+    with pytest.raises(ValueError, match="template variables: tools is of each conversation itse"):
+        ChatTokenizer(folder, {"mood": "glad", "tools": []})  # each line was bad
 
 
 @pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])

@@ -244,6 +244,29 @@ def test_parquet_gives_no_call_the_arguments_of_others(tmp_path):
     assert np.array_equal(same.modes, lines.modes)
 
 
+DEEP = "{% macro walk(x) %}{{ walk(x.a) if x.a else x }}{% endmacro %}{{ walk(tools[0]) if tools }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        (DEEP, {"tools": [json.loads('{"a": ' * 500 + "1" + "}" * 500)]}),
+        ("{{ tools[0] | dictsort if tools }}", {"tools": [[1]]}),  # its items, which it has not
+    ],
+    ids=["deep", "type"],
+)
+def test_what_a_template_fails_over_is_a_bad_line(tmp_path, template, more):
+    """It ended the run, whatever was said of bad lines."""
+    folder = chat_folder(tmp_path / "model", template + CHATML)
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    good = json.loads(source.read_text())
+    source.write_text(f"{json.dumps(good)}\n{json.dumps({**good, **more})}\n")
+    summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
+    assert (summary.conversations, summary.bad_lines) == (1, 1)
+    found = (tmp_path / "out_skipped.txt").read_text()
+    assert "in.jsonl, line 2: the chat template refuses it: " in found
+
+
 def test_tools_and_variables_reach_the_template(tmp_path):
     template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ bos_token }}" + CHATML
     folder = chat_folder(tmp_path / "model", template, bos_token="<|endoftext|>")

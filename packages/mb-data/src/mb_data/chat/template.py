@@ -73,7 +73,10 @@ class ChatTemplate:
                 self._for_tools = environment.from_string(for_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{name}: not a chat template: {error}") from error
-        self._wrong = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+        self._wrong = (
+            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
+            AttributeError, RecursionError,
+        )  # fmt: skip
 
     @classmethod
     def from_folder(cls, folder: Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:

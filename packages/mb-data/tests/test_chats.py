@@ -252,8 +252,10 @@ DEEP = "{% macro walk(x) %}{{ walk(x.a) if x.a else x }}{% endmacro %}{{ walk(to
     [
         (DEEP, {"tools": [json.loads('{"a": ' * 500 + "1" + "}" * 500)]}),
         ("{{ tools[0] | dictsort if tools }}", {"tools": [[1]]}),  # its items, which it has not
+        ("{{ 'a' | truncate(tools[0]) if tools }}", {"tools": [1]}),
+        ("{{ 'a' * tools[0] if tools }}", {"tools": [1 << 62]}),
     ],
-    ids=["deep", "type"],
+    ids=["deep", "type", "assertion", "memory"],
 )
 def test_what_a_template_fails_over_is_a_bad_line(tmp_path, template, more):
     """It ended the run, whatever was said of bad lines."""

@@ -244,6 +244,31 @@ def test_parquet_gives_no_call_the_arguments_of_others(tmp_path):
     assert np.array_equal(same.modes, lines.modes)
 
 
+DEEP = "{% macro walk(x) %}{{ walk(x.a) if x.a else x }}{% endmacro %}{{ walk(tools[0]) if tools }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        (DEEP, {"tools": [json.loads('{"a": ' * 500 + "1" + "}" * 500)]}),
+        ("{{ tools[0] | dictsort if tools }}", {"tools": [[1]]}),  # its items, which it has not
+        ("{{ 'a' | truncate(tools[0]) if tools }}", {"tools": [1]}),
+        ("{{ 'a' * tools[0] if tools }}", {"tools": [1 << 62]}),
+    ],
+    ids=["deep", "type", "assertion", "memory"],
+)
+def test_what_a_template_fails_over_is_a_bad_line(tmp_path, template, more):
+    """It ended the run, whatever was said of bad lines."""
+    folder = chat_folder(tmp_path / "model", template + CHATML)
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    good = json.loads(source.read_text())
+    source.write_text(f"{json.dumps(good)}\n{json.dumps({**good, **more})}\n")
+    summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
+    assert (summary.conversations, summary.bad_lines) == (1, 1)
+    found = (tmp_path / "out_skipped.txt").read_text()
+    assert "in.jsonl, line 2: the chat template refuses it: " in found
+
+
 def test_tools_and_variables_reach_the_template(tmp_path):
     template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ bos_token }}" + CHATML
     folder = chat_folder(tmp_path / "model", template, bos_token="<|endoftext|>")
@@ -251,6 +276,8 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     found = chat.prompt(messages(("user", "a")), [{"name": "<é>"}])
     text = theirs(folder).decode(found)
     assert text.startswith('[{"name": "<é>"}]glad<|endoftext|><|im_start|>user\na<|im_end|>')
+    with pytest.raises(ValueError, match="template variables: tools is of each conversation itse"):
+        ChatTokenizer(folder, {"mood": "glad", "tools": []})  # each line was bad
 
 
 @pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
@@ -339,6 +366,7 @@ def test_a_template_of_its_own_file_and_generation_blocks(tmp_path):
             '{"messages": [{"role": "assistant", "content": ""}], "tools": 1}',
             "tools must be a list",
         ),
+        ('{"' + "k" * 5000 + '": 1}', "no key 'messages'; the keys are kkk"),
         (
             '{"messages": [{"role": "assistant", "content": "a \\ud83d"}]}',
             r"message 0: expected text of valid Unicode, got '\ud83d' in it",
@@ -352,6 +380,7 @@ def test_bad_lines(folder, tmp_path, line, said):
     with pytest.raises(ValueError, match=r"in\.jsonl, line 3: ") as caught:
         preprocess_chats(source, tmp_path / "out", tokenizer=folder)
     assert said in str(caught.value)
+    assert len(str(caught.value)) < 1500  # of a line of megabytes too
     assert not [*tmp_path.glob("out*")]
     summary = preprocess_chats(source, tmp_path / "out", tokenizer=folder, on_error="skip")
     assert (summary.conversations, summary.bad_lines) == (2, 1)
@@ -364,6 +393,14 @@ def test_bad_lines(folder, tmp_path, line, said):
     source.write_text(line + "\n")
     with pytest.raises(ValueError, match=r"no conversation under 'messages'.*1 bad line: "):
         preprocess_chats(source, tmp_path / "none", tokenizer=folder, on_error="skip")
+
+
+def test_a_directory_where_bad_lines_are_listed(folder, tmp_path):
+    source = chats(tmp_path / "in.jsonl", TWO_ANSWERS)
+    (tmp_path / "out_skipped.txt").mkdir()
+    with pytest.raises(ValueError, match=r"out_skipped\.txt is a directory"):
+        preprocess_chats(source, tmp_path / "out", tokenizer=folder)
+    assert not [*tmp_path.glob("out_messages*")]
 
 
 @pytest.mark.parametrize(
@@ -476,15 +513,26 @@ def test_samples_without_room_for_any_answer(folder, tmp_path):
 
 
 def test_what_is_no_conversation(folder, tmp_path):
-    from mb_data import build_gpt_datasets, preprocess
+    import mb_data
 
     (tmp_path / "t.txt").write_text("a line\n")
-    plain = preprocess(tmp_path / "t.txt", tmp_path / "plain").outputs[0]
-    how = {"seq_length": 8, "seed": 1, "split": "1", "num_samples": (1, None, None)}
+    plain = mb_data.preprocess(tmp_path / "t.txt", tmp_path / "plain").outputs[0]
+    parts = {"seed": 1, "split": "1", "num_samples": (1, None, None)}
     with pytest.raises(ValueError, match=r"no conversations: .* `mb-data chats`"):
-        build_conversation_datasets(plain, eod=0, **how)
-    with pytest.raises(ValueError, match=r"holds conversations.*--sft"):
-        build_gpt_datasets(written(folder, tmp_path), **how)
+        build_conversation_datasets(plain, eod=0, seq_length=8, **parts)
+    prefix = written(folder, tmp_path)
+    bert = mb_data.load_tokenizer("bert-base-uncased", num_extra_ids=5)
+    for build, more in (  # of which the sequences are documents, or sentences
+        (mb_data.build_gpt_datasets, {"seq_length": 8}),
+        (mb_data.build_bert_datasets, {"seq_length": 12, "tokenizer": bert}),
+        (mb_data.build_ict_datasets, {"seq_length": 8, "tokenizer": bert, "titles_prefix": None}),
+        (
+            mb_data.build_t5_datasets,
+            {"encoder_seq_length": 9, "decoder_seq_length": 9, "tokenizer": bert},
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"holds conversations.*--sft"):
+            build(prefix, **parts, **more)
 
 
 def test_maintenance_keeps_what_is_learned(folder, tmp_path):

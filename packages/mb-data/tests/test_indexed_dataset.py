@@ -295,6 +295,22 @@ def test_append_joins_as_one_run_would(tmp_path):
         assert joined == (tmp_path / f"once{suffix}").read_bytes()
 
 
+def test_append_of_sequences_that_lie_elsewhere_leaves_nothing(tmp_path):
+    """Tokens and lengths were copied: sequences that have changed places got each other's."""
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        builder.add_documents([1, 2, 3, 4, 5, 6], [3, 3])
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[42:58] = struct.pack("<qq", 6, 0)  # the pointers
+    (tmp_path / "a.idx").write_bytes(index)
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [4, 5, 6]
+    with (
+        pytest.raises(ValueError, match=r"do not lie one behind the other.*`mb-data validate .*a`"),
+        IndexedDatasetBuilder(tmp_path / "joined", "u2") as builder,
+    ):
+        builder.append(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
 def test_append_of_another_dtype_leaves_nothing(tmp_path):
     build(tmp_path / "a", "i4")
     with (
@@ -326,6 +342,11 @@ def test_wrong_arguments(tmp_path):
             builder.add_document([1, 2], [3])
         with pytest.raises(ValueError, match="between 0 and"):
             builder.add_document([1, 2], [3, -1])
+        for lengths in ([2.7], [[1, 1]], 2, "2"):  # whose index would fit no tokens
+            with pytest.raises(ValueError, match="sequence lengths must be whole numbers in one"):
+                builder.add_documents([1, 2], lengths)
+            with pytest.raises(ValueError, match="sequences per document must be whole numbers"):
+                builder.add_documents([1, 2], [1, 1], lengths)
         with pytest.raises(ValueError, match="one-dimensional"):
             builder.add_document([[1, 2]])
         with pytest.raises(ValueError, match="one-dimensional"):

@@ -108,6 +108,11 @@ def test_merge_of_a_directory_wants_finished_parts(prefix, tmp_path):
         shutil.copy(f"{prefix}{end}", tmp_path / f"b.7-0a.partial{end}")
     (tmp_path / "c.partial").mkdir()  # a folder of somebody else's
     assert merge([tmp_path], tmp_path / "one") == 1
+    for end, other in ((".idx", ".bin"), (".bin", ".idx")):  # half of one, as of a copy broken off
+        shutil.copy(f"{prefix}{end}", tmp_path / f"d{end}")
+        with pytest.raises(ValueError, match=rf"d\{other}: no such file.*; nothing was joined"):
+            merge([tmp_path], tmp_path / "two")
+        (tmp_path / f"d{end}").unlink()
     (tmp_path / "c.partial" / "lock").touch()
     with pytest.raises(ValueError, match=r"c\.partial keeps the work of .*nothing was joined"):
         merge([tmp_path], tmp_path / "two")
@@ -154,6 +159,8 @@ def test_merge_refuses(prefix, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no dataset in"):
         merge([tmp_path / "empty"], tmp_path / "out")
+    with pytest.raises(ValueError, match="got an empty name"):
+        merge(["", prefix], tmp_path / "out")
     for other_name in (prefix, f"{prefix.parent}/empty/../{prefix.name}"):
         with pytest.raises(ValueError, match="give the result another name"):
             merge([prefix], other_name)

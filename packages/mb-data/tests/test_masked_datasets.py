@@ -21,6 +21,20 @@ BUILD_SETTINGS = {"split": "8,2", "num_samples": (30, 5, 5), "seed": 1}
 class TestBuilders:
     """Split by documents, not by sentences; blends; tokenizers that lack something."""
 
+    @pytest.mark.parametrize("build", [build_bert_datasets, build_t5_datasets, build_ict_datasets])
+    def test_a_seed_of_numpy_is_the_same_seed(self, indexed, tmp_path, build):
+        """One more than it, of which the order is drawn, is 0 in eight bits."""
+        sizes = {"encoder_seq_length": 40, "decoder_seq_length": 16, "seq_length": 40}
+        sizes = {name: size for name, size in sizes.items() if name in signature(build).parameters}
+        if build is build_ict_datasets:
+            sizes["titles_prefix"] = None
+        how = {**BUILD_SETTINGS, **sizes, "tokenizer": TOKENIZER}
+        found = [
+            build(indexed.prefix, **{**how, "seed": seed}, cache_dir=tmp_path / type(seed).__name__)
+            for seed in (255, np.uint8(255))
+        ]
+        assert np.array_equal(*(train.mapping for train, _, _ in found))
+
     def test_bert(self, indexed, tmp_path):
         train, valid, test = build_bert_datasets(
             indexed.prefix, tokenizer=TOKENIZER, seq_length=40, **BUILD_SETTINGS
@@ -188,6 +202,8 @@ def test_runs_are_as_long_as_megatrons():
     assert np.mean(np.equal(t5, 1)) == pytest.approx(0.2, abs=0.03)
 
 
-def test_tokens_of_another_tokenizer_are_named():
-    with pytest.raises(ValueError, match=r"token 60: the vocabulary has ids 0 to 59; was the"):
-        VOCABULARY.words([21, 60, 22])
+@pytest.mark.parametrize("token", [60, -1])  # which NumPy counts from the end
+def test_tokens_of_another_tokenizer_are_named(token):
+    message = f"token {token}: the vocabulary has ids 0 to 59; was the"
+    with pytest.raises(ValueError, match=message):
+        VOCABULARY.words([21, token, 22])

@@ -223,9 +223,16 @@ def test_a_directory_where_the_output_goes(tmp_path):
     (tmp_path / "out_text_document.idx").mkdir()
     with pytest.raises(ValueError, match=r"out_text_document\.idx is a directory"):
         preprocess(source, tmp_path / "out", workers=1)
+    (tmp_path / "bad_skipped.txt").mkdir()  # found at the end, with the dataset in its place
+    with pytest.raises(ValueError, match=r"bad_skipped\.txt is a directory; choose another output"):
+        preprocess(source, tmp_path / "bad", workers=1)
     with pytest.raises(FileNotFoundError, match=r"no: no such directory for the output"):
         preprocess(source, tmp_path / "no" / "out")
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.idx"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "bad_skipped.txt",
+        "in.jsonl",
+        "out_text_document.idx",
+    ]
 
 
 def test_a_name_that_is_too_long_for_the_output_is_said_before_the_work(tmp_path):
@@ -234,6 +241,28 @@ def test_a_name_that_is_too_long_for_the_output_is_said_before_the_work(tmp_path
     source.write_text("a bad line")
     with pytest.raises(OSError, match=r"too long: .*y_text_document.bin"):
         preprocess(source, tmp_path / ("y" * 240), workers=1)
+
+
+class TooFew(mb_data.Tokenizer):
+    """Whose size leaves its special token out: 65,536 does not fit what the others do."""
+
+    name, fingerprint, vocab_size = "too few", "1", 60_000
+    special = {"eod": 65_536}  # noqa: RUF012, as tokenizers have it
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode()
+
+
+def test_a_token_beyond_its_tokenizers_size_is_told_of(tmp_path):
+    """As uint16 it was 0."""
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": ""}])
+    preprocess(source, tmp_path / "out", tokenizer=TooFew(), workers=1)
+    assert documents(tmp_path / "out_text_document") == [[97]]
+    with pytest.raises(ValueError, match=r"line 1: tokenizer too few gave token 65536, but its v"):
+        preprocess(source, tmp_path / "out", tokenizer=TooFew(), workers=1, append_eod=True)
 
 
 def test_chosen_dtype(tmp_path):

@@ -106,6 +106,16 @@ def test_numbers_that_python_refuses_are_none_of_our_business(tmp_path):
     assert documents(tmp_path / "out_text_document") == [[64], [65]]
 
 
+def test_what_is_good_is_good_beside_a_bad_line(tmp_path):
+    """A block with one is read by Python's json too, which takes nothing so deeply nested."""
+    pytest.importorskip("orjson")
+    deep = '{"text": "b", "more": ' + "[" * 1000 + "]" * 1000 + "}\n"
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "a"}\n' + deep + "{\n")
+    summary = preprocess(source, tmp_path / "out", workers=1, on_error="skip")
+    assert (summary.documents, summary.bad_lines) == (2, 1)
+
+
 def test_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
     texts = ["1 2", "", "3 1000", "5", "-1"]
     source = write(tmp_path / "in.jsonl", [{"text": t} for t in texts])

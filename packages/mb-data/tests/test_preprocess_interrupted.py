@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import os
 import re
@@ -191,7 +192,7 @@ def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
     assert summary.bad_lines == 1
 
 
-def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
+def test_other_settings_do_not_drop_what_is_done(tmp_path, kept, monkeypatch):
     before = {p.name: p.read_bytes() for p in (tmp_path / "out.partial").iterdir()}
     options = {"workers": 1, "block_bytes": 5000, "on_error": "skip", "append_eod": True}
     with pytest.raises(ValueError, match=r"other settings \(eod\); .* or --restart to drop"):
@@ -199,6 +200,9 @@ def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
     other = write(tmp_path / "other.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=r"other settings \(sources\)"):
         preprocess(other, tmp_path / "out", workers=1, block_bytes=5000)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "a"}')))
+    with pytest.raises(ValueError, match=r"other settings \(sources\)"):
+        preprocess("-", tmp_path / "out", workers=1, block_bytes=5000)
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "out.partial").iterdir()}
     summary = preprocess(kept, tmp_path / "out", restart=True, **options)
     assert summary.resumed_text_bytes == 0

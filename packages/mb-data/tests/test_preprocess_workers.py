@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import mb_data
 import mb_data.system
@@ -35,6 +36,16 @@ def test_another_thread_makes_workers_spawn(tmp_path):
     assert output_bytes(tmp_path / "forked_text_document") == output_bytes(
         tmp_path / "spawned_text_document"
     )
+
+
+def test_a_worker_of_a_pool_may_have_no_workers(tmp_path, monkeypatch):
+    """Python said so by an assertion."""
+    source = write(tmp_path / "in.jsonl", random_records(2, 2))
+    current = SimpleNamespace(daemon=True)
+    monkeypatch.setattr(mb_data.text.pipeline.multiprocessing, "current_process", lambda: current)
+    with pytest.raises(ValueError, match=r"is a daemon.*take concurrent\.futures\.Process"):
+        preprocess(source, tmp_path / "out", workers=1)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(

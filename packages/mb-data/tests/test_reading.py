@@ -7,6 +7,7 @@ import io
 import lzma
 import os
 import random
+import subprocess
 import sys
 import warnings
 
@@ -154,8 +155,9 @@ def test_links_to_directories_are_read_as_directories(tmp_path):
     found = [s.path.removeprefix(f"{corpus}/") for s in find_sources([corpus])]
     assert found == ["more/a.jsonl", "more/deep/b.jsonl", "real/c.jsonl"]
     (corpus / "gone.jsonl").symlink_to(disk / "gone.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
-        find_sources([corpus])
+    for item in (corpus, corpus / "*.jsonl"):
+        with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+            find_sources([item])
 
 
 def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
@@ -169,8 +171,26 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(PermissionError, match="closed"):
-        find_sources([tmp_path])
+    for item in (tmp_path, tmp_path / "**" / "*.jsonl"):
+        with pytest.raises(PermissionError, match="closed"):
+            find_sources([item])
+
+
+def test_links_that_lead_back_are_no_end_of_names(tmp_path):
+    """Of two such links Python's glob makes 2**40 paths, and more of three."""
+    for name in ("a", ".hidden", "a/b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(b"{}\n")
+    for name in ("up", "a/up", "a/b/up"):
+        (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / "self").symlink_to("self")
+    program = "import sys; from mb_data.text.sources import find_sources as find; "
+    program += "[print(s.path) for item in sys.argv[1:] for s in find([item])]"
+    patterns = ("**/*.jsonl", "*/**/b/x*", "./**/**/x.jsonl")
+    command = [sys.executable, "-c", program, *patterns]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    both = ["a/b/x.jsonl", "a/x.jsonl"]
+    assert done.stdout.split() == [*both, "a/b/x.jsonl", *(f"./{path}" for path in both)]
 
 
 @pytest.mark.parametrize("backwards", [False, True])

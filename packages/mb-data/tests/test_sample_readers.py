@@ -19,9 +19,12 @@ import pytest
 from mb_data import (
     BertDataset,
     BlendedDataset,
+    FillInTheMiddle,
     GPTDataset,
     IndexedDataset,
     IndexedDatasetBuilder,
+    MiddleTokens,
+    PackedDataset,
     PackedSamples,
     SampleReaders,
     WorkerDiedError,
@@ -90,6 +93,30 @@ def test_samples_and_errors_are_those_of_the_dataset(bert):
         assert equal(read([2]), [packed[2]])
         processes = [reader._process for reader in read._readers]
     assert [process.poll() for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint32])
+def test_numbers_of_numpy_are_as_good_as_others(bert, tmp_path, kind):
+    """Datasets add them to a seed, and multiply them by the bytes of a token."""
+    packed = PackedSamples(bert, np.full((30, 1), 12), rooms=[32], most=2)
+    with IndexedDatasetBuilder(tmp_path / "long", np.int32) as builder:
+        builder.add_document(range(900))
+    text = IndexedDataset(tmp_path / "long")
+    whole = PackedDataset(text, range(1), seq_length=3, num_samples=500, eod=0, seed=1)
+    changed = FillInTheMiddle(whole, MiddleTokens(1001, 1002, 1003), eod=0, rate=1.0, seed=2**31)
+    for dataset in (bert, BlendedDataset([bert], [1.0], size=30), packed, whole, changed):
+        assert equal(dataset[kind(14)], dataset[14])
+        assert equal(dataset[-1], dataset[len(dataset) - 1])
+    assert text.get(0, kind(100), kind(3)).tolist() == [100, 101, 102]
+    for dataset in (bert, text):
+        with pytest.raises(TypeError):
+            dataset[0.0]
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_without_a_process_a_call_would_never_end(bert, processes):
+    with pytest.raises(ValueError, match=f"expected 1 or more processes .*, got {processes}"):
+        SampleReaders(bert, processes)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

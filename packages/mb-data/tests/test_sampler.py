@@ -137,6 +137,15 @@ def test_permutation_of_epochs_behind_the_last_seed():
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, CyclicSampler])
+def test_numbers_of_numpy_do_not_overflow(kind):
+    """16 x 16 is 0 in eight bits: a rank would get no samples, and no error."""
+    place = {"consumed_samples": 0, "micro_batch_size": 16, "rank": 15, "world_size": 16}
+    small = {name: np.uint8(number) for name, number in place.items()}
+    assert next(iter(kind(500, **small))) == next(iter(kind(500, **place)))
+    assert next(iter(kind(np.uint16(500), **small))) == next(iter(kind(500, **place)))
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, CyclicSampler])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -99,6 +99,7 @@ class TestT5:
         ("change", "message"),
         [
             ({"mean_span": 0.5}, "at least 1 word"),
+            ({"mean_span": float("inf")}, "at least 1 word, and finite, got inf"),
             ({"decoder_seq_length": 0}, "decoder_seq_length must be at least 1, got 0"),
         ],
     )

@@ -163,7 +163,8 @@ def test_runs_at_once_without_a_folder_make_the_sample_corpus_once(tmp_path, mon
 
     monkeypatch.setattr(mb_data, "write_sample_corpus", lambda path, **_: path.write_text("text"))
     monkeypatch.setattr(mb_data, "preprocess", preprocess)
-    task, tokenizer, said = SimpleNamespace(sentences=False), SimpleNamespace(name="a b"), []
+    task, said = SimpleNamespace(sentences=False), []
+    tokenizer = SimpleNamespace(name="a b", fingerprint="a b")
     with ThreadPoolExecutor(3) as pool:
         runs = [
             pool.submit(sample_corpus, tokenizer, task, tmp_path / "data", said.append)

@@ -208,6 +208,10 @@ def test_what_has_no_effect_is_said():
     assert without_effect(command, resolve(command)) == [  # not of defaults that these bring
         "no effect without --moe-num-experts: --moe-top-k",
     ]
+    command = parse([*RUN, "--sft", "--eod-mask-loss", "--data-path", "chats"])
+    assert without_effect(command, resolve(command)) == [  # of conversations answers alone count
+        "no effect without --sft left out: --eod-mask-loss",
+    ]
     words = "--save a --save-interval 0 --async-save --log-timers-to-tensorboard"
     command = parse([*RUN, *words.split(), "--no-log-loss-scale-to-tensorboard"])
     assert without_effect(command, resolve(command)) == [

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import mb_data
@@ -16,6 +17,7 @@ from mb_train.config import TrainConfig
 from mb_train.config.data import TOKENIZER_TYPES
 from mb_train.config.recipes import recipe
 from mb_train.convert.hugging_face.tokenizer import find_tokenizer
+from mb_train.data.sample import sample_corpus
 from mb_train.data.tokenizer_files import keep_tokenizer
 from mb_train.data.tokenizers import chat_tokenizer, load_tokenizer
 from mb_train.data.vocabulary import vocabulary_rows
@@ -237,3 +239,19 @@ def test_a_sample_corpus_with_another_end_is_another(tmp_path, monkeypatch, caps
     files = (tmp_path / "runs" / "data").glob("*.bin")
     ends = sorted(mb_data.IndexedDataset(path.with_suffix(""))[0][-1] for path in files)
     assert ends == [50256, 50257]
+
+
+def test_a_sample_corpus_of_another_tokenizer_at_the_same_place_is_another(tmp_path, monkeypatch):
+    """The first one's tokens were trained on, which mean something else."""
+    monkeypatch.setattr("mb_train.data.sample._SAMPLE_BYTES", 30_000)
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+    for kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        tokenizer = mb_data.megatron_tokenizer(
+            kind, vocab_file=tmp_path / "vocab.txt", eod_token="[SEP]"
+        )
+        task = SimpleNamespace(sentences=False)
+        tokens = mb_data.IndexedDataset(sample_corpus(tokenizer, task, tmp_path / "data", print))[0]
+        text = json.loads((tmp_path / "data" / "sample.jsonl").read_text().split("\n")[0])["text"]
+        assert tokens.tolist() == [*tokenizer.encode(text), tokenizer.eod]

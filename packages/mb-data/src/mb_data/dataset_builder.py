@@ -40,9 +40,15 @@ def check_output_prefix(prefix: str | os.PathLike[str]) -> str:
     if not os.path.isdir(folder or "."):
         raise FileNotFoundError(f"{folder}: no such directory for the output")
     for end in (".bin", ".idx"):
-        with contextlib.suppress(FileNotFoundError):  # a name that is too long is said now
-            if stat.S_ISDIR(os.stat(path + end).st_mode):
-                raise ValueError(f"{path}{end} is a directory; choose another output prefix")
+        check_no_directory(path + end)
+    return path
+
+
+def check_no_directory(path: str) -> str:
+    """A path that a file can be written under; raises ValueError for a directory's."""
+    with contextlib.suppress(FileNotFoundError):  # a name that is too long is said now
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            raise ValueError(f"{path} is a directory; choose another output prefix")
     return path
 
 
@@ -100,7 +106,7 @@ class IndexedDatasetBuilder:
         values = np.asarray(tokens)
         if values.ndim != 1:
             raise ValueError(f"tokens of documents must be one-dimensional, got {values.shape}")
-        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        lengths = _whole_numbers(sequence_lengths, "sequence lengths")
         if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
             raise ValueError(
                 "sequence lengths must lie between 0 and 2**31 - 1, the format's limit, got "
@@ -111,7 +117,7 @@ class IndexedDatasetBuilder:
         if sequences_per_document is None:
             counts = np.ones(len(lengths), dtype=np.int64)
         else:
-            counts = np.asarray(sequences_per_document, dtype=np.int64)
+            counts = _whole_numbers(sequences_per_document, "sequences per document")
         if counts.sum() != len(lengths) or (counts < 0).any():
             raise ValueError(
                 f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
@@ -138,8 +144,14 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} holds {other.dtype.name}, the output {self.dtype.name}; "
                 "datasets are joined only within one dtype"
             )
+        ends = np.concatenate(([0], np.cumsum(other.sizes, dtype=np.int64)))
+        if not np.array_equal(other.pointers, ends[:-1] * other.dtype.itemsize):
+            raise ValueError(
+                f"{other.prefix}: its sequences do not lie one behind the other, nothing of it is "
+                f"joined; see `mb-data validate {other.prefix}`"
+            )
         # The tokens that the index accounts for: further bytes would shift all that follows.
-        tokens = other.tokens[: int(other.sizes.sum(dtype=np.int64))]
+        tokens = other.tokens[: int(ends[-1])]
         self.add_documents(tokens, other.sizes, np.diff(other.document_indices), other.modes)
 
     def finalize(self) -> None:
@@ -258,6 +270,14 @@ def write_index(
         first = int(ends[-1])
     if modes is not None:
         file.write(modes.tobytes())
+
+
+def _whole_numbers(values: npt.ArrayLike, what: str) -> npt.NDArray[np.int64]:
+    """In one row, int64; ValueError for fractions, of which an index would hold the rest."""
+    found = np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
+        raise ValueError(f"{what} must be whole numbers in one row, got {found}")
+    return found.astype(np.int64)
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import glob
 import mmap
+import operator
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,18 @@ _END = 1 << 14  # entries at either end by which a dataset is known: all of them
 def best_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron picks for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def checked_index(index: SupportsIndex, count: int, noun: str, where: str) -> int:
+    """A number from 0 up to but not ``count``, from one that may count from the end, as -1 does.
+
+    A Python int even of NumPy's numbers, which overflow in what is made of them: a sample's seed,
+    a place in a file. Raises IndexError outside, TypeError for what is no whole number.
+    """
+    number = operator.index(index)
+    if not -count <= number < count:
+        raise IndexError(f"{noun} {number} of {count} in {where}")
+    return number % count
 
 
 def _reopen(kind: type[IndexedDataset], prefix: str, random: bool, content: int) -> IndexedDataset:
@@ -141,10 +154,12 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     @overload
-    def __getitem__(self, index: int) -> npt.NDArray[Any]: ...
+    def __getitem__(self, index: SupportsIndex) -> npt.NDArray[Any]: ...
     @overload
     def __getitem__(self, index: slice) -> list[npt.NDArray[Any]]: ...
-    def __getitem__(self, index: int | slice) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
+    def __getitem__(
+        self, index: SupportsIndex | slice
+    ) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
         if isinstance(index, slice):
             return [self.get(i) for i in range(*index.indices(len(self)))]
         return self.get(index)
@@ -152,16 +167,16 @@ class IndexedDataset:
     def __iter__(self) -> Iterator[npt.NDArray[Any]]:
         return (self.get(i) for i in range(len(self)))
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+    def get(
+        self, index: SupportsIndex, offset: SupportsIndex = 0, length: SupportsIndex | None = None
+    ) -> npt.NDArray[Any]:
         """``length`` tokens of one sequence from ``offset`` on, to its end if ``length`` is None.
 
         Raises IndexError outside the dataset, ValueError outside the sequence.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
-        size = int(self.sizes[index])
-        if length is None:
-            length = size - offset
+        index = checked_index(index, len(self), "sequence", self.prefix)
+        size, offset = int(self.sizes[index]), operator.index(offset)
+        length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             raise ValueError(
                 f"{self.prefix}: sequence {index} has {counted(size, 'token')}, "
@@ -219,6 +234,14 @@ class IndexedDataset:
         if len(wrong):
             self.document(documents.start + int(wrong[0]))
         return found
+
+    def check_plain(self) -> None:
+        """Raise ValueError for conversations: their sequences are no documents or sentences."""
+        if self.modes is not None:
+            raise ValueError(
+                f"{self.prefix}: holds conversations, of whose tokens some are to be learned; take "
+                "build_conversation_datasets, or mb-train --sft"
+            )
 
     def _content(self) -> int:
         """A number that tells this dataset from another, by how much it holds and by both ends."""

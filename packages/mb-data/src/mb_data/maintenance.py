@@ -128,7 +128,8 @@ def validate(prefix: str | os.PathLike[str], *, vocab_size: int | None = None) -
 def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.PathLike[str]) -> int:
     """Join datasets of one dtype, in the order given; returns how many were joined.
 
-    A directory stands for all datasets in it, sorted by name, as in Megatron.
+    A directory stands for all datasets in it, sorted by name, as in Megatron; one that lacks a file
+    is an error there too.
 
     All of them are validated before anything is written.
 
@@ -138,6 +139,8 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
     """
     prefixes: list[str] = []
     for item in inputs:
+        if not os.fspath(item):  # as of a variable that is not set; Path takes it for this folder
+            raise ValueError("expected datasets or directories of them to join, got an empty name")
         path = Path(item)
         if path.is_dir():
             unfinished = [p for p in sorted(path.iterdir()) if is_unfinished(str(p))]
@@ -146,11 +149,12 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
                     f"{unfinished[0]} keeps the work of a preprocessing run that has not ended; "
                     "let it end or delete that, or name the datasets to join; nothing was joined"
                 )
-            found = sorted(p.with_suffix("") for p in path.glob("*.idx"))
+            files = (p for end in (".idx", ".bin") for p in path.glob(f"*{end}"))
+            found = sorted({p.with_suffix("") for p in files})
             # A killed builder may leave whole files under its temporary name.
-            whole = [p for p in found if bin_path(p).is_file() and p.suffix != ".partial"]
-            _check_alike(whole)
-            prefixes += map(str, whole)
+            named = [p for p in found if p.suffix != ".partial"]
+            _check_alike(named)
+            prefixes += map(str, named)
         else:
             prefixes.append(str(path))
     if not prefixes:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mb_data.dataset_builder import check_output_prefix
+from mb_data.dataset_builder import check_no_directory, check_output_prefix
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.system import cores
 from mb_data.text.partial_output import PartialOutput
@@ -135,7 +135,7 @@ def preprocess(
     level = "sentence" if split_sentences else "document"
     outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
     # An earlier run may have left its list of bad lines among the texts of the input.
-    report = os.path.realpath(f"{prefix}_skipped.txt")
+    report = os.path.realpath(check_no_directory(f"{prefix}_skipped.txt"))
     found = find_sources(inputs, text_unit=text_unit)
     sources = [source for source in found if os.path.realpath(source.path) != report]
     _check_sources(sources, keys, shard)

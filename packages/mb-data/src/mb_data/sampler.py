@@ -9,6 +9,7 @@ ranks consumes what it would have consumed.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +47,9 @@ class SequentialSampler:
         world_size: int,
         drop_last: bool = True,
     ) -> None:
-        _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
+        total_samples, consumed_samples, micro_batch_size, rank, world_size = _checked(
+            total_samples, consumed_samples, micro_batch_size, rank, world_size
+        )
         if consumed_samples >= total_samples:
             raise ValueError(
                 f"no samples left: {consumed_samples:,} of {total_samples:,} are consumed; "
@@ -117,7 +120,9 @@ class CyclicSampler:
         seed: int = 0,
         data_sharding: bool = False,
     ) -> None:
-        _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
+        total_samples, consumed_samples, micro_batch_size, rank, world_size = _checked(
+            total_samples, consumed_samples, micro_batch_size, rank, world_size
+        )
         seed = check_seed(seed)
         step, ranks = micro_batch_size * world_size, counted(world_size, "rank")
         if data_sharding and total_samples < step:
@@ -246,16 +251,14 @@ def randperm(n: int, seed: int) -> list[int]:
     return order.tolist()
 
 
-def _check(
-    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, world_size: int
-) -> None:
-    for name, value, least in (
-        ("total_samples", total_samples, 1),
-        ("consumed_samples", consumed_samples, 0),
-        ("micro_batch_size", micro_batch_size, 1),
-        ("world_size", world_size, 1),
-    ):
-        if value < least:
+def _checked(*numbers: int) -> list[int]:
+    """What both samplers are given, as ints of Python: products of NumPy's may overflow."""
+    values = [operator.index(number) for number in numbers]
+    names = ("total_samples", "consumed_samples", "micro_batch_size", "rank", "world_size")
+    for name, value, least in zip(names, values, (1, 0, 1, None, 1), strict=True):
+        if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+    *_, rank, world_size = values
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie between 0 and world_size - 1, got {rank} of {world_size}")
+    return values

@@ -21,7 +21,11 @@ import numpy.typing as npt
 
 from mb_data.chat.conversation import TURNS, Written, conversation_of
 from mb_data.chat.tokens import ChatTokenizer, Encoded
-from mb_data.dataset_builder import IndexedDatasetBuilder, check_output_prefix
+from mb_data.dataset_builder import (
+    IndexedDatasetBuilder,
+    check_no_directory,
+    check_output_prefix,
+)
 from mb_data.indexed_dataset import best_dtype
 from mb_data.samples.conversations import LEARNED, READ
 from mb_data.system import written_whole
@@ -35,6 +39,7 @@ from mb_data.words import counted
 
 BLOCK_BYTES, MAX_LINE_BYTES = 4 << 20, 64 << 20
 TOGETHER = 256  # conversations that the library encodes at once, on all cores
+MAX_MESSAGE = 1000  # letters said of a bad line: what it quotes may be all of the line
 _MARK = b"\xef\xbb\xbf"  # of byte order, which some programs begin a file with
 
 
@@ -105,6 +110,7 @@ def preprocess_chats(
         raise ValueError(f"key {key!r} cannot be part of a file's name")
     prefix = check_output_prefix(output_prefix)
     output = check_output_prefix(f"{prefix}_{key}_document")
+    report = check_no_directory(f"{prefix}_skipped.txt")
     chats = ChatTokenizer(os.fspath(tokenizer), variables)
     words = load_tokenizer(tokenizer)
     if isinstance(inputs, (str, os.PathLike)):
@@ -118,11 +124,10 @@ def preprocess_chats(
                     raise record
                 yield chats.texts(conversation_of(record, key), turns)
             except ValueError as error:
+                said = f"{where}: {str(error)[:MAX_MESSAGE]}"
                 if on_error == "stop":
-                    raise ValueError(
-                        f"{where}: {error}; --on-error skip leaves bad lines out"
-                    ) from error
-                bad.append(f"{where}: {error}")
+                    raise ValueError(f"{said}; --on-error skip leaves bad lines out") from error
+                bad.append(said)
 
     conversations = documents = tokens = learned = longest = endless = 0
     with IndexedDatasetBuilder(output, best_dtype(words.vocab_size)) as builder:
@@ -158,7 +163,7 @@ def preprocess_chats(
         learned=learned,
         longest=longest,
         bad_lines=len(bad),
-        bad_lines_file=_listed(bad, f"{prefix}_skipped.txt"),
+        bad_lines_file=_listed(bad, report),
         seconds=time.perf_counter() - started,
         output=output,
     )

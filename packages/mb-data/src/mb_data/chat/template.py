@@ -32,6 +32,10 @@ _NOT_READ = (
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
+# What every text is made of; all else that a template may use is a variable.
+_RENDERED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
 class ChatTemplate:
     """Makes texts of conversations.
 
@@ -42,7 +46,7 @@ class ChatTemplate:
         for_tools: another for conversations with tools; None: the same.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: it is no template, or a variable is what it is rendered with.
         ModuleNotFoundError: Jinja2 is not installed.
     """
 
@@ -56,6 +60,11 @@ class ChatTemplate:
     ) -> None:
         self.name = name
         self._variables = dict(variables)
+        for own in _RENDERED:
+            if own in variables:
+                raise ValueError(
+                    f"template variables: {own} is of each conversation itself; leave it out"
+                )
         jinja2 = _jinja2(name)
         try:
             environment = _environment()
@@ -64,7 +73,6 @@ class ChatTemplate:
                 self._for_tools = environment.from_string(for_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{name}: not a chat template: {error}") from error
-        self._wrong = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 
     @classmethod
     def from_folder(cls, folder: Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
@@ -116,8 +124,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except self._wrong as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # a stranger's program, which fails with whatever it likes
+            said = str(error) or type(error).__name__
+            raise ValueError(f"the chat template refuses it: {said}") from error
 
 
 def _with_thoughts(message: Message) -> Message:

@@ -77,7 +77,7 @@ class BertDataset(SentenceSamples):
             short_seq_prob=short_seq_prob,
             min_sentences=2 if binary_head else 1,
             num_samples=num_samples,
-            seed=seed,
+            seed=self.seed,
             cache_dir=cache_dir,
         )
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.indexed_dataset import checked_index
 from mb_data.samples.index_cache import IndexArrays, load_or_build
 from mb_data.words import counted
 
@@ -115,8 +116,7 @@ class BlendedDataset(Generic[T_co]):
 
     def _taken(self, index: int) -> tuple[Any, int]:
         """The source of a sample, and its number there."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in a blend")
+        index = checked_index(index, len(self), "sample", "a blend")
         source = self.datasets[int(self.dataset_index[index])]
         return source, int(self.dataset_sample_index[index])
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.indexed_dataset import checked_index
 from mb_data.mersenne import check_seed
 from mb_data.samples.blend import Samples
 
@@ -92,8 +93,9 @@ class FillInTheMiddle:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample ``index``: int64 [S + 1]. A function of the index and the seed alone."""
+        index = checked_index(index, len(self), "sample", "rearranged samples")
         sample = self.dataset[index]
-        rng = np.random.default_rng((self.seed, index % len(self)))
+        rng = np.random.default_rng((self.seed, index))
         changed = _each(sample, self.eod, lambda document: self._document(document, rng))
         return changed[: len(sample)]
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.indexed_dataset import IndexedDataset
+from mb_data.indexed_dataset import IndexedDataset, checked_index
 from mb_data.mersenne import check_seed
 from mb_data.samples.index_cache import digest, load_or_build
 from mb_data.samples.parts import DataPaths, Parts, PartsOptions, build_parts
@@ -123,8 +123,7 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample ``index``: int64 [S + 1]. A function of the index and the seed alone."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        index = checked_index(index, len(self), "sample", self.indexed.prefix)
         row = int(self.shuffle_idx[index])
         (first, offset), (last, final) = self.sample_idx[row : row + 2].tolist()
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
@@ -175,18 +174,16 @@ def check_part(
     Raises ValueError for what is out of range, for documents without a token, and for sequences
     that are parts of conversations. Warns of those that are parts of other documents.
     """
-    if isinstance(indexed, IndexedDataset) and indexed.modes is not None:
-        raise ValueError(
-            f"{indexed.prefix}: holds conversations, of whose tokens some are to be learned; take "
-            "build_conversation_datasets, or mb-train --sft"
-        )
-    if isinstance(indexed, IndexedDataset) and len(indexed) > indexed.num_documents:
-        warnings.warn(
-            f"{indexed.prefix}: its documents are of several sequences, as --split-sentences makes "
-            "them; each of those is taken for a document, as in Megatron, and shuffled by itself",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if isinstance(indexed, IndexedDataset):
+        indexed.check_plain()
+        if len(indexed) > indexed.num_documents:
+            warnings.warn(
+                f"{indexed.prefix}: its documents are of several sequences, as --split-sentences "
+                "makes them; each of those is taken for a document, as in Megatron, and shuffled "
+                "by itself",
+                RuntimeWarning,
+                stacklevel=3,
+            )
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:
         raise ValueError(

@@ -94,7 +94,7 @@ class ICTDataset(SentenceSamples):
             max_length=seq_length - special,
             min_sentences=1 if use_one_sent_docs else 2,
             num_samples=num_samples,
-            seed=seed,
+            seed=self.seed,
             cache_dir=cache_dir,
         )
 

@@ -130,15 +130,14 @@ class Vocabulary:
         Megatron, where trimming may cut a segment in the middle of a word.
         """
         ids = np.asarray(tokens, dtype=np.int64)
-        try:
-            starts = self.word_starts[ids]
-        except IndexError:
+        outside = (ids < 0) | (ids >= len(self.word_starts))
+        if outside.any():
             raise ValueError(
-                f"token {max(tokens)}: the vocabulary has ids 0 to {len(self.word_starts) - 1:,}; "
-                "was the dataset made with another tokenizer?"
-            ) from None
+                f"token {ids[outside][0]}: the vocabulary has ids 0 to "
+                f"{len(self.word_starts) - 1:,}; was the dataset made with another tokenizer?"
+            )
         positions = np.flatnonzero((ids != self.cls) & (ids != self.sep))
-        starts = starts[positions]
+        starts = self.word_starts[ids[positions]]
         starts[:1] = True
         return Words(positions.tolist(), [*np.flatnonzero(starts).tolist(), len(positions)])
 

@@ -20,6 +20,7 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.indexed_dataset import checked_index
 from mb_data.mersenne import check_seed
 from mb_data.samples.gpt import Documents, check_part, check_tokens
 from mb_data.samples.index_cache import digest, load_or_build
@@ -112,9 +113,8 @@ class PackedDataset:
 
     def pieces_of(self, index: int) -> list[list[int]]:
         """Document, first token and length of each piece of a sample."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        epoch, place = divmod(index % len(self), len(self.starts) - 1)
+        index = checked_index(index, len(self), "sample", self.indexed.prefix)
+        epoch, place = divmod(index, len(self.starts) - 1)
         row = int(self._epoch(epoch)[place])
         return self.pieces[self.starts[row] : self.starts[row + 1]].tolist()
 

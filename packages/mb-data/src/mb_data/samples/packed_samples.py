@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.indexed_dataset import checked_index
 from mb_data.samples.blend import Samples
 
 
@@ -56,6 +57,5 @@ class PackedSamples:
         return [found for i in self._samples_of(index) for found in dataset.documents_of(i)]
 
     def _samples_of(self, index: int) -> range:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
+        index = checked_index(index, len(self), "sequence", "packed samples")
         return range(*self._starts[index : index + 2].tolist())

@@ -55,12 +55,15 @@ class SampleReaders:
         processes: at most so many calls are answered at a time, others wait.
 
     Raises:
+        ValueError: less than one process.
         WorkerDiedError: (a call) a reader has ended, as the system ends what takes too much memory,
             or as a Ctrl-C within an earlier call ends it. What a sample raises is raised as it is,
             or as a RuntimeError where it cannot be pickled.
     """
 
     def __init__(self, dataset: Any, processes: int) -> None:
+        if processes < 1:  # a call would wait for ever
+            raise ValueError(f"expected 1 or more processes to read samples, got {processes}")
         pickled = pickle.dumps(dataset)
         self._readers = [_Reader() for _ in range(processes)]
         self._free: SimpleQueue[_Reader] = SimpleQueue()

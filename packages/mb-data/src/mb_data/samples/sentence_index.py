@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.indexed_dataset import IndexedDataset
+from mb_data.indexed_dataset import IndexedDataset, checked_index
 from mb_data.mersenne import permutation
 from mb_data.samples.index_cache import IndexArrays, digest, load_or_build
 
@@ -60,9 +60,7 @@ class SentenceSamples:
 
     def _row(self, index: int) -> tuple[list[int], np.random.RandomState]:
         """A sample's row, and the generator of all that is drawn for it."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        index %= len(self)
+        index = checked_index(index, len(self), "sample", self.indexed.prefix)
         rng = np.random.RandomState((self.seed + index) % 2**32)
         return self.mapping[index].tolist(), rng
 
@@ -90,6 +88,7 @@ def sample_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_sample_mapping`` of a range of documents, through the index cache."""
+    indexed.check_plain()
     boundaries = indexed.boundaries(documents)
     settings: dict[str, Any] = {
         "max_length": max_length,
@@ -121,6 +120,7 @@ def block_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_block_mapping`` of a range of documents, through the index cache."""
+    indexed.check_plain()
     boundaries = indexed.boundaries(documents)
     settings: dict[str, Any] = {
         "max_length": max_length,

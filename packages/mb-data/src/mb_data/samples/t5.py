@@ -12,6 +12,7 @@ alone.
 
 from __future__ import annotations
 
+import math
 import os
 from functools import partial
 from itertools import chain
@@ -74,8 +75,8 @@ class T5Dataset(SentenceSamples):
         share_decoder: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not mean_span >= 1:
-            raise ValueError(f"mean_span must be at least 1 word, got {mean_span}")
+        if not 1 <= mean_span < math.inf:
+            raise ValueError(f"mean_span must be at least 1 word, and finite, got {mean_span}")
         if decoder_seq_length < 1:
             raise ValueError(f"decoder_seq_length must be at least 1, got {decoder_seq_length}")
         indexed.expect_random_access()
@@ -100,7 +101,7 @@ class T5Dataset(SentenceSamples):
             short_seq_prob=short_seq_prob,
             min_sentences=1,
             num_samples=num_samples,
-            seed=seed,
+            seed=self.seed,
             cache_dir=cache_dir,
         )
 

@@ -155,7 +155,7 @@ def _encode_whole(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
 
     counts = (lengths > 0) if job.keep_empty else np.zeros(0)
     done = Tokens(
-        framed.astype(job.dtype, copy=False),
+        _stored(job, framed),
         sizes.astype(np.int32),
         counts=counts.astype(np.int32),
         documents=len(texts) if job.keep_empty else len(sizes),
@@ -188,7 +188,7 @@ def _encode_split(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
         return sentences[sentence], tokens[start : start + int(lengths[sentence])]
 
     done = Tokens(
-        framed.astype(job.dtype, copy=False),
+        _stored(job, framed),
         sizes.astype(np.int32),
         counts=counts.astype(np.int32),
         documents=len(counts),
@@ -196,6 +196,17 @@ def _encode_split(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int],
         text_bytes=sum(map(len, texts)),
     )
     return done, first_sentence
+
+
+def _stored(job: Job, tokens: npt.NDArray) -> npt.NDArray:
+    """Tokens in the job's dtype; ValueError for one that is beyond the vocabulary, and so perhaps
+    beyond that dtype, in which it would be another."""
+    if tokens.size and tokens.max() >= job.tokenizer.vocab_size:
+        raise ValueError(
+            f"tokenizer {job.tokenizer.name} gave token {tokens.max()}, but its vocab_size is "
+            f"{job.tokenizer.vocab_size}: that has to count all ids, of special tokens too"
+        )
+    return tokens.astype(job.dtype, copy=False)
 
 
 def _framed(

@@ -7,6 +7,7 @@ its keys are left out. Blocks without one take a fast path, and all others are r
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -127,8 +128,7 @@ def _values(line: memoryview, keys: Sequence[str]) -> list[bytes]:
     """The texts of one line; raises ValueError that says what is wrong with it."""
     start = bytes(line[:100]).lstrip()[:1]
     try:
-        # Python refuses numbers of thousands of digits. Numbers do not matter here.
-        record = json.loads(str(line, "utf-8"), parse_int=lambda _: 0)
+        record = _record(line)
     except json.JSONDecodeError as error:
         if bytes(line[:100]).strip() == start == b"{":
             raise ValueError(f"{error}; make each object one line: jq -c .") from error
@@ -149,6 +149,14 @@ def _values(line: memoryview, keys: Sequence[str]) -> list[bytes]:
             raise ValueError(f"the value of {key!r} must be text, got {kind}")
         values.append(record[key].encode())
     return values
+
+
+def _record(line: memoryview) -> Any:
+    """A line's JSON; raises ValueError, whose words are Python's."""
+    with contextlib.suppress(ValueError):
+        return fast_loads(line)  # which takes what is nested deeper: as if all lines were good
+    # Python refuses numbers of thousands of digits. Numbers do not matter here.
+    return json.loads(str(line, "utf-8"), parse_int=lambda _: 0)
 
 
 def _plain(line: memoryview) -> bytes:

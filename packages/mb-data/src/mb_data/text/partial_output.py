@@ -92,8 +92,7 @@ class PartialOutput:
         outputs: final prefix of each key's dataset.
         dtype: of the tokens.
         settings: JSON of all the output depends on.
-        resume: False if the input cannot be read twice: then nothing is kept, and nothing that an
-            earlier run kept is used.
+        resume: False if the input cannot be read twice: then nothing is kept.
         restart: drop what an earlier run has left.
 
     Raises:
@@ -162,12 +161,16 @@ class PartialOutput:
         return self._report.tell()
 
     def save(self, state: State) -> None:
-        """Sync what was written and record ``state``, which must not be ahead of it."""
+        """Sync what was written and record ``state``, which must not be ahead of it.
+
+        Of input that cannot be read twice nothing is recorded: no later run could go on from there.
+        """
         with naming(self.directory):
             self._report.flush()
             for file in self._files:
                 sync_file(file.fileno())
-        _write_synced(self.directory / "state.json", _to_json(state))
+        if self.resume:
+            _write_synced(self.directory / "state.json", _to_json(state))
         self.kept = state.blocks
 
     def finish(self, state: State) -> None:
@@ -225,7 +228,7 @@ class PartialOutput:
         if not isinstance(settings, dict):
             return None
         try:
-            if settings != self._settings and self.resume:
+            if settings != self._settings:
                 names = {*settings, *self._settings}
                 other = [n for n in sorted(names) if settings.get(n) != self._settings.get(n)]
                 raise ValueError(

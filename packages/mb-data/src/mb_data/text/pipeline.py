@@ -57,9 +57,15 @@ def run_workers(
         tick: called at least every ``TICK`` seconds.
 
     Raises:
+        ValueError: this process may not have workers.
         WorkerDiedError: a worker was killed.
         OSError: a worker could not read or write.
     """
+    if multiprocessing.current_process().daemon:
+        raise ValueError(
+            "this process is a daemon, as workers of multiprocessing.Pool are, and may start none; "
+            "take concurrent.futures.ProcessPoolExecutor, or give one call all files"
+        )
     reported: dict[Key, tuple[_Worker, Block, Result]] = {}
     ends: dict[int, int] = {}  # of units: how many blocks there were
     unit, inside, number = start.units, start.inside, start.blocks

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import heapq
 import io
 import os
+import re
 import shlex
 import stat
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +31,8 @@ PARQUET = ".parquet"
 RECORDS = (*(kind + packing for kind in JSON_KINDS for packing in PACKINGS), PARQUET)
 TEXTS = (*(kind + packing for kind in TEXT_KINDS for packing in PACKINGS),)
 TEXT_UNITS = ("line", "file")
+_SEPARATORS = re.escape(os.sep + (os.altsep or ""))
+_ANY_DEPTH = re.compile(rf"(?:^|(?<=[{_SEPARATORS}]))\*\*(?:[{_SEPARATORS}]+|$)")
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,9 @@ def find_sources(
     runs is left out. What is named several times is read as often, with a warning.
 
     Raises:
-        FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
-            that is gone.
-        PermissionError: a directory in it cannot be read.
+        FileNotFoundError: for what matches nothing, and for a link inside a directory, or one that
+            a pattern matches, to a file that is gone.
+        PermissionError: a directory in it, or one below the ``**`` of a pattern, cannot be read.
         ValueError: "-" twice, or a file of a format that is not read here.
     """
     paths: list[str] = []
@@ -100,10 +104,8 @@ def find_sources(
                 # last counts: the shortest, of equally long ones the first by letters.
                 {
                     (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
-                    for p in sorted(
-                        glob.glob(item, recursive=True), key=lambda p: (len(p), p), reverse=True
-                    )
-                    if os.path.isfile(p) and not is_unfinished(os.path.dirname(p))
+                    for p in sorted(_matching(item), key=lambda p: (len(p), p), reverse=True)
+                    if _is_file_or_gone(p) and not is_unfinished(os.path.dirname(p))
                 }.values()
             )
             if not matches:
@@ -137,6 +139,54 @@ def _readable(inside: list[str]) -> list[str]:
     return records or [p for p in inside if p.lower().endswith(TEXTS)]
 
 
+def _matching(pattern: str) -> list[str]:
+    """What a pattern matches; each folder under its ``**`` once, by its shortest name.
+
+    ``glob`` follows links without an end: two that lead back are more names than it can list.
+    """
+    deep = _ANY_DEPTH.search(pattern)
+    if deep is None:
+        return glob.glob(pattern)
+    above, within = pattern[: deep.start()], pattern[deep.end() :]
+    if pattern.endswith("**"):
+        within = within or "*"
+    tops = [folder for folder in glob.glob(above) if os.path.isdir(folder)] if above else [""]
+    return [
+        path
+        for folder in _folders_below(tops)
+        for path in _matching(os.path.join(glob.escape(folder), within))
+    ]
+
+
+def _folders_below(tops: Sequence[str]) -> Iterator[str]:
+    """These folders and all in them, but hidden ones, at any depth and behind links; each once."""
+    waiting, seen = [(len(top), top) for top in tops], set()
+    heapq.heapify(waiting)
+    while waiting:
+        _, folder = heapq.heappop(waiting)
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        yield folder
+        with os.scandir(folder or ".") as entries:
+            names = [e.name for e in entries if not e.name.startswith(".") and _is_folder(e)]
+        for path in (os.path.join(folder, name) for name in names):
+            heapq.heappush(waiting, (len(path), path))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_file_or_gone(path: str) -> bool:
+    """A link to what is gone counts: to read it is an error, to leave it out would be silent."""
+    return os.path.isfile(path) or not os.path.exists(path)
+
+
 def _files_inside(directory: str) -> list[str]:
     """Files at any depth. Links to directories are followed after the real directories, and each
     directory is read once, even if a link leads back. The order is always the same."""
@@ -155,7 +205,7 @@ def _files_inside(directory: str) -> list[str]:
             whole = (n for n in folders if not is_unfinished(os.path.join(folder, n)))
             folders[:] = sorted(whole)
             inside = [os.path.join(folder, name) for name in names]
-            found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
+            found += [p for p in inside if _is_file_or_gone(p)]
             links = [os.path.join(folder, name) for name in folders]
             waiting += [p for p in links if os.path.islink(p)]
     return found

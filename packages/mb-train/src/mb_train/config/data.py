@@ -10,6 +10,7 @@ from typing import Any
 from mb_train.config.field import (
     AT_LEAST_0,
     LEFT_OUT,
+    OFF,
     POSITIVE,
     SHARE,
     Bounds,
@@ -106,8 +107,9 @@ class DataFields:
         "attend within a document only", False, on_load="said", needs=("model", "gpt")
     )
     eod_mask_loss: bool = flag(
-        "leave the end of a document out of the loss", False, on_load="said", needs=("model", "gpt")
-    )
+        "leave the end of a document out of the loss", False, on_load="said",
+        needs=[("model", "gpt"), ("sft", OFF)],
+    )  # fmt: skip
     document_packing: str = flag(
         "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits (ours)",
         "end_to_end", choices=("end_to_end", "best_fit"), on_load="fixed",

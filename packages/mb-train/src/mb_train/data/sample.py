@@ -7,6 +7,7 @@ folder. `--mock-data` writes documents that count instead.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def sample_corpus(
     Raises:
         ValueError: the folder cannot be written.
     """
-    words = tokenizer.name if own_end or task.sentences else f"{tokenizer.name}-{tokenizer.eod}"
+    words = _called(tokenizer)
+    if not (own_end or task.sentences):
+        words += f"-{tokenizer.eod}"
     name = "".join(c if c.isalnum() else "-" for c in words)
     output = folder / f"{'mock' if mock else 'sample'}-{name}"
     prefix = f"{output}_text_{'sentence' if task.sentences else 'document'}"
@@ -73,6 +76,15 @@ def sample_corpus(
             "--data-path, or a --save that can be written."
         ) from error
     return prefix
+
+
+def _called(tokenizer: Tokenizer) -> str:
+    """A tokenizer in the name of a file; one that is read from files by what it makes of a text."""
+    if tokenizer.fingerprint.startswith(tokenizer.name):
+        return tokenizer.name
+    makes = f"{tokenizer.fingerprint}, {tokenizer.prepend_bos}"
+    made = hashlib.sha256(makes.encode()).hexdigest()[:8]
+    return f"{Path(tokenizer.name).name}-{made}"
 
 
 def _write_corpus(

@@ -31,6 +31,14 @@ def write(prefix, sizes, dtype=np.uint16) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
+def test_fractions_are_no_tokens(tmp_path):
+    write(tmp_path / "d", [9, 9], np.float32)
+    with pytest.raises(ValueError, match=r"holds numbers of float32, which are no tokens"):
+        build_gpt_datasets(
+            str(tmp_path / "d"), seq_length=4, seed=1, split="1", num_samples=(1, None, None)
+        )
+
+
 @pytest.mark.parametrize(
     ("split", "n", "lengths"),
     [

@@ -332,6 +332,8 @@ def test_what_is_no_question_is_refused(tmp_path):
         (line.replace('"w3"', '"w3", "w4"'), "3 questions, 2 lists of options and 2 answers"),
         (line.replace(', "ill"], [', "], ["), "3 options for 'w1 _ w2'"),
         (line.replace('"answers": ["', '"answers": ["AB'), "the answer 'AB"),
+        (json.dumps(json.loads(line) | {"questions": "w1"}), "'w1' for a list"),
+        (json.dumps(json.loads(line) | {"options": ["abcd", "abcd"]}), "'abcd' for a list"),
     ):
         path.write_text(f"{line}\n{wrong}\n")
         with pytest.raises(ValueError, match=r"1.txt, line 2: expected JSON with") as refused:

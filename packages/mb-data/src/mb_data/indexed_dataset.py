@@ -236,7 +236,12 @@ class IndexedDataset:
         return found
 
     def check_plain(self) -> None:
-        """Raise ValueError for conversations: their sequences are no documents or sentences."""
+        """Raise ValueError for what holds no documents or sentences: conversations, fractions."""
+        if self.dtype.kind == "f":
+            raise ValueError(
+                f"{self.prefix}: holds numbers of {self.dtype}, which are no tokens; preprocess "
+                "texts, or build a dataset of whole numbers"
+            )
         if self.modes is not None:
             raise ValueError(
                 f"{self.prefix}: holds conversations, of whose tokens some are to be learned; take "

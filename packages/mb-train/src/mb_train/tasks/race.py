@@ -53,10 +53,13 @@ def files_in(path: Path) -> list[Path]:
 
 def _questions_in(found: Any) -> Iterator[Example]:
     article, *lists = (found[name] for name in ("article", "questions", "options", "answers"))
+    for each in lists:
+        _check_list(each)
     questions, options, answers = map(len, lists)
     if not questions == options == answers:
         raise ValueError(f"{questions} questions, {options} lists of options and {answers} answers")
     for question, options, answer in zip(*lists, strict=True):
+        _check_list(options)
         for text in (article, question, *options):
             _check_text(text)
         if len(options) != len(LETTERS):
@@ -65,6 +68,11 @@ def _questions_in(found: Any) -> Iterator[Example]:
             raise ValueError(f"the answer {answer!r} to {question!r}")
         asked = (_with_option(question, option) for option in options)
         yield Example(tuple((text, article) for text in asked), LETTERS.index(answer))
+
+
+def _check_list(found: Any) -> None:
+    if not isinstance(found, list):
+        raise ValueError(f"{found!r} for a list")
 
 
 def _check_text(text: Any) -> None:

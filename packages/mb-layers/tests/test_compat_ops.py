@@ -164,6 +164,21 @@ def test_values_over_bins_and_tiles() -> None:
     assert ops.sum(x[:1]).tolist() == [1, 2, 3]
 
 
+def test_rows_have_autocasts_dtype() -> None:
+    indices, bin_ids, _, bins, padded = sorted_slots(7, 2, 4)
+    x = torch.randn(7, D, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = [
+            ops.gather(x, indices, bin_ids, bins, 2),
+            ops.padded_gather(x, indices, bin_ids, bins, padded, 2),
+            ops.binned_gather(x, indices, bins, 3, 2),
+        ]
+        y = ops.scatter(rows[0].float(), indices, bin_ids, None, bins, 2)
+    assert {y.dtype, *(r.dtype for r in rows)} == {torch.bfloat16}
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.full((7, D), 2.0))
+
+
 def test_too_many_slots_are_refused() -> None:
     indices, bin_ids, _, bins, _ = sorted_slots(7, 2, 4)
     with pytest.raises(ValueError, match="expected at most 13 indices"):

@@ -11,7 +11,8 @@ slots of each expert and all before it. `mb_kernels.bin_tokens` makes all of the
 
 Moves of rows are differentiable in rows and weights, and deterministic. They wait for the device
 where MegaBlocks does alone: in `padded_gather`, whose result is as long as `padded_bins` says, and
-for a capacity that is a tensor. A size of 1 stays a dimension where MegaBlocks returns a number.
+for a capacity that is a tensor. Under autocast rows are in its dtype, as there. A size of 1 stays a
+dimension where MegaBlocks returns a number.
 
 Letters: T tokens, D hidden, K top-k, S slots, E experts, C capacity, R rows.
 """
@@ -28,6 +29,7 @@ from mb_kernels import Bins
 from torch import Tensor
 
 from mb_layers.arguments import described, integers
+from mb_layers.tensors import cast_alike
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -76,7 +78,7 @@ def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
 
 def gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
     """Copy tokens [T, D] to rows [S, D]: row r is of slot indices[r]."""
-    return mb_kernels.gather(x, _in_order(indices, _slots(x, top_k)), top_k)
+    return _gathered(x, _in_order(indices, _slots(x, top_k)), top_k)
 
 
 def scatter(
@@ -102,7 +104,7 @@ def padded_gather(
     """`gather` to rows [R, D], where expert e has those up to padded_bins[e], filled up with 0."""
     places = _padded(indices, bin_ids, bins, padded_bins)
     rows = int(padded_bins.reshape(-1)[-1]) if padded_bins.numel() else 0
-    return mb_kernels.gather(x, _placed(indices, places, rows, _slots(x, top_k)), top_k)
+    return _gathered(x, _placed(indices, places, rows, _slots(x, top_k)), top_k)
 
 
 def padded_scatter(
@@ -128,7 +130,7 @@ def binned_gather(
     integers(0, expert_capacity=capacity)
     places = _within(indices, bins, capacity)
     placed = _placed(indices, places, experts * capacity, _slots(x, top_k))
-    return mb_kernels.gather(x, placed, top_k).view(experts, capacity, x.shape[-1])
+    return _gathered(x, placed, top_k).view(experts, capacity, x.shape[-1])
 
 
 def binned_scatter(
@@ -253,8 +255,14 @@ def _within(indices: Tensor, bins: Tensor, capacity: int) -> Tensor:
     return torch.where(kept, expert * capacity + place, -1)
 
 
+def _gathered(x: Tensor, bins: Bins, top_k: int) -> Tensor:
+    (x,) = cast_alike(x)
+    return mb_kernels.gather(x, bins, top_k)
+
+
 def _combined(rows: Tensor, bins: Bins, weights: Tensor | None, top_k: int) -> Tensor:
     integers(1, top_k=top_k)
+    (rows,) = cast_alike(rows)
     if weights is None:
         weights = torch.ones(bins.inverse_N.numel(), device=rows.device)
     return mb_kernels.combine(rows, bins, weights.reshape(-1, top_k))

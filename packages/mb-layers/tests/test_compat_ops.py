@@ -181,6 +181,11 @@ def test_rows_have_autocasts_dtype() -> None:
 
 def test_too_many_slots_are_refused() -> None:
     indices, bin_ids, _, bins, _ = sorted_slots(7, 2, 4)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="expected x to be a floating-point tensor"),
+    ):
+        ops.gather(torch.ones(7, D, dtype=torch.int32), indices, bin_ids, bins, 2)
     with pytest.raises(ValueError, match="expected at most 13 indices"):
         ops.gather(torch.ones(13, D), indices, bin_ids, bins, 1)
     with pytest.raises(ValueError, match=r"expected as many as torch\.int16 counts, got 40000"):

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from mb_kernels import Bins
 from torch import Tensor
 
-from mb_layers.arguments import described, integers
+from mb_layers.arguments import described, floating, integers
 from mb_layers.tensors import cast_alike
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -256,12 +256,14 @@ def _within(indices: Tensor, bins: Tensor, capacity: int) -> Tensor:
 
 
 def _gathered(x: Tensor, bins: Bins, top_k: int) -> Tensor:
+    floating(x=x)
     (x,) = cast_alike(x)
     return mb_kernels.gather(x, bins, top_k)
 
 
 def _combined(rows: Tensor, bins: Bins, weights: Tensor | None, top_k: int) -> Tensor:
     integers(1, top_k=top_k)
+    floating(x=rows)
     (rows,) = cast_alike(rows)
     if weights is None:
         weights = torch.ones(bins.inverse_N.numel(), device=rows.device)

@@ -493,8 +493,9 @@ def test_the_name_that_a_model_goes_by(monkeypatch, tmp_path):
     monkeypatch.setattr(Generator, "of_run", lambda run, device: None)
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path / "small")
-    assert main(["serve", "."]) == main(["serve", ".", "--served-model-name", "a/b"]) == 0
-    assert names == ["small", "a/b"]
+    for words in ([], ["--served-model-name", "a/b"], ["--served-model-name", "a\udcff"]):
+        assert main(["serve", ".", *words]) == 0
+    assert names == ["small", "a/b", "a\\udcff"]
 
 
 def test_a_model_that_has_diverged(client):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mb_train.flags.parser import Parser, add_run, refuse_idle
 from mb_train.untrusted import printable
-from mb_train.words import missing_package
+from mb_train.words import missing_package, spelled
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
@@ -142,6 +142,6 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
         raise missing_package(lacks, "to serve with", "'mb-train[serve]'") from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
-    name = options.served_model_name or run.resolve().name
+    name = spelled(options.served_model_name or run.resolve().name)  # which answers in JSON hold
     serve(generator, name, host=options.host, port=options.port)
     return 0

@@ -506,6 +506,14 @@ def test_the_name_that_a_model_goes_by(monkeypatch, tmp_path):
     assert names == ["small", "a/b", "a\\udcff"]
 
 
+@pytest.mark.parametrize("flag", ["--host", "--served-model-name"])
+def test_a_variable_that_is_not_set_is_no_host_and_no_name(flag, monkeypatch, capsys):
+    """As a host it would be all addresses of this machine."""
+    monkeypatch.setattr(Generator, "of_run", lambda run, device: pytest.fail("loaded"))
+    assert main(["serve", "run", flag, ""]) == 2
+    assert f"Argument {flag}: expected a name, got nothing" in capsys.readouterr().err
+
+
 def test_a_model_that_has_diverged(client):
     response = client.post("/v1/completions", json={"prompt": "!", "max_tokens": 1})
     assert response.status_code == 500

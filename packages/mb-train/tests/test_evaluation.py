@@ -404,6 +404,7 @@ def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harne
     short = greedy[: greedy.index(greedy[3])]
     for until in (greedy[3], ["no such", greedy[3]]):
         assert asked(max_gen_toks=6, until=until) == [short]
+    assert asked(max_gen_toks=6, until=["", greedy[3]]) == [short]  # an empty one ends nothing
     drawn = asked(8, max_gen_toks=6, do_sample=True, temperature=2.0)
     assert len(set(drawn)) > 4
     assert drawn == asked(8, max_gen_toks=6, temperature=2.0, num_beams=1)

@@ -69,9 +69,8 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path
 )
 def test_gpus_need_shared_memory_to_exchange_through(monkeypatch, size, gpus, found):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=size, free=size))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     problems = []
-    doctor._check_memory([], problems)
+    doctor._check_memory([], problems, gpus=gpus)
     assert found == ("/dev/shm holds 0.06 GB, too little" in "".join(problems))
 
 
@@ -95,18 +94,33 @@ def test_what_triton_needs_to_launch_a_kernel(tmp_path, monkeypatch, lacking):
     assert all(str(tmp_path) in line and "C compiler (gcc)" in line for line in said)
 
 
-def test_a_torch_that_lacks_a_library_is_a_problem_and_no_traceback(tmp_path, monkeypatch):
-    real = builtins.__import__
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError("libcudart.so.13: cannot open shared object file"),
+            "libcudart.so.13: cannot open shared object file. Install torch 2.11 or later.",
+        ),
+        (
+            ValueError("\nInvalid log settings: foo,\ntry TORCH_LOGS='help'\n"),
+            "Invalid log settings: foo, try TORCH_LOGS='help'. Unset that variable.",
+        ),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(
+    error, said, tmp_path, monkeypatch
+):
+    real, errors = builtins.__import__, [error]
 
-    def lacking(name, *more):
-        if name == "torch":
-            raise OSError("libcudart.so.13: cannot open shared object file")
+    def broken(name, *more):
+        if name == "torch":  # the second time what the first left is in the way
+            raise errors.pop() if errors else RuntimeError("Only a single TORCH_LIBRARY can be")
         return real(name, *more)
 
-    monkeypatch.setattr(builtins, "__import__", lacking)
+    monkeypatch.setattr(builtins, "__import__", broken)
     facts, problems = diagnose(tmp_path)
     assert any(fact.startswith("disk") for fact in facts)
-    assert "torch cannot be imported: libcudart.so.13: cannot open shared" in problems[0]
+    assert problems[0] == f"torch cannot be imported: {said}"
 
 
 def test_a_torch_without_collectives(tmp_path, monkeypatch):

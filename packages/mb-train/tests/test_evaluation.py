@@ -276,6 +276,16 @@ def test_wrong_input_is_said(trained, tmp_path):
     for model, text in ((trained, "alone"), (without, "what a vocabulary leaves out")):
         with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
             task_of("lambada")(model, lines(path, text), EvalOptions())
+    for encode, said in (
+        (lambda text: [1] * len(text), f"of at most {CONTEXT} tokens, the model's context, got 14"),
+        (lambda text: [1], "and text before it"),  # a last word of which nothing is left
+    ):
+        letters = SimpleNamespace(
+            **vars(trained) | {"tokenizer": SimpleNamespace(encode=encode, prepend_bos=False)}
+        )
+        path.write_text('\n{"text": "a bbbbbbbbbbbbb"}\n')
+        with pytest.raises(ValueError, match=f"line 2: expected a .*word .*{said}"):
+            task_of("lambada")(letters, path, EvalOptions(strict=True))
     with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):
         task_of("hellaswag")
     with pytest.raises(ValueError, match="Expected a batch of at least 1, got 0"):
@@ -394,6 +404,7 @@ def test_the_harness_gets_the_continuations_that_a_task_describes(trained, harne
     short = greedy[: greedy.index(greedy[3])]
     for until in (greedy[3], ["no such", greedy[3]]):
         assert asked(max_gen_toks=6, until=until) == [short]
+    assert asked(max_gen_toks=6, until=["", greedy[3]]) == [short]  # an empty one ends nothing
     drawn = asked(8, max_gen_toks=6, do_sample=True, temperature=2.0)
     assert len(set(drawn)) > 4
     assert drawn == asked(8, max_gen_toks=6, temperature=2.0, num_beams=1)

@@ -75,7 +75,7 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     open_many_files()
     sync_directory(tmp_path)
     facts = []
-    _check_memory(facts, [])
+    _check_memory(facts, [], gpus=0)
     assert not any(fact.startswith("memory") for fact in facts)
 
 
@@ -118,7 +118,7 @@ def test_the_memory_is_that_of_the_container_or_job(monkeypatch, tmp_path, kind)
     )
     assert host_memory() == 3 << 25
     facts = []
-    _check_memory(facts, [])
+    _check_memory(facts, [], gpus=0)
     assert facts[0].startswith("memory      0.1 GB of RAM, the limit of this container or job: ")
 
 

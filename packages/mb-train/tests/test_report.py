@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -357,6 +358,21 @@ def test_a_name_is_drawn_as_it_is(tmp_path, name):
     assert f"{name}: Load of every expert" in page.read_text()
 
 
+def test_a_name_that_is_no_text_is_spelled_out(tmp_path, monkeypatch):
+    """Linux lets it be any bytes; Python has half a surrogate pair for each that is no UTF-8."""
+    monkeypatch.chdir(tmp_path)
+    folders = [Path("a\udcff"), Path("b") / "a\udcff"]
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True)
+        except (OSError, UnicodeEncodeError):
+            pytest.skip("this file system has no such names")
+        write(folder, ("start", {"iteration": 0}), interval(1, [4.0]))
+    assert read_curves(folders[0]).name == "a\\udcff"
+    _, _, page = report(folders, Path("out"))
+    assert "<th>a\\udcff</th><th>b/a\\udcff</th>" in page.read_text().replace("b\\", "b/")
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_letters_that_matplotlibs_font_lacks_are_of_another_if_it_is_there(
     tmp_path, monkeypatch, there
@@ -394,6 +410,7 @@ def test_what_a_log_tells_does_not_command_the_terminal(tmp_path, capsys):
         ("train", {"tokens_per_expert": [[1], [1, 2]]}),
         ("start", {"iteration": "a"}),
         ("start", {"notes": [None]}),
+        ("train", {"tokens_per_expert": [[1.0, None]]}),
         ("start", {"config": ["a"]}),
         ("eval", {"lm_loss": "a"}),
         ("measured", {"recall": "a"}),

@@ -195,6 +195,14 @@ def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch
         assert told["tokens"] == [t for part in parts for t in part["logprobs"]["tokens"]] == said
         assert told["text_offset"] == [len("".join(said[:place])) for place in range(len(said))]
         assert [*told["top_logprobs"][-1]] == [" 8"]
+    # What it takes together stays apart in the text, and before the offsets of what is new.
+    body |= {"prompt": "  5  6 ", "echo": True}
+    (choice,), _ = ask(client, **body)
+    told = [part["choices"][0]["logprobs"]["text_offset"] for part in streamed(client, **body)]
+    assert choice["text"] == "  5  6  7 8"
+    assert (
+        choice["logprobs"]["text_offset"] == [one for part in told for one in part] == [0, 1, 7, 9]
+    )
 
 
 def test_likelihoods_of_a_long_text_decode_each_token_a_few_times():
@@ -228,7 +236,7 @@ def test_offsets_behind_a_prompt_that_ends_within_a_character():
     tokenizer = load_tokenizer("gpt2")
     tokens = tokenizer.encode("a\N{SNOWMAN} b c")  # the character takes two
     answer = Answer(SimpleNamespace(logprobs=0), "run", tokenizer)
-    echo = Told(tokens[:2], [None] * 2, [])
+    echo = Told(tokens[:2], [None] * 2, [], 2, tokenizer.decode(tokens[:2]))
     one = Completion("\N{SNOWMAN} b c", tokens[2:], None, [None] * 3, "length")
     told = answer.told(echo, one)
     offsets = answer.choice(0, "", "length", told)["logprobs"]["text_offset"]
@@ -493,8 +501,17 @@ def test_the_name_that_a_model_goes_by(monkeypatch, tmp_path):
     monkeypatch.setattr(Generator, "of_run", lambda run, device: None)
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path / "small")
-    assert main(["serve", "."]) == main(["serve", ".", "--served-model-name", "a/b"]) == 0
-    assert names == ["small", "a/b"]
+    for words in ([], ["--served-model-name", "a/b"], ["--served-model-name", "a\udcff"]):
+        assert main(["serve", ".", *words]) == 0
+    assert names == ["small", "a/b", "a\\udcff"]
+
+
+@pytest.mark.parametrize("flag", ["--host", "--served-model-name"])
+def test_a_variable_that_is_not_set_is_no_host_and_no_name(flag, monkeypatch, capsys):
+    """As a host it would be all addresses of this machine."""
+    monkeypatch.setattr(Generator, "of_run", lambda run, device: pytest.fail("loaded"))
+    assert main(["serve", "run", flag, ""]) == 2
+    assert f"Argument {flag}: expected a name, got nothing" in capsys.readouterr().err
 
 
 def test_a_model_that_has_diverged(client):

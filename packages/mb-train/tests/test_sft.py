@@ -168,15 +168,25 @@ def _asks_the_server(generator):
         ([], "Expected a JSON object"),
         ({}, "Expected messages"),
         ({"messages": ["a"]}, "Expected each of messages"),
-        ({"messages": [{"role": "user"}], "tools": {}}, "Expected tools"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": {}}, "Expected tools"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "content of message 0 to be a text, or parts",
         ),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "content of message 0 to be a text,"),
+        ({"messages": [{"role": "user"}]}, "content of message 0 to be a text,"),
+        ({"messages": [{"role": "user", "content": None}]}, "content of message 0 to be a text,"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content of message 0 to be a text,"),
+        (
+            {"messages": [{"role": "user", "content": {"text": "a"}}]},
+            "content of message 0 to be a text,",
+        ),
         ({"messages": [{"role": "user"}], "prompt": "a"}, "Unknown parameter 'prompt'"),
         ({"messages": [{"role": "user"}], "logprobs": True}, "logprobs is not supported"),
-        ({"messages": [{"role": "user"}], "max_tokens": 0}, "Expected max_tokens of at least 1"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0},
+            "Expected max_tokens of at least 1",
+        ),
     ],
 )
 def test_wrong_requests(body, said):
@@ -188,6 +198,8 @@ def test_an_answer_may_fill_the_context():
     body = {"messages": [{"role": "user", "content": "a"}]}
     asked = lambda messages, tools: [1, 2]  # noqa: E731
     assert chat_request(body, asked, 10).max_tokens == 8
+    calls = {"role": "assistant", "content": None, "tool_calls": []}  # in place of a text
+    assert chat_request({"messages": [calls]}, asked, 10).max_tokens == 8
     assert (
         chat_request(body | {"max_completion_tokens": 3, "max_tokens": 4}, asked, 10).max_tokens
         == 3

@@ -25,6 +25,11 @@ def typed(path: str | os.PathLike[str]) -> str:
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
+def spelled(name: str) -> str:
+    """A file's name, which may be any bytes, with escapes where they are no text in UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def missing_package(name: str, purpose: str, install: str, instead: str = "") -> ValueError:
     """The error where a package is not installed that is no dependency.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mb_train.flags.parser import Parser
+from mb_train.flags.parser import Parser, named
 
 
 def doctor(parser: Parser, arguments: Sequence[str]) -> int:
     """What is this machine, and what is wrong with it?"""
-    parser.add_argument("--save", default="runs", help="folder that runs would be written to")
+    parser.add_argument(
+        "--save", type=named, default="runs", help="folder that runs would be written to"
+    )
     options = parser.parse_args(arguments)
     from mb_train.machine.doctor import diagnose
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mb_train.flags.parser import Parser, add_run, refuse_idle
+from mb_train.flags.parser import Parser, add_run, named, refuse_idle
 from mb_train.untrusted import printable
-from mb_train.words import missing_package
+from mb_train.words import missing_package, spelled
 
 
 def generate(parser: Parser, arguments: Sequence[str]) -> int:
@@ -126,10 +126,12 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
 def serve(parser: Parser, arguments: Sequence[str]) -> int:
     """A model behind OpenAI's completions interface."""
     add_run(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
+    parser.add_argument(
+        "--host", type=named, default="127.0.0.1", help="default 127.0.0.1, this machine alone"
+    )
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     parser.add_argument(
-        "--served-model-name", metavar="NAME",
+        "--served-model-name", type=named, metavar="NAME",
         help="by which clients ask for the model; default the folder's name",
     )  # fmt: skip
     options = parser.parse_args(arguments)
@@ -142,6 +144,6 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
         raise missing_package(lacks, "to serve with", "'mb-train[serve]'") from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
-    name = options.served_model_name or run.resolve().name
+    name = spelled(options.served_model_name or run.resolve().name)  # which answers in JSON hold
     serve(generator, name, host=options.host, port=options.port)
     return 0

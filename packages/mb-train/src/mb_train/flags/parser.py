@@ -61,9 +61,10 @@ def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
 
 
 def named(word: str) -> str:
-    """The type of an argument that names a file or folder.
+    """The type of an argument that names a file, a folder or a host.
 
-    A variable in quotes that is not set would name the current folder, which may hold a run too.
+    A variable in quotes that is not set would name the current folder, which may hold a run too,
+    or all addresses of this machine.
     """
     if not word:
         raise argparse.ArgumentTypeError("expected a name, got nothing")

@@ -50,13 +50,16 @@ def _of_one_text(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with its parts of text as lines of one, for a template takes a text.
 
     Raises:
-        ValueError: a part is something else.
+        ValueError: it is something else, or nothing where it is no assistant's, which may call
+            tools instead: a template would write how Python shows it.
     """
-    parts = message.get("content")
-    if not isinstance(parts, list):
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message["role"] == "assistant"):
         return message
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    parts = content if isinstance(content, list) else [None]
+    found = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) != len(found):
         raise ValueError(
             f"Expected the content of message {place} to be a text, or parts of type text alone."
         )

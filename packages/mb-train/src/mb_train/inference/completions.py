@@ -102,14 +102,16 @@ class Request:
 class Told(NamedTuple):
     """Tokens of an answer, their likelihoods where they are told, and the tokens before them.
 
-    The first `echoed` tokens are the prompt's. The answer's text is theirs and then what the others
-    add to it: a character that begins in the prompt is said twice, at first as a piece.
+    The first `echoed` tokens are the prompt's. The answer's text is `echo`, the prompt as it was
+    asked, which the tokenizer may have simplified, and then what the other tokens add: a character
+    that begins in the prompt is said twice, at first as a piece.
     """
 
     tokens: list[int]
     likelihoods: list[Likelihood | None]
     before: list[int]
     echoed: int = 0
+    echo: str = ""
 
 
 class Answer:
@@ -131,13 +133,6 @@ class Answer:
     def part(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A part with these choices."""
         return self._heading | {"choices": choices} | more
-
-    def echo(self, index: int) -> str:
-        """The text of a choice's prompt, if the answer is to begin with it."""
-        prompt = self._request.prompts[index // self._request.n]
-        if not self._request.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(list(prompt))
 
     def choice(
         self, index: int, text: str, reason: str | None, told: Told, said: int = 0
@@ -168,7 +163,7 @@ class Answer:
         if one.end is not None:
             tokens, likelihoods = [*tokens, one.end], one.likelihoods
         told = [*echo.tokens, *tokens], [*echo.likelihoods, *likelihoods]
-        return Told(*told, echo.before, len(echo.tokens))
+        return Told(*told, echo.before, len(echo.tokens), echo.echo)
 
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
@@ -179,10 +174,10 @@ class Answer:
 
     def _length(self, told: Told, count: int) -> int:
         """Of the text of the first `count` tokens."""
-        echo, new = told.tokens[: told.echoed][:count], told.tokens[told.echoed : count]
-        before = told.before
-        parts = [(before, echo), ([*before, *echo], new)]
-        return sum(len(text_behind(self._tokenizer, *part)) for part in parts)
+        echo, new = told.tokens[: told.echoed], told.tokens[told.echoed : count]
+        if count < told.echoed:
+            return len(text_behind(self._tokenizer, told.before, echo[:count]))
+        return len(told.echo) + len(text_behind(self._tokenizer, [*told.before, *echo], new))
 
     def _logprobs(self, told: Told, said: int) -> dict[str, Any]:
         """As OpenAI's legacy interface has them; offsets are of the whole answer's text."""
@@ -194,7 +189,7 @@ class Answer:
             token, likelihood = told.tokens[place], told.likelihoods[place]
             at = begin + place
             if place == told.echoed:
-                whole, so_far, text = at, so_far + len(text), ""
+                whole, so_far, text = at, len(told.echo), ""
             before = every[max(at - READ_WITH, 0) : at]
             tokens.append(text_behind(self._tokenizer, before, [token]))
             log_probs.append(likelihood and likelihood.log_prob)
@@ -202,7 +197,8 @@ class Answer:
             text = text_behind(self._tokenizer, since, every[whole : at + 1])
             # A piece of a character stands where that does, whether or not it changes its look.
             same = common(earlier, text)
-            offsets.append(so_far + min(same, max(len(text) - 1, 0)))
+            offset = so_far + min(same, max(len(text) - 1, 0))
+            offsets.append(min(offset, len(told.echo)) if place < told.echoed else offset)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 whole, so_far, text = at + 1, so_far + len(text), ""
             top = None

@@ -64,8 +64,13 @@ def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, flo
         else:
             encoded = tokenizer.encode(text)
             before, tokens = encoded[:-1], encoded[-1:]
-        if not before:
+        if not before or not tokens:
             raise ValueError(f"{path}, line {number}: expected a word and text before it.")
+        if len(tokens) > context:
+            raise ValueError(
+                f"{path}, line {number}: expected a last word of at most {context} tokens, the "
+                f"model's context, got {len(tokens)}."
+            )
         windows.append(continuation([*begin, *before], tokens, context))
     if not windows:
         raise ValueError(f"{path} holds no text.")

@@ -126,11 +126,12 @@ def _class() -> type:
             asked: Counter[str] = Counter()
             for request in requests:
                 before, options = request.args
-                stop = options.get("until") or []
+                until = options.get("until") or []
+                words = [until] if isinstance(until, str) else until
                 (found,) = generator.complete(
                     [before], _sampling(options, seed=asked[before]),
                     max_new_tokens=next((int(options[n]) for n in _LENGTHS if n in options), 256),
-                    stop=[stop] if isinstance(stop, str) else stop,
+                    stop=[word for word in words if word],  # an empty one ends no text there
                 )  # fmt: skip
                 asked[before] += 1
                 texts.append(found.text)

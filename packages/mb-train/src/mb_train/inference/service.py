@@ -90,7 +90,7 @@ class Service:
         def choices() -> list[dict[str, Any]]:
             return [
                 answer.choice(
-                    index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
+                    index, echo.echo + one.text, one.finish_reason, answer.told(echo, one)
                 )
                 for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
             ]
@@ -128,7 +128,7 @@ class Service:
             reason = None if request.max_tokens else "length"
             whole = enumerate(echoes)
             return event(
-                answer.part([answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole])
+                answer.part([answer.choice(i, echo.echo, reason, echo) for i, echo in whole])
             )
 
         def news(found: list[Completion]) -> list[str]:
@@ -178,7 +178,10 @@ class Service:
             likelihoods = await self._computed(
                 self._generator.likelihoods, prompt, request.logprobs
             )
-        return Told(tokens[len(begin) :], likelihoods[len(begin) :], begin)
+        decode = self._generator.tokenizer.decode
+        text = prompt if isinstance(prompt, str) else await self._computed(decode, tokens)
+        echoed = tokens[len(begin) :]
+        return Told(echoed, likelihoods[len(begin) :], begin, len(echoed), text)
 
     async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()

@@ -5,7 +5,6 @@ Every line is a fact found by trying; lines that begin with "problem:" say what 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -43,22 +42,37 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
             facts.append(f"{name:11} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             facts.append(f"{name:11} not installed, imported from the path")
-    _check_torch(facts, problems)
+    torch = _torch(problems)
+    if torch is not None:
+        _check_torch(facts, problems)
     _check_optional(facts, problems)
-    _check_memory(facts, problems)
+    _check_memory(facts, problems, gpus=0 if torch is None else torch.cuda.device_count())
     _check_disk(folder, facts, problems)
     _check_amd(facts, problems)
-    said, wrong = explain(os.environ, _vendor())
+    said, wrong = explain(os.environ, _vendor(torch))
     return facts + said, problems + wrong
 
 
-def _check_torch(facts: list[str], problems: list[str]) -> None:
+def _torch(problems: list[str]) -> Any:
+    """The module; None where it cannot be imported, which is not tried again: the second time it
+    fails otherwise, halfway through what the first has left."""
     try:
         import torch
-    except (ImportError, OSError, ValueError) as error:  # for lack of a library
-        reason = str(error).rstrip(".")
-        problems.append(f"torch cannot be imported: {reason}. Install torch 2.11 or later.")
-        return
+    except (ImportError, OSError, ValueError) as error:  # lacks a library; a wrong TORCH_LOGS
+        reason = " ".join(str(error).split()).rstrip(".")
+        what = (
+            "Unset that variable"
+            if isinstance(error, ValueError)
+            else "Install torch 2.11 or later"
+        )
+        problems.append(f"torch cannot be imported: {reason}. {what}.")
+        return None
+    return torch
+
+
+def _check_torch(facts: list[str], problems: list[str]) -> None:
+    import torch
+
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     build = "CPU only"
     if torch.version.hip:
@@ -205,17 +219,7 @@ def _nccl_version() -> str:
     return ".".join(map(str, version)) if isinstance(version, tuple) else f"{version}"
 
 
-def _torch() -> Any:
-    """The module; None where it cannot be imported, of which `_check_torch` says why."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import torch
-
-        return torch
-    return None
-
-
-def _vendor() -> str | None:
-    torch = _torch()
+def _vendor(torch: Any) -> str | None:
     if torch is None:
         return None
     if torch.version.hip or Path("/dev/kfd").exists():
@@ -223,7 +227,7 @@ def _vendor() -> str | None:
     return "nvidia" if torch.version.cuda else None
 
 
-def _check_memory(facts: list[str], problems: list[str]) -> None:
+def _check_memory(facts: list[str], problems: list[str], *, gpus: int) -> None:
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
@@ -237,8 +241,7 @@ def _check_memory(facts: list[str], problems: list[str]) -> None:
     if shared.is_dir():
         room = shutil.disk_usage(shared).total / 1e9
         facts.append(f"shared      {room:.1f} GB in /dev/shm")
-        torch = _torch()
-        if room < _MIN_SHARED_GB and torch is not None and torch.cuda.device_count() > 1:
+        if room < _MIN_SHARED_GB and gpus > 1:
             problems.append(
                 f"/dev/shm holds {room:.2f} GB, too little for GPUs to exchange through. Start the "
                 "container with --ipc=host or --shm-size=16g."

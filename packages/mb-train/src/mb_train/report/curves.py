@@ -11,6 +11,7 @@ from typing import Any
 
 from mb_train.logs.megatron_lines import perplexity
 from mb_train.logs.run_log import log_of, replay
+from mb_train.words import spelled
 
 # Curve -> the entry of a "train" event.
 _SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
@@ -72,7 +73,7 @@ def read_curves(folder: Path) -> Curves:
         ValueError: no log there, or nothing in it.
     """
     path = log_of(folder)
-    curves = Curves(folder.resolve().name)
+    curves = Curves(spelled(folder.resolve().name))
     for event, until in replay(path):
         try:
             _add(curves, event, until)
@@ -131,7 +132,7 @@ def _add_interval(curves: Curves, event: dict[str, Any], until: float) -> None:
         curves.load_imbalance[last] = loads
     if event.get("tokens_per_expert"):
         rows = [[_value(count) for count in row] for row in event["tokens_per_expert"]]
-        if len(set(map(len, rows))) > 1:
+        if len(set(map(len, rows))) > 1 or any(None in row for row in rows):
             raise TypeError
         curves.tokens_per_expert[last] = rows
 

@@ -13,6 +13,7 @@ from mb_train.folder.whole_files import replaced
 from mb_train.report.curves import Curves, read_curves, summary
 from mb_train.report.page import write_page
 from mb_train.report.panels import figure_of, panels_of
+from mb_train.words import spelled
 
 
 def draw(folder: Path) -> Path:
@@ -77,4 +78,4 @@ def _tell_apart(runs: Sequence[Curves], folders: Sequence[Path]) -> None:
     names = [curves.name for curves in runs]
     for curves, folder in zip(runs, folders, strict=True):
         if names.count(curves.name) > 1:
-            curves.name = str(folder)
+            curves.name = spelled(str(folder))

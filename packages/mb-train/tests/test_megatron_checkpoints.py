@@ -484,7 +484,7 @@ def test_a_pickle_changes_nothing_that_others_use(tmp_path, named):
     assert not hasattr(torch.UntypedStorage, "changed")
 
 
-@pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle", "id"])
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle", "id", "bit"])
 def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "model_optim_rng.pt"
     torch.save({"x": torch.ones(300)}, path)
@@ -501,7 +501,19 @@ def test_other_files_are_refused(tmp_path, damage):
         content = path.read_bytes()
         disk = content.index(b"PK\x06\x07") + 4  # the number of the archive's last one
         spans = content[:disk] + b"\x01" + content[disk + 1 :]
-        damaged = {"text": b"hello", "empty": b"", "cut": content[:400], "spans": spans}
+        one = content.index(torch.ones(300).numpy().tobytes()) + 3  # the sign of the first
+        bit = content[:one] + bytes([content[one] ^ 128]) + content[one + 1 :]
+        damaged = {"text": b"hello", "empty": b"", "cut": content[:400], "spans": spans, "bit": bit}
         path.write_bytes(damaged[damage])
     with pytest.raises(ValueError, match=r"Cannot read .*\.pt: \w"):
         safe_pickle.load(path)
+
+
+def test_files_without_checksums_are_read(tmp_path):
+    path = tmp_path / "model_optim_rng.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.ones(3)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(safe_pickle.load(path)["x"], torch.ones(3))

@@ -250,7 +250,7 @@ def test_the_command_makes_a_run(tmp_path):
         ({"mtp_use_repeated_layer": True}, "each module of --mtp-num-layers is a layer"),
         ({"hybrid_override_pattern": "M*-"}, "a letter for each of --num-layers 4, got 3: M"),
         (HYBRID | {"hybrid_layer_pattern": "M*M-/*-/M"}, "modules of the same layers .*, got"),
-        ({"rotary_interleaved": True}, "rotary positions pair"),
+        ({"rotary_interleaved": True}, "rotary positions pair a head's first"),
         ({"scaling_recipe": "depth_mup"}, "none or mup, got 'depth_mup'"),
         ({"rotary_base_per_layer": [1e4, 1e6]}, "all layers have --rotary-base, but for"),
         (

@@ -25,8 +25,8 @@ from mb_train.flags.settled import NO_FUSED_GELU
 
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = (
-    "mtp_use_repeated_layer", "rotary_interleaved", "moe_extended_tp", "rotary_base_per_layer",
-    "head_wise_attn_gate", "enable_hyper_connections", "moe_n_hash_layers",
+    "mtp_use_repeated_layer", "moe_extended_tp", "rotary_base_per_layer", "head_wise_attn_gate",
+    "enable_hyper_connections", "moe_n_hash_layers",
     "moe_router_topk_limited_devices", "heterogeneous_layers_config_path",
     "retro_add_retriever", "post_self_attn_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
@@ -139,6 +139,11 @@ def _with_pattern(given: Mapping[str, Any], has_mamba: bool) -> dict[str, Any]:
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
+    if given.get("rotary_interleaved"):
+        raise ValueError(
+            "Expected a model without --rotary-interleaved: rotary positions pair a head's first "
+            "half with its second here, and rows are not put in that order."
+        )
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
     if given.get("qk_l2_norm") and given.get("no_rope_freq"):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mb_train.convert.megatron.safe_pickle import Opaque
+from mb_train.convert.megatron.safe_pickle import Opaque, check_sums
 from mb_train.convert.new_run import check_dtype
 
 # Plans, which Megatron adds to a `.metadata` to make the next one's sooner.
@@ -146,6 +146,8 @@ def _load(shard: Shard, name: str) -> Tensor:
     """What is in a shard of the tensor of this name."""
     content = io.BytesIO(shard.content(name))
     try:
+        check_sums(content)
+        content.seek(0)
         found = torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # torch's own text says how to run it
         raise ValueError(

@@ -205,6 +205,15 @@ def test_defaults_derive_from_sizes():
         ({"tokenizer_model": "t", "tokenizer": "gpt2"}, "tokenizer flags, got 'gpt2' and 't'"),
         ({"vocab_file": "v", "tokenizer_model": "t"}, "Expected --tokenizer-type with --vocab"),
         ({"model": "t5"}, "--decoder-seq-length with --model t5"),
+        (
+            {"position_embedding_type": "rope", "kv_channels": 64, "rotary_percent": 0.3},
+            r"an even number of a head's channels .* got 19 of 64 with --rotary-percent 0\.3",
+        ),
+        ({"position_embedding_type": "rope", "kv_channels": 5}, r"or more, got 5 of 5 with"),
+        (
+            {"position_embedding_type": "rope", "kv_channels": 64, "rotary_percent": 0.01},
+            "or more, got 0 of 64 with",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

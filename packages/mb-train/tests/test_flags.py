@@ -322,6 +322,17 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("without", ["--finetune", "--no-load-optim"])
+def test_without_the_optimizers_state_the_schedule_typed_counts(without):
+    words = ["--load", "a", "--lr", "0.4", "--use-checkpoint-opt_param-scheduler", without]
+    line = parse([*RUN, *words])
+    config = resolve(line, {"lr": 0.5, "min_lr": 0.1, "train_iters": 10})
+    assert (config.lr, config.lr_decay_iters) == (0.4, None)
+    assert without_effect(line, config) == [
+        f"no effect without {without} left out: --use-checkpoint-opt-param-scheduler"
+    ]
+
+
 def test_a_schedule_that_is_typed_and_overruled_is_said():
     words = "--load a --lr 0.4 --min-lr 0.1 --clip-grad 3 --lr-warmup-iters 5"
     loaded = {"lr": 0.5, "min_lr": 0.1, "clip_grad": 2.0, "train_iters": 10, "lr_warmup_iters": 2}

@@ -365,6 +365,7 @@ def test_modules_for_further_tokens_are_left_out_if_asked_for(tmp_path):
         ),
         ({"moe_layer_freq": [0, 0, 0, 0]}, r"--moe-layer-freq .*\[0, 0, 0, 0\]"),
         ({"qk_l2_norm": True, "no_rope_freq": 4}, "--qk-l2-norm or --no-rope-freq, got both"),
+        (L2_NORMS | {"position_embedding_type": "none"}, "--qk-l2-norm or --position-.*, got both"),
         ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size to be"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function to be"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax with --moe-router-topk 1"),

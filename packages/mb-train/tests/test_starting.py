@@ -138,6 +138,20 @@ def test_going_on_otherwise_is_said(finished, words, says):
     assert says is None or says in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--min-lr", "0"], True),
+        (["--min-lr", "0", "--train-iters", "9"], False),
+        (["--min-lr", "0", "--lr-decay-style", "constant"], False),
+        (["--min-lr", "0", "--decoupled-lr", "1e-3", "--decoupled-min-lr", "1e-4"], False),
+    ],
+)
+def test_who_has_a_finished_run_go_on_without_a_rate_is_told(finished, words, told):
+    notes = resolve_start(parse(["--load", str(finished[0]), *words])).notes
+    assert any("at --min-lr 0, where nothing is learned" in note for note in notes) == told
+
+
 def test_a_longer_run_keeps_its_schedules(finished):
     rising = [
         "--start-weight-decay=0", "--end-weight-decay=1", "--weight-decay-incr-style=linear",

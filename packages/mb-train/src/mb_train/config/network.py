@@ -254,6 +254,7 @@ class Network(ModelFields, AttentionFields, HybridFields, PositionFields, WidthF
             )
         _check_norms(self)
         _check_latent(self)
+        _check_rotated(self)
         _check_delta(self)
         _check_pattern(self)
         _check_slowing(self)
@@ -337,6 +338,19 @@ def _check_latent(config: Network) -> None:
                 f"Expected {wanted} with --multi-latent-attention, got {found}. Change one, or "
                 "leave one out."
             )
+
+
+def _check_rotated(config: Network) -> None:
+    """Raise ValueError if what turns of a head is no number of pairs."""
+    if config.position_embedding_type != "rope" or config.multi_latent_attention:
+        return
+    turned = int(config.head_size * config.rotary_percent)
+    if turned % 2 or not turned:
+        raise ValueError(
+            "Expected an even number of a head's channels to turn, 2 or more, got "
+            f"{turned} of {config.head_size} with --rotary-percent {config.rotary_percent}: "
+            "rotations are of pairs. Change it, or --kv-channels."
+        )
 
 
 def _check_delta(config: Network) -> None:

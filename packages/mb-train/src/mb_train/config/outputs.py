@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, NOT_0, POSITIVE, flag
+from mb_train.config.field import AT_LEAST_0, NOT_0, OFF, POSITIVE, flag
 
 _KEPT = ("save_interval", NOT_0)
 _BOARD = (("tensorboard_dir", "wandb_project"),)
@@ -55,7 +55,7 @@ class CheckpointingFields:
         False,
         on_load="own",
         also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
-        needs=("load",),
+        needs=[("load",), ("finetune", OFF), ("no_load_optim", OFF)],
     )  # fmt: skip
     no_load_optim: bool = flag(
         "do not take the optimizer state of --load: rates and loss scale begin anew as well", False,

@@ -213,7 +213,7 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
         if value != f.default and (way := config.lacking(f.name, said=command.values)):
             idle.setdefault(way, []).append(flag_name(f.name))
     remarks = [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
-    if config.load is not None and config.use_checkpoint_opt_param_scheduler:
+    if config.load is not None and _takes_schedules(vars(config)):
         typed = [name for name in OF_SCHEDULES if name in command.values]
         lost = [flag_name(n) for n in typed if command.values[n] != getattr(config, n)]
         if lost:
@@ -240,11 +240,20 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     values: dict[str, Any] = {}
     for layer in (loaded or {}, base, said):
         values = _laid_over(values, layer, said=layer is said)
-    if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
+    if loaded is not None and _takes_schedules(values):
         values |= schedules(loaded, values)
     if values.get("num_layers") is not None:  # TrainConfig asks for it
         command.layer_lists.check(values["num_layers"])
     return with_means(TrainConfig(**values), command.of_every_layer)
+
+
+def _takes_schedules(values: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint's schedules count, not those that were said.
+
+    As in Megatron they are part of the optimizer's state, which some runs leave out.
+    """
+    without = values.get("finetune") or values.get("no_load_optim")
+    return bool(values.get("use_checkpoint_opt_param_scheduler")) and not without
 
 
 def _laid_over(

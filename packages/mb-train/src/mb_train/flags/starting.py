@@ -52,10 +52,11 @@ def resolve_start(command: CommandLine) -> Resolved:
     if "save" not in values and not config.finetune:
         config = dataclasses.replace(config, save=str(checkpoint.parent))
     asked = {"train_iters", "train_samples"} & values.keys()
-    start = Start(checkpoint, saved)
+    start, idle = Start(checkpoint, saved), []
     if not asked and not config.skip_train and start.is_end_of(config):
         config = _prolong(config, saved)
-    changes = tuple(check_changes(saved.config, config))
+        idle = _learns_nothing(config)
+    changes = (*idle, *check_changes(saved.config, config))
     return _with_remarks(command, Resolved(config, start, changes))
 
 
@@ -98,3 +99,14 @@ def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
         incr = f"weight_decay_incr_{unit}"
         lengths[incr] = getattr(config, incr) or length
     return dataclasses.replace(config, **lengths)
+
+
+def _learns_nothing(config: TrainConfig) -> list[str]:
+    """A remark if a prolonged run has no learning rate beyond its decay."""
+    if config.lr_decay_style == "constant" or config.min_lr or config.decoupled_min_lr:
+        return []
+    length = flag_name(f"lr_decay_{'samples' if config.by_samples else 'iters'}")
+    return [
+        "the run had come to its end, and goes on beyond its decay at --min-lr 0, where nothing is "
+        f"learned: say another --min-lr, or a longer {length}"
+    ]

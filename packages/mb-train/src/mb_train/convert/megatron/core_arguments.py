@@ -146,10 +146,14 @@ def _refuse(given: Mapping[str, Any]) -> None:
         )
     for flag in (flag_name(name) for name in _REFUSED if given.get(name)):
         raise ValueError(f"Expected a model without {flag}: {refusal(flag)}.")
-    if given.get("qk_l2_norm") and given.get("no_rope_freq"):
+    others = {
+        "--no-rope-freq": given.get("no_rope_freq"),
+        "--position-embedding-type other than rope": given.get("position_embedding_type") != "rope",
+    }
+    for words in (words for words, there in others.items() if there and given.get("qk_l2_norm")):
         raise ValueError(
-            "Expected --qk-l2-norm or --no-rope-freq, got both: Megatron Core has such norms in "
-            "layers without positions too."
+            f"Expected --qk-l2-norm or {words}, got both: Megatron Core has such norms in layers "
+            "without rotary positions too."
         )
     if given.get("apply_residual_connection_post_layernorm"):
         raise ValueError(

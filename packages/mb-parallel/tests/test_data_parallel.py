@@ -1471,6 +1471,11 @@ def mixed_dtypes(rank, world_size):
     apply_data_parallel(nn.Sequential(shared, heads[0]), mesh, blocks=[])
     with pytest.raises(ValueError, match=r"got a DTensor over \[0, 1\].* for a module that holds"):
         apply_data_parallel(nn.Sequential(shared, heads[1]), mesh, blocks=[])
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    apply_data_parallel(first, mesh, blocks=[])
+    with pytest.raises(ValueError, match=r"no other model has, got weight, in whose place"):
+        apply_data_parallel(second, mesh, blocks=[])
     fully_shard(early[1].norm)  # by hand: how its gradients are summed is the caller's
     set_gradient_sync(early[1].norm, False)
     model, other = (build().to(half) for _ in range(2))

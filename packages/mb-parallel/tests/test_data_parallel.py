@@ -1279,23 +1279,38 @@ class Filter(nn.Module):
 
 
 def filters(rank, world_size, zero_stage):
-    """A complex weight's gradient: of replicas, and of parts of it."""
-    model, mesh = nn.Sequential(Filter()), ParallelDims(dp_shard=world_size).build("cpu")
-    apply_data_parallel(model, mesh, blocks=list(model), zero_stage=zero_stage)
-    model(signal(rank)).square().sum().backward()
-    return full(model[0].weight.grad)
+    """Gradients of a complex weight and of one in fp64: of replicas, and of parts of it."""
+    mesh, found = ParallelDims(dp_shard=world_size).build("cpu"), []
+    for one, dtype in zip(unusual(), (torch.float32, torch.float64), strict=True):
+        model = nn.Sequential(one)
+        how = {"zero_stage": zero_stage, "compute_dtype": dtype}
+        apply_data_parallel(model, mesh, blocks=list(model), **how)
+        model(signal(rank, dtype)).square().sum().backward()
+        found.append(full(one.weight.grad))
+    return found
 
 
-def signal(rank):
-    return torch.arange(WIDTH).add(rank).cos()
+def unusual():
+    torch.manual_seed(0)
+    return Filter(), nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+
+
+def signal(rank, dtype):
+    return torch.arange(WIDTH).add(rank).to(dtype).cos()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_gradients_of_complex_weights_are_summed(zero_stage):
-    whole = Filter()
-    sum(whole(signal(rank)).square().sum() for rank in range(2)).backward()
-    for grad in run_ranks(filters, 2, zero_stage):
-        torch.testing.assert_close(grad, whole.weight.grad)
+def test_gradients_of_complex_and_fp64_weights_are_summed_as_such(zero_stage):
+    grads = run_ranks(filters, 2, zero_stage)
+    for place, (whole, dtype) in enumerate(
+        zip(unusual(), (torch.float32, torch.float64), strict=True)
+    ):
+        sum(whole(signal(rank, dtype)).square().sum() for rank in range(2)).backward()
+        rounding = 20 * torch.finfo(dtype).eps
+        for found in grads:
+            torch.testing.assert_close(
+                found[place], whole.weight.grad, rtol=rounding, atol=rounding
+            )
 
 
 def refused_by_one(rank, world_size):
@@ -1448,6 +1463,19 @@ def mixed_dtypes(rank, world_size):
     hold_working_copies([early], half)
     with pytest.raises(ValueError, match="hold_working_copies after apply_data_parallel"):
         apply_data_parallel(early, mesh, blocks=list(early)[:2])
+    tied = build()
+    tied[2].weight = tied[0].dense.weight
+    with pytest.raises(ValueError, match=r"got 0.dense.weight, which is 2.weight too"):
+        apply_data_parallel(tied, mesh, blocks=list(tied)[:2])
+    shared, *heads = (nn.Linear(WIDTH, 1) for _ in range(3))
+    apply_data_parallel(nn.Sequential(shared, heads[0]), mesh, blocks=[])
+    with pytest.raises(ValueError, match=r"got a DTensor over \[0, 1\].* for a module that holds"):
+        apply_data_parallel(nn.Sequential(shared, heads[1]), mesh, blocks=[])
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    apply_data_parallel(first, mesh, blocks=[])
+    with pytest.raises(ValueError, match=r"no other model has, got weight, in whose place"):
+        apply_data_parallel(second, mesh, blocks=[])
     fully_shard(early[1].norm)  # by hand: how its gradients are summed is the caller's
     set_gradient_sync(early[1].norm, False)
     model, other = (build().to(half) for _ in range(2))

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +112,12 @@ def test_for_world_gives_the_rest_to_shards():
         ParallelDims.for_world(2, tp=2, dp_replicate=2)
     with pytest.raises(ValueError, match="tp to be an integer"):
         ParallelDims.for_world(12, tp=0)
+
+
+def test_sizes_of_numpys_are_those_of_python():
+    by_numpy = ParallelDims.for_world(np.int64(24), tp=np.int32(2), ep=np.int64(4))
+    # Torch makes no mesh of NumPy's, and by their looks ranks would differ.
+    assert repr(by_numpy) == repr(ParallelDims.for_world(24, tp=2, ep=4))
 
 
 @pytest.mark.parametrize(

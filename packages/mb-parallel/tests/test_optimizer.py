@@ -354,6 +354,15 @@ def test_adamw_state_is_torchs_by_name():
         for kind, value in ours.state[p].items():
             assert torch.equal(value, again.state[p][kind])
     assert [g["weight_decay"] for g in again.param_groups] == [0.1, 0.0]
+    # A whole state dict takes groups of the same entries.
+    entries = {key: theirs.defaults[key] for key in theirs.defaults.keys() - ours.defaults.keys()}
+    again = AdamW([{**group, **entries} for group in decay_groups(model, 0.1)], lr=0.1)
+    whole = StateDictOptions(full_state_dict=True)
+    model.zero_grad()
+    state = get_optimizer_state_dict(model, theirs, options=whole)
+    set_optimizer_state_dict(model, again, state, options=whole)
+    for p in model.parameters():
+        assert torch.equal(ours.state[p]["exp_avg"], again.state[p]["exp_avg"])
 
 
 def test_torchs_state_of_16_bit_parameters_loads_without_masters():

@@ -259,6 +259,7 @@ def _pieces(rank, world_size):
         ({"embedding.tokens.weight": {3: "head.weight"}}, "1 to 1, one on each, got {3: 'head"),
         ({"embedding.tokens.weight": {0: "head.weight"}}, "1 to 1, one on each, got {0: 'head"),
         ({"embedding.tokens.weight": {1: "head.weight", -1: "x"}}, "got {1: 'head.weight', -1:"),
+        (["embedding.tokens.weight"], "tied to be names by name, such as"),
     ):
         with _refused(message):
             Pipeline([stage], mesh, tied=bad, **arguments)

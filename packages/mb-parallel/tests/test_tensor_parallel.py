@@ -22,6 +22,7 @@ from mb_parallel.tensor_parallel import (
     Replicated,
     RowParallel,
     SequenceParallel,
+    Sharded,
     SplitNorm,
     UnitInCommon,
     VocabParallelEmbedding,
@@ -317,6 +318,12 @@ REFUSED = {
         r"where hidden states begin, got Replicated\(\) for 0 and .* sequence_parallel=False"),
     "a class": (lambda: torch.nn.Linear(4, 4), {"": ColumnParallel},
         r"the model: Expected a style for '', such as .* got <class .*ColumnParallel"),
+    "no plan": (lambda: torch.nn.Linear(4, 4), [("", ColumnParallel())],
+        r"Expected a plan of styles by patterns of module names, .* got \[\('', ColumnParallel"),
+    "numbers": (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), {0: ColumnParallel()},
+        r"Expected a plan of styles by patterns of module names, .* got \{0: ColumnParallel"),
+    "no dimension": (lambda: torch.nn.Embedding(4, 4), {"": Sharded({"weight": 2})},
+        r"the model: Expected a dimension of weight of shape \(4, 4\) to split, got 2"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,13 @@ def _fail_on_one(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _die(rank: int, world_size: int) -> None:
-    os._exit(3)
+@torch.no_grad()
+def _without_gradients(rank: int, world_size: int) -> bool:
+    return torch.is_grad_enabled()
+
+
+def _die(rank: int, world_size: int, code: int) -> None:
+    os._exit(code)
 
 
 def _die_among_others(rank: int, world_size: int) -> None:
@@ -64,9 +70,14 @@ def test_a_failing_rank_names_itself_and_its_error():
         run_ranks(_fail_on_one, 2)
 
 
-def test_a_dead_rank_is_noticed():
-    with pytest.raises(RuntimeError, match="died with exit code 3"):
-        run_ranks(_die, 1)
+def test_a_decorated_function_is_found_in_its_own_file():
+    assert run_ranks(_without_gradients, 2) == [False, False]
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_a_dead_rank_is_noticed(code):
+    with pytest.raises(RuntimeError, match=f"rank 0 of 1 died with exit code {code}"):
+        run_ranks(_die, 1, code)
 
 
 def test_a_killed_rank_is_named_before_the_peers_that_lost_it():
@@ -113,7 +124,9 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
 
 
 def test_a_function_that_ranks_cannot_find_is_refused():
-    for function in (lambda rank, world_size: None, print, time):
+    typed: dict[str, Any] = {}
+    exec("def typed(rank, world_size): pass", typed)  # as in a notebook
+    for function in (lambda rank, world_size: None, print, time, typed["typed"]):
         with pytest.raises(ValueError, match="defined at the top level of a file, got"):
             run_ranks(function, 1)
 

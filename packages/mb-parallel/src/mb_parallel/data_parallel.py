@@ -3,9 +3,10 @@
 `fully_shard` is applied block by block, from the inside out: each block gathers its weights just
 before it runs and reduces its gradients just after, while its neighbours compute. Small blocks are
 one unit. Weights are kept in their own dtype (fp32: the master weights), computed with in
-`compute_dtype`, and gradients are summed in fp32. Master weights and optimizer state are always
-sharded; the ZeRO stage (Rajbhandari et al., arXiv 1910.02054) says what else is. Bytes per
-parameter on each of N ranks, with bf16 compute and AdamW, in a step of several micro-batches:
+`compute_dtype`, and gradients are summed in fp32 (in fp64 where that is computed in). Master
+weights and optimizer state are always sharded; the ZeRO stage (Rajbhandari et al., arXiv
+1910.02054) says what else is. Bytes per parameter on each of N ranks, with bf16 compute and AdamW,
+in a step of several micro-batches:
 
     stage   master, moments   compute weight          gradient
       0         12            2, cast on use          4, reduced once, after the last micro-batch
@@ -109,9 +110,10 @@ def apply_data_parallel(
             nn.ModuleList), arguments or parameters that differ between data-parallel ranks, a mesh
             of other sizes than in an earlier call for the model, a model that is sharded already or
             has replicas, one in a wrapper such as DistributedDataParallel, parameters of several
-            dtypes that train in one unit, in stage 0 DTensors over data-parallel ranks or weights
-            on the meta device, in the others parameters of no axis or no number, or experts with
-            working copies or, where ep, cp or tp > 1, without `parallelize_experts`.
+            dtypes that train in one unit, DTensors over data-parallel ranks (those of another
+            model's, say), in stage 0 weights on the meta device, in the others parameters of no
+            axis or no number, or of a block and of what is no block, or experts with working copies
+            or, where ep, cp or tp > 1, without `parallelize_experts`.
     """
     check_mesh(mesh, model)
     with refused_alike(mesh):
@@ -213,8 +215,8 @@ def _refuse_model(model: nn.Module, mesh: ParallelMesh, zero_stage: int) -> None
             "after fully_shard."
         )
     unwrapped(model)
+    refuse_spread(model, mesh)
     if zero_stage == 0:
-        refuse_spread(model, mesh)
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 raise ValueError(

@@ -49,20 +49,23 @@ def shard_units(
     assert mesh.dense is not None
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+        param_dtype=compute_dtype,
+        reduce_dtype=_summed_in(compute_dtype),
+        cast_forward_inputs=cast_inputs,
     )
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     apart_in = (recomputed(model), set(in_training))
     if compute_dtype != torch.float32:
         for unit in _units(keep_fp32, reshard, apart_in):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
-    alone: set[nn.Parameter] = set()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
+    alone: set[nn.Parameter] = set()
     if mesh.dims.edp > 1:
         for sharing in _sharing(experts):
             _shard_experts(sharing, mesh, compute_dtype, reshard)
     else:
         alone = _parameters(experts)
+    _refuse_ties(model, blocks, alone | _parameters(_inner_units([model])))
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     # FSDP2 of torch 2.11 casts what the first module of a unit is given, and no other.
     apart = reshard or (cast_inputs and torch_release() < (2, 13))
@@ -70,9 +73,14 @@ def shard_units(
         _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.
     _shard([model], reshard_after_forward=False, **common)
-    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+    for unit in _inner_units([model]):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else torch multiplies by 1 on the way
+
+
+def _summed_in(compute_dtype: torch.dtype) -> torch.dtype:
+    """What gradients are summed in: fp32, or fp64 where that is computed in."""
+    return torch.promote_types(compute_dtype, torch.float32)
 
 
 def _units(
@@ -115,6 +123,29 @@ def _sharing(
     return groups
 
 
+def _refuse_ties(model: nn.Module, blocks: Iterable[nn.Module], apart: Set[nn.Parameter]) -> None:
+    """Raise ValueError for a parameter of a block that what no block owns has too: of two units.
+
+    Args:
+        apart: parameters that are no block's, whatever module has them.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    names: defaultdict[nn.Parameter, dict[bool, str]] = defaultdict(dict)
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names[parameter].setdefault(module in inside, name)
+    for parameter, by_place in names.items():
+        if len(by_place) > 1 and parameter not in apart:
+            raise ValueError(
+                f"Expected parameters of blocks that blocks alone have, got {by_place[True]}, "
+                f"which is {by_place[False]} too. Make the modules of both blocks, or neither."
+            )
+
+
+def _inner_units(modules: Iterable[nn.Module]) -> list[Any]:
+    return [m for one in modules for m in one.modules() if isinstance(m, FSDPModule)]
+
+
 def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}
 
@@ -123,8 +154,7 @@ def _shard(
     unit: list[nn.Module], *, ignored_params: Set[nn.Parameter] = frozenset(), **options: Any
 ) -> None:
     """`fully_shard`, after a check that torch makes only at the first forward pass."""
-    inner = [m for one in unit for m in one.modules() if isinstance(m, FSDPModule)]
-    mine = _parameters(unit) - _parameters(inner) - ignored_params
+    mine = _parameters(unit) - _parameters(_inner_units(unit)) - ignored_params
     dtypes = sorted({str(p.dtype) for p in mine if p.requires_grad})
     if len(dtypes) > 1:
         names = ", ".join(dict.fromkeys(type(module).__name__ for module in unit))
@@ -309,7 +339,9 @@ def _shard_experts(
 
     # Inputs have the block's dtype already, and routing weights have to stay in fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=compute_dtype,
+        reduce_dtype=_summed_in(compute_dtype),
+        cast_forward_inputs=False,
     )
     expert_mesh = _sharding_mesh(mesh.expert, "edp_replicate", "edp_shard")
     _shard(

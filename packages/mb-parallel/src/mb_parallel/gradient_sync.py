@@ -56,9 +56,15 @@ def replacing(model: nn.Module) -> Generator[None]:
     What was set on the old ones, such as a mark that they do not decay, is set on the new ones.
 
     Raises:
-        ValueError: one that was replaced has hooks.
+        ValueError: one was replaced in another model already, or one that was replaced has hooks.
     """
     before = dict(model.named_parameters())
+    if gone := [name for name, parameter in before.items() if hasattr(parameter, _REPLACED)]:
+        raise ValueError(
+            f"Expected parameters that no other model has, got {', '.join(gone)}, in whose place "
+            "that has others since it was spread: they would part ways. Put both models into one "
+            "module, and spread that."
+        )
     yield
     after = dict(model.named_parameters(remove_duplicate=False))
     kept = set(map(id, after.values()))

@@ -77,7 +77,10 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        at_least_1(**{f.name: getattr(self, f.name) for f in fields(self)})
+        for name in (field.name for field in fields(self)):
+            size = getattr(self, name)
+            at_least_1(**{name: size})
+            object.__setattr__(self, name, int(size))  # of NumPy's, of which torch makes no mesh
         if self.dp % self.cp:
             raise ValueError(
                 f"Expected cp to divide the {self.dp} data-parallel ranks (all ranks / (tp * pp)), "

@@ -21,7 +21,7 @@ from mb_layers import Experts
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from mb_parallel.engines import is_dtensor
+from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.gradient_sync import keep_apart, watch
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.shards import all_reduce_together, local, local_grad, shaped_like, take_first
@@ -199,11 +199,17 @@ def replicate(model: nn.Module, mesh: ParallelMesh) -> Replicas:
 def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
     """Check that ranks that are to sum gradients of a parameter each have all of it, or one part.
 
+    What FSDP2 shards in a module of the model is left alone.
+
     Raises:
         ValueError: a DTensor over these ranks.
     """
     groups_of = _groups_of(model, mesh)
+    units: list[Any] = [module for module in model.modules() if is_fsdp(module)]
+    sharded = {id(parameter) for unit in units for parameter in unit.parameters()}
     for name, parameter in model.named_parameters():
+        if id(parameter) in sharded:
+            continue
         summing = {rank for g in groups_of(parameter) for rank in dist.get_process_group_ranks(g)}
         if not is_dtensor(parameter) or not summing:
             continue
@@ -212,7 +218,8 @@ def refuse_spread(model: nn.Module, mesh: ParallelMesh) -> None:
             raise ValueError(
                 f"Expected {name} to be the same on each of the ranks {sorted(summing)}, got a "
                 f"DTensor over {sorted(spread)}. Spread parameters by parallelize_tensors and "
-                "parallelize_experts alone."
+                "parallelize_experts alone, and call apply_data_parallel once, for a module that "
+                "holds all that share them."
             )
 
 

@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -87,11 +88,13 @@ def run_ranks(
     device_type_name(device_type)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    if not isinstance(function, FunctionType) or "<" in function.__qualname__:
+    defined = inspect.unwrap(function) if callable(function) else None  # under its decorators
+    in_file = isinstance(defined, FunctionType) and Path(defined.__code__.co_filename).is_file()
+    if not in_file or not isinstance(function, FunctionType) or "<" in function.__qualname__:
         raise ValueError(
             f"Expected a function that is defined at the top level of a file, got {function!r}."
         )
-    source = (function.__module__, function.__code__.co_filename, function.__qualname__)
+    source = (function.__module__, defined.__code__.co_filename, function.__qualname__)
     with tempfile.TemporaryDirectory(prefix="mb-ranks-") as folder:
         payload = pickle.dumps(args)
         common = (world_size, folder, source, payload, device_type)
@@ -138,11 +141,11 @@ def _stacks(late: dict[int, Any], folder: Path) -> str:
 
 
 def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
-    if not any(process.exitcode for process in ranks) and not any(folder.glob("*.error")):
+    if not _codes(ranks, folder) and not any(folder.glob("*.error")):
         return
     # An exit code comes by way of the fork server, later than peers see the connection closed.
     time.sleep(0.3)
-    codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
+    codes = _codes(ranks, folder)
     reports = {int(path.stem): path.read_text() for path in folder.glob("*.error")}
     told = []
     if died := [rank for rank in codes if rank not in reports]:
@@ -152,6 +155,12 @@ def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
         rank = min(reports, key=lambda r: (folder / f"{r}.error").stat().st_mtime_ns)
         told.append(f"rank {rank} of {len(ranks)} failed:\n{reports[rank]}")
     raise RuntimeError("\n".join(told))
+
+
+def _codes(ranks: list[Any], folder: Path) -> dict[int, int]:
+    """The exit codes of ranks that failed, or ended without a result."""
+    ended = {r: process.exitcode for r, process in enumerate(ranks) if process.exitcode is not None}
+    return {r: code for r, code in ended.items() if code or not (folder / f"{r}.ok").exists()}
 
 
 def _rank_main(

@@ -110,6 +110,11 @@ class Pipeline:
             check_mesh(mesh, stage)
         at_least_1(hidden_size=hidden_size)
         floating(dtype=dtype)
+        if not isinstance(tied, Mapping | None):
+            raise ValueError(
+                'Expected tied to be names by name, such as {"embedding.weight": "head.weight"}, '
+                f"got {tied!r}."
+            )
         pp = mesh.axis("pp")
         if pp is None:
             raise ValueError(

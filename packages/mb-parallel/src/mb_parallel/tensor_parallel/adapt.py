@@ -95,13 +95,17 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
 
     Raises:
         ValueError: the number of ranks does not divide the dimension, or there is no such
-            parameter.
+            dimension or parameter.
     """
     parameter = module._parameters.get(name)
     if parameter is None:
         raise ValueError(f"Expected a parameter {name} in {type(module).__name__}, got none.")
     if is_dtensor(parameter):  # shared with a module that has been sharded already
         return
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise ValueError(
+            f"Expected a dimension of {name} of shape {tuple(parameter.shape)} to split, got {dim}."
+        )
     size, ranks = parameter.shape[dim], mesh.size()
     if size % ranks:
         raise ValueError(

@@ -70,6 +70,11 @@ def parallelize_tensors(
     """
     one_module(model)
     check_mesh(mesh, model)
+    if not (isinstance(plan, Mapping) and all(isinstance(pattern, str) for pattern in plan)):
+        raise ValueError(
+            "Expected a plan of styles by patterns of module names, such as "
+            f'{{"layers.*.norm": SequenceParallel()}}, got {plan!r}.'
+        )
     tp = mesh.axis("tp")
     if tp is None:
         return

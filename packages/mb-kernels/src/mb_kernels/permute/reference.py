@@ -42,13 +42,12 @@ def combine_backward(
     top_k = weights_TK.shape[1]
     taken_N = _taken(bins)
     slot_N = torch.where(taken_N, bins.order_N.long(), -1)
-    token_N = torch.where(taken_N, slot_N // top_k, -1)
     accumulator = wide_dtype(rows_ND)
-    dy_ND = _with_zero(dy_TD)[token_N].to(accumulator)
+    dy_ND = _with_zero(dy_TD)[slot_N // top_k].to(accumulator)
     weight_N1 = _with_zero(weights_TK.reshape(-1, 1))[slot_N].to(accumulator)
     d_rows_ND = (dy_ND * weight_N1).to(rows_ND.dtype)
     d_weights_N = torch.zeros_like(weights_TK).flatten()
-    dots_N = (dy_ND * torch.where(taken_N[:, None], rows_ND, 0).to(accumulator)).sum(dim=1)
+    dots_N = (dy_ND * rows_ND.to(accumulator)).sum(dim=1)
     d_weights_N[slot_N[taken_N]] = dots_N[taken_N].to(weights_TK.dtype)
     return d_rows_ND, d_weights_N.view_as(weights_TK)
 

@@ -103,7 +103,7 @@ def padded_gather(
 ) -> Tensor:
     """`gather` to rows [R, D], where expert e has those up to padded_bins[e], filled up with 0."""
     places = _padded(indices, bin_ids, bins, padded_bins)
-    rows = int(padded_bins.reshape(-1)[-1]) if padded_bins.numel() else 0
+    rows = int(padded_bins[-1]) if len(padded_bins) else 0
     return _gathered(x, _placed(indices, places, rows, _slots(x, top_k)), top_k)
 
 

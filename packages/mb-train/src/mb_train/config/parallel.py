@@ -9,6 +9,11 @@ from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, fla
 from mb_train.words import counted
 
 
+def chunks_of_a_stage(layers: int, stages: int, most: int) -> int:
+    """The fewest chunks of at most so many layers, equally many for each stage of a pipeline."""
+    return math.ceil(layers / (stages * most))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelFields:
     """How the model and its batches are spread over the ranks."""
@@ -107,8 +112,8 @@ class ParallelFields:
 
     def chunks_of_a_rank(self, layers: int) -> int:
         """Chunks of a pipeline of so many layers that each rank has."""
-        stages, chunk = self.pipeline_model_parallel_size, self.layers_of_a_chunk
-        return 1 if chunk is None else math.ceil(layers / (stages * chunk))
+        stages, most = self.pipeline_model_parallel_size, self.layers_of_a_chunk
+        return 1 if most is None else chunks_of_a_stage(layers, stages, most)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different sequences; of those that share them, one counts.

@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from mb_train.config.field import flag_name
+from mb_train.config.positions import PositionFields
 from mb_train.flags.settled import NO_FUSED_GELU
 from mb_train.flags.together import NO_POSITIONS, QUICK_GEGLU, ROTARY
 from mb_train.flags.translated import TRANSLATED
@@ -20,7 +21,7 @@ NO_BIAS = "--disable-bias-linear"
 _MEGABLOCKS = "--moe-num-experts"
 _FIRST_NESTEROV = "--muon-use-nesterov"
 LEGACY = "--use-legacy-models"
-_YARNS_LENGTH = 4096
+_YARNS_LENGTH = PositionFields.original_max_position_embeddings
 # Transformer Engine's GELU is the approximation by tanh.
 _TE_ACTIVATION = "--use-te-activation-func"
 _TE_FUSED_MLP = "--use-transformer-engine-op-fuser"  # of dense models

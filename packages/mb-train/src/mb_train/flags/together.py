@@ -26,6 +26,7 @@ from typing import Any
 
 from mb_train.config.field import flag_name
 from mb_train.config.offloading import EXPERT_MODULES
+from mb_train.config.parallel import chunks_of_a_stage
 
 QUICK_GEGLU = "--quick-geglu"
 # Numbers of that gate, and their names within an activation.
@@ -113,7 +114,7 @@ def _layers_of_chunks(said: Mapping[str, Any]) -> dict[str, Any]:
     if layers is None:
         raise ValueError(f"Expected --num-layers with {_CHUNKS}, got none.")
     most = math.ceil(layers / (stages * chunks))
-    made = math.ceil(layers / (stages * most))
+    made = chunks_of_a_stage(layers, stages, most)
     if made != chunks:
         raise ValueError(
             f"Expected {_CHUNKS} that share {layers} layers out over {stages} stages, got "
